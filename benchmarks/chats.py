@@ -24,9 +24,9 @@ from jspec.engine.model import load
 from jspec.models import EagleHead, Llama
 from jspec.models.llama import require_llama
 from jspec.train import batches, data, distill, head
+from jspec.train.distill import DraftSetup
 from jspec.train.head import HeadLearner
-from jspec.train.learner import DraftSetup
-from jspec.train.recipe import DraftRecipe
+from jspec.train.recipe import DraftRecipe, HeadShape
 from tools.pretrain import __main__ as pretrain
 
 CHATS, HELDOUT_SHARE, MODEL_CHATS = 250, 0.2, 3000
@@ -117,11 +117,11 @@ def untrained(target: Path, made: Path, prompts: list[list[int]]) -> float:
     """The accept length of the head before its first step."""
     model = load(target)
     shape = require_llama(model.target, "this benchmark")
-    learner = HeadLearner(head.configure(shape, capture_layers=CAPTURE), shape)
+    learner = HeadLearner(head.configure(shape, HeadShape(capture_layers=CAPTURE)), shape)
     recipe = DraftRecipe(steps=STEPS, length=shape.max_length)
     setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
     sources = (batches.Source(batches.open_tokens(made / "train.npy", vocab_size=shape.vocab_size)),)
-    params = distill.init(setup, model.params.target, sources).serve("float32")
+    params = distill.init(setup, model.params.target, learner.vocabulary(sources)).serve("float32")
     return accept_length(distill.accept_length(model, learner.config, params, prompts, depth=DEPTH))
 
 

@@ -1,77 +1,51 @@
 """`jspec train`: prepare data, train a draft, write a target's own text."""
 
 import argparse
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from jspec.cli.arguments import Parser
-from jspec.train import arguments, data, options, prepare, replies, text
+from jspec.cli.arguments import Parser, add_options, read_options
+from jspec.train import data, prepare, replies, text
+from jspec.train.kinds import KINDS
+from jspec.train.options import DraftRun
 
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command of `jspec train`.
-
-    summary: its line in the overview.
-    description: its help.
-    add_arguments: adds its options.
-    module: whose `main` runs it; imported only then, because it may need the extra `train`.
-    """
-
-    summary: str
-    description: str | None
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    module: str
-
-
-COMMANDS = {
-    "data": Command(
-        "write token files and prompts from your own files",
-        f"{prepare.__doc__}\n{data.__doc__}",
-        prepare.add_arguments,
-        "prepare",
-    ),
-    "eagle3": Command("train an EAGLE-3 head for a target", arguments.EAGLE3, arguments.add_eagle3, "eagle3"),
-    "dspark": Command(
-        "train a block draft for a target: DSpark or DFlash", arguments.DSPARK, arguments.add_dspark, "dspark"
-    ),
-    "frozen-kv-mtp": Command(
-        "train an assistant for a target, which reads the target's keys and values",
-        arguments.FROZEN_KV_MTP,
-        arguments.add_frozen_kv_mtp,
-        "frozen_kv_mtp",
-    ),
-    "replies": Command(
-        "write a target's own replies to prompts or chats, for its draft to learn from",
-        replies.__doc__,
-        replies.add_arguments,
-        "replies",
-    ),
-    "text": Command(
-        "write a target's greedy text, for its draft to learn from",
-        text.__doc__,
-        text.add_arguments,
-        "text",
-    ),
+SUMMARIES = {
+    "data": "write token files and prompts from your own files",
+    "replies": "write a target's own replies to prompts or chats, for its draft to learn from",
+    "text": "write a target's greedy text, for its draft to learn from",
 }
-"""The commands by name."""
+"""Lines in the overview, of the commands that train nothing."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(prog="jspec train", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(
-            name,
-            help=command.summary,
-            description=command.description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(subparser)
+
+    def add(name: str, summary: str, description: str | None, kinds: Sequence[type], run: Callable[..., int]) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=summary, description=description, formatter_class=formatter)
+        for kind in kinds:
+            add_options(command, kind)
+        command.set_defaults(run=lambda arguments: run(*(read_options(arguments, kind) for kind in kinds)))
+
+    add("data", SUMMARIES["data"], f"{prepare.__doc__}\n{data.__doc__}", [prepare.DataOptions], prepare.main)
+    for name, kind in KINDS.items():
+        options = [DraftRun, kind.recipe, kind.shape, *kind.output]
+        add(name, kind.summary, kind.help, options, lambda *values, kind=kind: _train(kind, *values))
+    add("replies", SUMMARIES["replies"], replies.__doc__, [replies.ReplyOptions], replies.main)
+    add("text", SUMMARIES["text"], text.__doc__, [text.TextOptions], text.main)
     return parser
+
+
+def _train(*arguments: Any) -> int:
+    try:
+        draft = importlib.import_module("jspec.train.draft")  # only here, because it needs the extra `train`
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return draft.main(*arguments)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -81,12 +55,7 @@ def main(args: Sequence[str] | None = None) -> int:
       ValueError, TypeError, OSError: bad input, or a missing package; the message names it.
     """
     arguments = build_parser().parse_args(args)
-    options.check(arguments)
-    try:
-        module = importlib.import_module(f"jspec.train.{COMMANDS[arguments.command].module}")
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from None
-    return module.main(arguments)
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ A chain that starts at row p reads the keys and values of rows 0 to p and stays 
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from jspec.core.checks import check_flag, check_int
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import FrozenKvMtp
@@ -20,8 +20,8 @@ from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.train.learner import UnrolledLearner
 from jspec.train.model import CausalAttention
+from jspec.train.recipe import AssistantShape
 
 Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
 
@@ -71,8 +71,8 @@ class FrozenRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantLearner(UnrolledLearner):
-    """An assistant for a target, as `learner.Learner`.
+class AssistantLearner(ttt.UnrolledLearner):
+    """An assistant for a target, as `distill.Learner`.
 
     Raises:
       ValueError: an LM head of clusters, since the targets are distributions over all tokens.
@@ -87,6 +87,24 @@ class AssistantLearner(UnrolledLearner):
                 f"clusters={self.config.clusters}: an assistant with an LM head of clusters cannot be trained; use "
                 "clusters=None"
             )
+
+    @classmethod
+    def make(cls, target: Decoder, shape: AssistantShape) -> Self:
+        """An assistant of a shape, see `configure`."""
+        return cls(configure(require_keys(target), shape), target)
+
+    def describe(self, weights: int, target: str) -> str:
+        """The assistant in a sentence, for a card."""
+        config = self.config
+        heads = " and ".join(f"{size}" for size in sorted(set(config.head_dims)))
+        return (
+            f"An assistant for {target} (frozen-KV MTP, as the assistants of Gemma 4): {weights:,} parameters, "
+            f"{config.num_layers} layers of width {config.hidden_size} ({config.num_heads} heads of {heads}, MLP of "
+            f"{config.intermediate_size}) that read the keys and values of the target's layers "
+            f"{', '.join(map(str, config.target_layers))}, "
+            f"{'the LM head of the target' if config.target_head else 'an LM head of its own'}, weights in bfloat16; "
+            "it has no cache"
+        )
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -125,47 +143,31 @@ class AssistantLearner(UnrolledLearner):
         return out.logits.reshape(batch, length, -1), out.hidden.reshape(carry.shape)
 
 
-def configure(
-    target: Decoder,
-    *,
-    reads: tuple[int, ...] | None = None,
-    num_layers: int | None = None,
-    target_head: bool = False,
-    **shape: int | None,
-) -> Assistant:
+def configure(target: Decoder, shape: AssistantShape) -> Assistant:
     """An assistant for a target, with the target's shape except for what is given.
-
-    Args:
-      reads: for each of its layers, the target's layer that it reads; None: see `default_reads`.
-      num_layers: None: the length of `reads`; without `reads`, 4 or the target's number of layers if that is less.
-      target_head: use the target's LM head instead of its own.
-      shape: hidden_size, intermediate_size, num_heads; None: the target's.
 
     Raises:
       ValueError: a layer that the target does not have, or a number of layers or heads that does not fit.
     """
-    shape = {name: check_int(name, value, least=1) for name, value in shape.items() if value is not None}
-    if num_layers is not None:
-        num_layers = check_int("num_layers", num_layers, least=1)
-    if reads is not None:
-        reads = model.check_layers("reads", reads)
+    reads, count = shape.reads, shape.num_layers
     if reads is None:
-        count = min(DEFAULT_LAYERS, target.num_layers) if num_layers is None else num_layers
-        reads = default_reads(target, count)
-    elif num_layers not in (None, len(reads)):
-        raise ValueError(f"num_layers={num_layers}: must be {len(reads)}, the length of reads={reads}, or be omitted")
+        reads = default_reads(target, min(DEFAULT_LAYERS, target.num_layers) if count is None else count)
+    elif count not in (None, len(reads)):
+        raise ValueError(f"num_layers={count}: must be {len(reads)}, the length of reads={reads}, or be omitted")
     if not reads or not all(0 <= layer < target.num_layers for layer in reads):
         raise ValueError(f"reads={reads}: each must be between 0 and {target.num_layers - 1}, a layer of the target")
-    fields = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "num_heads")}
-    fields |= shape
+    sizes: dict[str, Any] = {
+        name: getattr(target if getattr(shape, name) is None else shape, name)
+        for name in ("hidden_size", "intermediate_size", "num_heads")
+    }
     config = Assistant(
         vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         target_layers=reads,
         head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
         rms_norm_eps=target.rms_norm_eps,
-        target_head=check_flag("target_head", target_head),
-        **fields,
+        target_head=shape.target_head,
+        **sizes,
     )
     FrozenKvMtp().bind(target, config)
     return config

@@ -140,6 +140,20 @@ def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
+def open_source(
+    path: Path, name: str = "", *, vocab_size: int, share: float = 1.0, axes: tuple[int, ...] = (1, 2)
+) -> Source:
+    """A token file and its mask, memory-mapped.
+
+    name: what errors call it; empty: the name of the file.
+
+    Raises:
+      FileNotFoundError, ValueError: as `open_tokens` and `open_mask`.
+    """
+    tokens = open_tokens(path, vocab_size=vocab_size, axes=axes)
+    return Source(tokens, share, name=name or path.name, mask=open_mask(path, tokens))
+
+
 def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
     """A token file, memory-mapped.
 
@@ -172,12 +186,12 @@ def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) 
 
 
 def open_mask(path: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """The mask of a token file, memory-mapped, from the file `mask_path`; None: there is none.
+    """The mask of a token file, memory-mapped: `train_mask.npy` beside `train.npy`; None: there is none.
 
     Raises:
       ValueError: it is damaged, or does not fit the tokens.
     """
-    path = mask_path(path)
+    path = path.with_name(f"{path.stem}_mask.npy")
     if not path.exists():
         return None
     try:
@@ -187,11 +201,6 @@ def open_mask(path: Path, tokens: np.ndarray) -> np.ndarray | None:
     if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8:
         raise ValueError(f"{path}: must be a uint8 array, as `numpy.save` writes it")
     return check_mask(str(path), mask, tokens)
-
-
-def mask_path(path: Path) -> Path:
-    """Where the mask of a token file is: `train_mask.npy` beside `train.npy`."""
-    return path.with_name(f"{path.stem}_mask.npy")
 
 
 def sample(sources: tuple[Source, ...], *, seed: int, step: int, batch_tokens: int, length: int) -> np.ndarray:

@@ -7,7 +7,7 @@ DFlash, arXiv 2602.06036).
 
 import dataclasses
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.cache.mha import Rows
-from jspec.core.checks import check_int
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.models import BlockHead, BlockParams, Llama, LlamaParams
-from jspec.models.block_head import MARKOV_KINDS, MarkovParams
+from jspec.models.block_head import MarkovParams
+from jspec.models.decoder import Decoder
+from jspec.models.llama import require_llama
 from jspec.train import model
 from jspec.train.batches import Source
 from jspec.train.extra import optax
-from jspec.train.recipe import BlockRecipe, Recipe
+from jspec.train.recipe import BlockRecipe, BlockShape, Recipe
 from jspec.train.ttt import StepMetrics
 
 _SPREAD = 0.01
@@ -98,12 +99,31 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class BlockLearner:
-    """A block draft for a target, as `learner.Learner`."""
+    """A block draft for a target, as `distill.Learner`."""
 
     config: BlockHead
     target: Llama
-    recipe_kind: ClassVar[type[Recipe]] = BlockRecipe
     test: ClassVar[str] = "blocks after sampled anchors"
+
+    @classmethod
+    def make(cls, target: Decoder, shape: BlockShape) -> Self:
+        """A draft of a shape, see `configure`."""
+        llama = require_llama(target, "the training of a block draft")
+        return cls(configure(llama, shape), llama)
+
+    def describe(self, weights: int, target: str) -> str:
+        """The draft in a sentence, for a card."""
+        config = self.config
+        markov = "no Markov head"
+        if config.markov is not None:
+            markov = f"a {config.markov} Markov head of rank {config.markov_rank}"
+        return (
+            f"A {config.summary()} (arXiv 2607.05147) for {target}: {weights:,} parameters, {config.num_layers} "
+            f"decoder layers of width {config.hidden_size} ({config.num_heads} heads of {config.head_dim}, "
+            f"{config.num_kv_heads} key heads, MLP of {config.intermediate_size}) over projections of the residual "
+            f"stream that enters the target's layers {', '.join(map(str, config.capture_layers))}, {markov}, the "
+            "target's embedding and LM head, weights in bfloat16"
+        )
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -242,70 +262,36 @@ def compare(
     return loss / total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens, *sums)
 
 
-def configure(
-    target: Llama,
-    *,
-    block_size: int = 8,
-    num_layers: int = 2,
-    next_token: bool = True,
-    markov: Literal["vanilla", "gated", "rnn"] | None = "vanilla",
-    markov_rank: int = 64,
-    confidence: bool = True,
-    capture_layers: tuple[int, ...] | None = None,
-    mask_token: int | None = None,
-) -> BlockHead:
+def configure(target: Llama, shape: BlockShape) -> BlockHead:
     """A block draft whose layers have the shape of the target's, with full attention and the target's embedding and LM
     head.
 
-    Args:
-      block_size: rows of a block; it predicts as many tokens, or one fewer without `next_token`.
-      next_token: rows predict the token after their own, as in DSpark; False: their own, as in DFlash.
-      markov, markov_rank: kind and rank of the Markov head; None: there is none.
-      confidence: whether there is a confidence head.
-      capture_layers: layers of the target whose input it reads, ascending; L is the output of the last one; None: five
-        layers from 2 to L - 2, evenly spaced.
-      mask_token: the token of the rows to predict; None: the last one of the vocabulary.
-
     Raises:
-      TypeError, ValueError: an argument of another type or out of bounds, or a layer that the target does not have.
+      ValueError: a layer or a token that the target does not have.
     """
-    block_size = check_int("block_size", block_size, least=1 if next_token else 2, most=64)
-    num_layers = check_int("num_layers", num_layers, least=1)
-    if markov is not None and markov not in MARKOV_KINDS:
-        raise ValueError(f"markov={markov!r}: must be one of {', '.join(MARKOV_KINDS)}, or None")
     count = target.num_layers
-    if capture_layers is None:
-        if count < 8:
-            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
-        capture_layers = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
-    capture_layers = model.check_layers("capture_layers", capture_layers)
-    ascending = list(capture_layers) == sorted(set(capture_layers))
-    if not capture_layers or not ascending or not 0 <= capture_layers[0] <= capture_layers[-1] <= count:
-        raise ValueError(f"capture_layers={capture_layers}: must be ascending, each between 0 and {count}")
-    mask = target.vocab_size - 1 if mask_token is None else check_int("mask_token", mask_token, least=0)
+    if shape.capture_layers is None and count < 8:
+        raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
+    spread = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
+    markov: Any = None if shape.markov == "none" else shape.markov  # a str of `MARKOV_KINDS`
+    confidence = None if shape.no_confidence else "hidden" if markov is None else "markov"
+    # Of the target's shape.
+    sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length")
+    same = ("vocab_size", "hidden_size", *sizes, "rms_norm_eps", "rope_theta", "rope_scaling")
     return BlockHead(
-        vocab_size=target.vocab_size,
+        **{name: getattr(target, name) for name in same},
         draft_vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_layers=num_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_length=target.max_length,
-        capture_layers=capture_layers,
-        block_size=block_size,
-        mask_token=mask,
-        next_token=next_token,
-        windows=(None,) * num_layers,
-        causal=(False,) * num_layers,
+        num_layers=shape.num_layers,
+        capture_layers=model.check_capture(shape.capture_layers, spread, count),
+        block_size=shape.block_size,
+        mask_token=target.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
+        next_token=not shape.fill_in,
+        windows=(None,) * shape.num_layers,
+        causal=(False,) * shape.num_layers,
         markov=markov,
-        markov_rank=0 if markov is None else check_int("markov_rank", markov_rank, least=1),
-        confidence=("hidden" if markov is None else "markov") if confidence else None,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling,
+        markov_rank=0 if markov is None else shape.markov_rank,
+        confidence=confidence,
     )
 
 

@@ -1,6 +1,5 @@
-"""What the model cards of language models and of drafts have in common."""
+"""The model card of a draft, and what it shares with those of other models."""
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -9,9 +8,12 @@ from typing import Any
 
 import jax
 
-from jspec.train import options, rows
+from jspec.train import rows
 from jspec.train.batches import Source
-from jspec.train.data import CardTexts, Manifest
+from jspec.train.data import CardTexts, Manifest, public_name
+from jspec.train.distill import DraftSetup
+from jspec.train.kinds import Kind
+from jspec.train.options import DraftRun, Run, describe
 from jspec.train.recipe import Recipe
 from jspec.train.rows import Made
 
@@ -81,19 +83,18 @@ def assemble(
     return "\n\n".join(parts) + "\n"
 
 
-def inputs(manifest: Manifest, sources: Sequence[Source], args: argparse.Namespace, num_prompts: int = 0) -> Inputs:
+def inputs(manifest: Manifest, sources: Sequence[Source], run: Run, num_prompts: int = 0) -> Inputs:
     """The inputs of a run whose sources are the text of the data and, if given, those of --rows.
 
     Raises:
       ValueError: the description beside --rows is damaged.
     """
-    shape, share = None, options.rows_share(args)
-    made = None if args.rows is None else rows.read(args.rows)
+    shape, made = None, None if run.rows is None else rows.read(run.rows)
     if len(sources) > 1:
         count, width = sources[1].tokens.shape
         shape = count, width
     text = sources[0].tokens
-    return Inputs(manifest, shape, share, made, num_prompts, text.shape[1] if text.ndim == 2 else None)
+    return Inputs(manifest, shape, run.share, made, num_prompts, text.shape[1] if text.ndim == 2 else None)
 
 
 def final_metrics(work: Path, metric: str) -> FinalMetrics:
@@ -135,3 +136,90 @@ def text_command(inputs: Inputs, model_name: str) -> str:
     if inputs.rows_made is not None and inputs.rows_made.sampled_share:
         line += f" --sampled-share {inputs.rows_made.sampled_share} --seed {inputs.rows_made.seed}"
     return line
+
+
+_USE = """## Use
+
+A draft for {target}, useless without it: `jspec.load("{target}", draft="{name}")`, then
+`jspec.generate(model, prompts, drafter="{drafter}")`. The output is the target's own; the {noun} only makes it
+faster."""
+
+EXAMPLE: FinalMetrics = {
+    "seconds": 0.0,
+    "heldout_agreement": [0.0],
+    "heldout_chain": 0.0,
+    "accept_length": 0.0,
+    "acceptance_by_position": [0.0],
+    "repeated": 0.0,
+}
+"""Metrics to try a card with before the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCard:
+    """The card of a draft, but for what the run finds out.
+
+    weights: number of weights.
+    shape, output: of the dataclasses of the kind; None: it has no options about the checkpoint.
+    """
+
+    kind: Kind
+    setup: DraftSetup
+    inputs: Inputs
+    run: DraftRun
+    shape: Any
+    output: Any | None
+    weights: int
+
+    def write(self, final: FinalMetrics, steps: int) -> str:
+        """The card in Markdown, from the last metrics and the number of steps that were trained."""
+        target, name, noun = public_name(self.run.target), self.run.out.name, self.kind.noun
+        drafter = self.setup.learner.config.drafter
+        layout = "" if self.output is None else f", in the layout `{self.output.layout}`"
+        return assemble(
+            name,
+            tags=[self.kind.name],
+            architecture=f"{self.setup.learner.describe(self.weights, target)}{layout}.",
+            training=self._training(final, steps),
+            sections=[self._results(final), _USE.format(target=target, name=name, drafter=drafter, noun=noun)],
+            commands=self._commands(target, name),
+            texts=self.inputs.manifest["card"],
+        )
+
+    def _training(self, final: FinalMetrics, steps: int) -> list[str]:
+        recipe, share = self.setup.recipe, self.inputs.rows_share
+        texts = [describe_rows(self.inputs)] if share else []
+        if share < 1:
+            texts.append(f"{1 - share:.0%} are {self.inputs.manifest['card']['summary']}")
+        return [
+            f"data: {'; '.join(texts)}",
+            f"loss: {self.setup.learner.describe_loss(recipe)}",
+            optimization(recipe, steps, self.inputs.length),
+            hardware(final),
+        ]
+
+    def _results(self, final: FinalMetrics) -> str:
+        shares = " ".join(f"{share:.3f}" for share in final["heldout_agreement"])
+        lines = [
+            f"- {self.setup.learner.test} on held-out text: agreement with the target's choice by step: {shares}; "
+            f"{final['heldout_chain']:.2f} tokens per round on this text"
+        ]
+        if "accept_length" in final:
+            positions = " ".join(f"{share:.3f}" for share in final["acceptance_by_position"])
+            lines.append(
+                f"- **accept length {final['accept_length']:.2f}**, bonus token included, in greedy decoding with "
+                f"chains of {self.run.depth} drafts, on {self.inputs.num_prompts} held-out prompts; acceptance by "
+                f"draft position: {positions}; {final['repeated']:.0%} of that text repeats earlier text"
+            )
+        return "## Results\n\n" + "\n".join(lines)
+
+    def _commands(self, target: str, name: str) -> list[str]:
+        """The commands that make this draft again, with relative paths."""
+        lines = [self.inputs.manifest["card"]["command"]]
+        train = f"jspec train {self.kind.name} --data data --target {target} --work runs/{name} --out {name}"
+        if self.inputs.rows_shape is not None:
+            lines.append(text_command(self.inputs, target))
+            train += f" --rows rows.npy --rows-share {self.inputs.rows_share}"
+        options = [self.shape, self.setup.recipe]
+        options = options if self.output is None else [self.output, *options]
+        return [*lines, train + "".join(map(describe, options))]

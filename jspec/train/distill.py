@@ -1,98 +1,248 @@
-"""Trains a draft of any kind for a target, with checkpoints in a directory or in memory."""
+"""Distills a draft of any kind from its target: the state, the training step, the run, and what is measured.
+
+Each kind of draft is a `Learner`; most learn in the training-time test (`ttt`).
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
-from tqdm import tqdm
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.analysis.evaluate import evaluate
-from jspec.core.checks import check_flag
-from jspec.core.types import Params
+from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import DRAFTERS
-from jspec.engine.model import Model, refuse_split
+from jspec.engine.model import Model
 from jspec.engine.run import Prompt
 from jspec.models import Assistant, BlockHead, EagleHead
-from jspec.train import batches, fingerprint, learner, loop, trainer
+from jspec.models.decoder import Decoder
+from jspec.train import batches, fingerprint, model, trainer
 from jspec.train.batches import Source
-from jspec.train.learner import DraftSetup, DraftState, Learner
-from jspec.train.recipe import DEFAULT_INTERVALS, Intervals
+from jspec.train.recipe import Recipe
 from jspec.train.run_directory import Metrics, Record
+from jspec.train.trainer import RunOptions, State
+from jspec.train.ttt import StepMetrics
+
+P = TypeVar("P")
+DraftConfig: TypeAlias = EagleHead | BlockHead | Assistant
 
 NEW_TOKENS = 128
 """Tokens that are decoded after each held-out prompt."""
-
 _MAX_HELDOUT_TOKENS = 2**18
+
+
+class Learner(Protocol):
+    """A draft of some kind and shape, for one target: static, hashable by value."""
+
+    test: ClassVar[str]
+    """What its metrics on held-out text are called."""
+
+    @property
+    def config(self) -> DraftConfig:
+        """The draft's configuration."""
+        ...
+
+    @property
+    def target(self) -> Decoder:
+        """The target's configuration."""
+        ...
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads, as in `Decoder.apply`."""
+        ...
+
+    def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
+        """The tokens that it can propose, Int32[Vd], given the text that it is trained on; None: all."""
+        ...
+
+    def init(self, target: PyTree, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> PyTree:
+        """Initial weights in float32, given the target's; `ids` as in `DraftState`."""
+        ...
+
+    @property
+    def forward(self) -> Callable[..., PyTree]:
+        """Its forward over a text."""
+        ...
+
+    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+        """What `learn` needs to know of which tokens count. mask: 1 for those; None: all count."""
+        ...
+
+    def learn(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        out: ForwardOutput,
+        ids: Int[Array, " Vd"] | None,
+        mask: Float[Array, "B T"],
+        recipe: Recipe,
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], StepMetrics]:
+        """The loss of a batch in nats, differentiable in `params.draft`, and its metrics.
+
+        Args:
+          params: both models' weights, in the precision of the forward.
+          out: the target's forward over the tokens.
+          ids: as in `DraftState`.
+          mask: the result of `count_rows`.
+          key: for what the draft samples.
+        """
+        ...
+
+    @classmethod
+    def make(cls, target: Decoder, shape: Any) -> Self:
+        """A draft of a shape, of the dataclass in the table of kinds.
+
+        Raises:
+          ValueError: a target that has no such draft, or a shape that does not fit it.
+        """
+        ...
+
+    def describe(self, weights: int, target: str) -> str:
+        """The draft in a sentence, for a card. weights: how many it has."""
+        ...
+
+    def describe_loss(self, recipe: Recipe) -> str:
+        """The loss, for a card."""
+        ...
+
+
+class DraftState(State):
+    """The state of a draft; `params` are float32 and do not contain `ids`, which are integers."""
+
+    ids: Int[Array, " Vd"] | None
+    """The draft's vocabulary, as target ids; None: all."""
+
+    def serve(self, dtype: DTypeLike) -> PyTree:
+        """The draft's weights for serving, in `dtype`: a copy, which outlives the donation of the state."""
+        params, ids = _copied((self.params, self.ids), dtype=dtype)
+        return params if ids is None else dataclasses.replace(params, ids=ids)
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def _copied(weights: P, *, dtype: DTypeLike) -> P:
+    def copy(leaf):
+        return jnp.copy(leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf)
+
+    return jax.tree.map(copy, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSetup:
+    """Everything static in a training step of a draft, as `trainer.Setup`."""
+
+    learner: Learner
+    recipe: Recipe
+    dtype: str
+    """Precision of the forward and backward pass; the draft's weights themselves are float32."""
+
+    @property
+    def target(self) -> Decoder:
+        """The target's configuration."""
+        return self.learner.target
+
+    @property
+    def apply(self) -> Callable[..., PyTree]:
+        """`Learner.forward`."""
+        return self.learner.forward
+
+    def loss(
+        self, state: DraftState, frozen: PyTree, batch: tuple[Int[Array, "B T"], Float[Array, "B T"]]
+    ) -> Float[Array, ""]:
+        """The loss in nats, see `Learner.learn`.
+
+        frozen: the target's weights, in the setup's precision.
+        batch: tokens and the result of `Learner.count_rows`.
+        """
+        tokens, mask = batch
+        params = Params(frozen, jax.tree.map(lambda leaf: leaf.astype(self.dtype), state.params))
+        out = run_target(self, frozen, tokens)
+        key = jax.random.fold_in(jax.random.key(self.recipe.seed), state.step)
+        return self.learner.learn(params, tokens, out, state.ids, mask, self.recipe, key)[0]
+
+
+def init(setup: DraftSetup, target: PyTree, ids: np.ndarray | None) -> DraftState:
+    """The state before the first step, from the recipe's seed. It shares no memory with the target's weights.
+
+    ids: the draft's vocabulary, Int[Vd]; None: all.
+    """
+    return _init(target, None if ids is None else np.asarray(ids, np.int32), setup=setup)
+
+
+@partial(jax.jit, static_argnames=("setup",))
+def _init(target: PyTree, ids: Int[Array, " Vd"] | None, *, setup: DraftSetup) -> DraftState:
+    params = setup.learner.init(target, ids, jax.random.key(setup.recipe.seed))
+    return trainer.begin(DraftState, setup, params, ids=ids)
+
+
+@partial(jax.jit, static_argnames=("setup",))
+def measure(
+    params: Params,
+    ids: Int[Array, " Vd"] | None,
+    tokens: Int[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    setup: DraftSetup,
+) -> StepMetrics:
+    """The metrics of a batch. Both models' weights are in the setup's precision."""
+    out, key = run_target(setup, params.target, tokens), jax.random.key(setup.recipe.seed)
+    return setup.learner.learn(params, tokens, out, ids, mask, setup.recipe, key)[1]
+
+
+def run_target(setup: DraftSetup, target: PyTree, tokens: Int[Array, "B T"]) -> ForwardOutput:
+    """The target's forward over a text, with the hidden states that the draft reads."""
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    attention = model.causal_attention(setup.target, setup.dtype)
+    return setup.target.apply(target, tokens, positions, attention, None, capture_layers=setup.learner.capture_layers)
 
 
 def train(
     setup: DraftSetup,
     target: PyTree,
     sources: tuple[Source, ...],
-    heldout: np.ndarray,
+    heldout: Source,
     *,
-    directory: Path,
     measure_draft: Callable[[PyTree], Metrics] | None = None,
-    resume: bool = False,
-    intervals: Intervals = DEFAULT_INTERVALS,
-    stop_after: int | None = None,
-    heldout_mask: np.ndarray | None = None,
+    **run_options: Unpack[RunOptions],
 ) -> DraftState:
     """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
 
     Args:
       target: the target's weights, in the setup's precision.
       sources: text to train on; best, text that the target wrote itself.
-      heldout: text to evaluate on, [tokens], or whole sequences, [sequences, T].
-      directory: for metrics and checkpoints, see `run_directory`.
+      heldout: text to evaluate on.
       measure_draft: from the draft's weights as they are served, more metrics to log at each evaluation, such as
         `accept_length`.
-      resume: continue from the newest checkpoint in `directory` that is whole; the result equals that of an
-        uninterrupted run.
-      heldout_mask: [sequences, T], as `Source.mask`.
+      run_options: see `trainer.RunOptions`.
 
     Raises:
-      ValueError: a target, data and recipe that do not fit together, or a checkpoint of another recipe or other data.
-      FileNotFoundError: no checkpoint to resume from.
-      FileExistsError: `directory` has checkpoints and `resume` is False.
-      OSError: metrics or a checkpoint cannot be written.
+      ValueError: a target, data and recipe that do not fit together; also as `trainer.run`.
     """
-    heldout = batches.check_tokens("heldout", heldout)
-    if heldout_mask is not None:
-        heldout_mask = batches.check_mask("heldout_mask", heldout_mask, heldout)
     check(setup, sources, heldout)
     ids = setup.learner.vocabulary(sources)
 
     def evaluate_state(state: DraftState) -> Metrics:
         served = state.serve(setup.dtype)
-        found = agreement(Params(target, served), heldout, setup, state.ids, mask=heldout_mask)
-        return found | ({} if measure_draft is None else measure_draft(served))
+        metrics = agreement(Params(target, served), heldout, setup, state.ids)
+        return metrics | ({} if measure_draft is None else measure_draft(served))
 
-    return loop.run(
-        directory,
-        init=lambda: learner.init(setup, target, ids),
-        advance=lambda state, step: _advance(setup, target, sources, state, step),
+    task = trainer.Task(
+        init=lambda: init(setup, target, ids),
+        advance=lambda state, step: advance(setup, target, sources, state, step),
         evaluate=evaluate_state,
-        steps=setup.recipe.steps,
-        schedule=trainer.schedule(setup.recipe),
-        record=_record(setup, target, sources, heldout, heldout_mask),
-        resume=resume,
-        intervals=intervals,
-        stop_after=stop_after,
+        recipe=setup.recipe,
+        record=_record(setup, target, sources, heldout),
     )
+    return trainer.run(task, **run_options)
 
 
-def init(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...]) -> DraftState:
-    """The state before the first step, for the vocabulary that the draft has of these sources."""
-    return learner.init(setup, target, setup.learner.vocabulary(sources))
-
-
-def _record(
-    setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], heldout: np.ndarray, mask: np.ndarray | None
-) -> Record:
+def _record(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], heldout: Source) -> Record:
     """Everything that determines a run."""
     return {
         **dataclasses.asdict(setup.recipe),
@@ -101,76 +251,25 @@ def _record(
         "draft": type(setup.learner.config).__name__,
         "target": fingerprint.of_model(setup.target, target),
         **fingerprint.of_sources(sources),
-        "heldout": fingerprint.of_array(heldout),
-        **({} if mask is None else {"heldout_mask": fingerprint.of_array(mask)}),
+        **fingerprint.of_heldout(heldout),
     }
 
 
-def require_model(model: Model) -> None:
-    """Checks that a target was loaded or made as a `Model`.
-
-    Raises:
-      TypeError: it was not.
-      ValueError: it is split over devices.
-    """
-    if not isinstance(model, Model):
-        raise TypeError(f"model is of type {type(model).__name__}: must be a jspec.Model, as jspec.load returns it")
-    refuse_split(model, "training")
-
-
-def train_in_memory(
-    draft: Learner,
-    model: Model,
-    sequences: np.ndarray,
-    *,
-    steps: int,
-    batch_tokens: int,
-    progress: bool,
-    mask: np.ndarray | None = None,
-    **recipe_options: float,
-) -> Model:
-    """The model with the trained draft instead of its own.
-
-    Args:
-      sequences: Int[sequences, T] text to train on.
-      steps, batch_tokens, recipe_options: fields of the draft's kind of recipe.
-      progress: show a bar with the loss.
-      mask: [sequences, T]: 1 for tokens that count for the loss; None: all count.
-
-    Raises:
-      TypeError: an argument of another type, or a field that the recipe does not have.
-      ValueError: a target, text and recipe that do not fit together.
-    """
-    check_flag("progress", progress)
-    names = {field.name for field in dataclasses.fields(draft.recipe_kind)} - {"steps", "batch_tokens", "length"}
-    for name, value in recipe_options.items():
-        if name not in names:
-            raise TypeError(f"{name}={value!r}: no such argument; recipe options are {', '.join(sorted(names))}")
-    sequences = batches.check_tokens("sequences", sequences, axes=(2,))
-    # Widths that no recipe has are refused by `check`, as the widths of sequences.
-    length = max(3, sequences.shape[1])
-    recipe = draft.recipe_kind(steps=steps, batch_tokens=batch_tokens, length=length, **recipe_options)  # pyright: ignore[reportArgumentType]
-    sources, target = (Source(sequences, name="sequences", mask=mask),), model.params.target
-    setup = DraftSetup(draft, recipe, str(target.embed.dtype))
-    check(setup, sources)
-    state = init(setup, target, sources)
-    bar = tqdm(range(steps), disable=not progress)
-    for step in bar:
-        state, loss, _ = _advance(setup, target, sources, state, step)
-        if progress and step % 10 == 0:
-            bar.set_postfix(loss=f"{float(loss):.3f}")
-        if step == steps - 1 and not np.isfinite(loss):
-            raise ValueError(f"loss={float(loss)} after {steps} steps: it diverged; try a lower learning_rate")
-    return dataclasses.replace(model, params=Params(target, state.serve(setup.dtype)), draft=draft.config)
+def advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], state: DraftState, step: int):
+    """The next state, the loss, and the norm of the gradient; see `trainer.train_step`."""
+    recipe = setup.recipe
+    # One token fewer than a language model's batch, whose last column is only predicted.
+    batch, mask = batches.sample_masked(
+        sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
+    )
+    return trainer.train_step(state, target, _with_row_mask(setup, batch, mask), setup=setup)
 
 
 def agreement(
     params: Params,
-    heldout: np.ndarray,
+    heldout: Source,
     setup: DraftSetup,
     ids: Int[Array, " Vd"] | None = None,
-    *,
-    mask: np.ndarray | None = None,
 ) -> Metrics:
     """Metrics of a draft on held-out text, in windows of the recipe's length.
 
@@ -178,9 +277,8 @@ def agreement(
 
     Args:
       params: both models' weights, in the setup's precision.
-      heldout: [tokens], or whole sequences, [sequences, T].
+      heldout: a text, or whole sequences.
       ids: the draft's vocabulary; None: all.
-      mask: [sequences, T], the tokens that count; None: all.
 
     Returns:
       heldout_loss, heldout_agreement: for each step, the loss in nats and the share of rows where draft and target
@@ -190,12 +288,11 @@ def agreement(
         independent: 1 + a_0 + a_0 a_1 + ...
     """
     # Sums over all windows.
-    recipe, sums, sizes = setup.recipe, [], []
-    size = min(recipe.length, len(heldout))
-    kept = heldout[: max(1, _MAX_HELDOUT_TOKENS // int(np.prod(heldout.shape[1:], dtype=np.int64)))]
-    for batch, counts in batches.heldout_batches(kept, mask, batch_tokens=recipe.batch_tokens, length=size - 1):
-        found = learner.measure(params, ids, *_with_row_mask(setup, batch, counts), setup=setup)
-        sums.append(jax.device_get(found))
+    recipe, tokens, sums, sizes = setup.recipe, heldout.tokens, [], []
+    length = min(recipe.length, len(tokens)) - 1
+    tokens = tokens[: max(1, _MAX_HELDOUT_TOKENS // int(np.prod(tokens.shape[1:], dtype=np.int64)))]
+    for batch, mask in batches.heldout_batches(tokens, heldout.mask, batch_tokens=recipe.batch_tokens, length=length):
+        sums.append(jax.device_get(measure(params, ids, *_with_row_mask(setup, batch, mask), setup=setup)))
         sizes.append(batch.size)
     # Averages: steps differ in how many rows count, and the last batch is smaller.
     agreed, chained, counted = (
@@ -212,7 +309,7 @@ def agreement(
 
 def accept_length(
     model: Model,
-    config: EagleHead | BlockHead | Assistant,
+    config: DraftConfig,
     params: PyTree,
     prompts: Sequence[Prompt],
     *,
@@ -234,9 +331,7 @@ def accept_length(
     }
 
 
-def check_evaluation(
-    model: Model, config: EagleHead | BlockHead | Assistant, prompts: Sequence[Prompt], depth: int
-) -> None:
+def check_evaluation(model: Model, config: DraftConfig, prompts: Sequence[Prompt], depth: int) -> None:
     """Checks that `accept_length` can decode after all prompts.
 
     Raises:
@@ -255,7 +350,7 @@ def check_evaluation(
             )
 
 
-def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | None = None) -> None:
+def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: Source | None = None) -> None:
     """Checks that target, data and recipe fit together, so that no run ends in the middle.
 
     Raises:
@@ -263,7 +358,7 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | 
     """
     recipe, limit = setup.recipe, setup.target.max_length
     texts = [(source.name or "sources", source.tokens) for source in sources]
-    texts += [] if heldout is None else [("the held-out sequences", heldout)]
+    texts += [] if heldout is None else [("the held-out sequences", heldout.tokens)]
     lengths = [(f"length of {name}", tokens.shape[1]) for name, tokens in texts if tokens.ndim == 2]
     if any(tokens.ndim == 1 for _, tokens in texts):
         lengths.append(("length", recipe.length))
@@ -274,18 +369,9 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | 
     batches.check_sources(sources, length=recipe.length - 1, context=limit, vocab_size=vocab_size)
     batches.check_memory(recipe.batch_tokens, vocab_size)
     if heldout is not None:
-        if heldout.ndim == 1 and len(heldout) < 3:
-            raise ValueError(f"the held-out text has {len(heldout)} tokens: at least 3 are needed")
-        batches.check_ids("heldout", heldout, vocab_size)
-
-
-def _advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], state: DraftState, step: int):
-    recipe = setup.recipe
-    # One token fewer than a language model's batch, whose last column is only predicted.
-    batch, mask = batches.sample_masked(
-        sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
-    )
-    return trainer.train_step(state, target, _with_row_mask(setup, batch, mask), setup=setup)
+        if heldout.tokens.ndim == 1 and len(heldout.tokens) < 3:
+            raise ValueError(f"the held-out text has {len(heldout.tokens)} tokens: at least 3 are needed")
+        batches.check_ids("heldout", heldout.tokens, vocab_size)
 
 
 def _with_row_mask(

@@ -1,130 +1,154 @@
-"""Runs a command that trains a draft of any kind: `jspec train eagle3`, `dspark`, `frozen-kv-mtp`."""
+"""Trains a draft of any kind, in memory or by a command of `jspec train`."""
 
-import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
+from tqdm import tqdm
 
-from jspec.checkpoints import atomic
+from jspec.checkpoints import atomic, drafts
+from jspec.core.checks import check_flag
+from jspec.core.options import options_of
+from jspec.core.types import Params
 from jspec.engine.hub import locate
-from jspec.engine.model import load
-from jspec.models import Decoder
+from jspec.engine.model import Model, load, refuse_split
 from jspec.text.tokenizer import Tokenizer
-from jspec.train import card, data, distill, draft_card, options
-from jspec.train.arguments import DEFAULT_PROMPTS
-from jspec.train.card import Inputs
-from jspec.train.learner import DraftSetup, DraftState, Learner
+from jspec.train import batches, card, data, distill
+from jspec.train.batches import Source
+from jspec.train.distill import DraftSetup, Metrics
+from jspec.train.kinds import KINDS, Kind
 from jspec.train.model import count
+from jspec.train.options import DEFAULT_PROMPTS, DraftRun
 from jspec.train.recipe import Recipe
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftKind:
-    """What one kind of draft adds to the command.
+def train_draft(
+    kind: str,
+    model: Model,
+    sequences: np.ndarray,
+    *,
+    steps: int,
+    mask: np.ndarray | None = None,
+    batch_tokens: int = 2048,
+    progress: bool = True,
+    **options: Any,
+) -> Model:
+    """Trains a draft in memory and returns the model with it as its draft, for `jspec.generate`.
 
-    name: of the command.
-    noun: what such a draft is called.
-    shape: the names of the options that give the draft's shape.
-    recipe: the kind of recipe that it is trained by.
-    make_learner: (the target's configuration, the options) -> the draft to train.
-    save: (directory, learner, weights in float32, the target's name, options) writes the checkpoint.
-    describe: (learner, number of weights, the target's name, options) -> the sentence of the card that describes it.
+    Args:
+      kind: "eagle3" for an EAGLE-3 head, "dspark" for a block draft (DSpark or DFlash), or "frozen-kv-mtp" for an
+        assistant.
+      model: the target; a draft that it has is not in the result.
+      sequences: Int[sequences, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
+      steps: training steps, at least 2.
+      mask: [sequences, T]: 1 for tokens that count for the loss, 0 for others and for padding; None: all count.
+      batch_tokens: tokens per step.
+      progress: show a bar with the loss.
+      options: fields of the draft's shape and of its recipe, except for `length`, which is T: those of `HeadShape` and
+        `DraftRecipe`, `BlockShape` and `BlockRecipe`, or `AssistantShape` and `DraftRecipe`, in `jspec.train.recipe`.
+
+    Raises:
+      TypeError, ValueError: an argument of another type or out of bounds, or arguments that do not fit together.
     """
+    # The arguments.
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: must be one of {', '.join(KINDS)}")
+    if not isinstance(model, Model):
+        raise TypeError(f"model is of type {type(model).__name__}: must be a jspec.Model, as jspec.load returns it")
+    refuse_split(model, "training")
+    check_flag("progress", progress)
+    shape, hyperparameters = _split_options(KINDS[kind], options)
+    sequences = batches.check_tokens("sequences", sequences, axes=(2,))
+    # The learner. A length below the least is refused by `distill.check`, which names the sequences.
+    learner = KINDS[kind].load().make(model.target, KINDS[kind].shape(**shape))
+    length = max(3, sequences.shape[1])
+    recipe = KINDS[kind].recipe(steps=steps, batch_tokens=batch_tokens, length=length, **hyperparameters)
+    sources, target = (Source(sequences, name="sequences", mask=mask),), model.params.target
+    setup = DraftSetup(learner, recipe, str(target.embed.dtype))
+    distill.check(setup, sources)
+    # The steps.
+    state = distill.init(setup, target, learner.vocabulary(sources))
+    bar = tqdm(range(steps), disable=not progress)
+    for step in bar:
+        state, loss, _ = distill.advance(setup, target, sources, state, step)
+        if progress and step % 10 == 0:
+            bar.set_postfix(loss=f"{float(loss):.3f}")
+        if step == steps - 1 and not np.isfinite(loss):
+            raise ValueError(f"loss={float(loss)} after {steps} steps: it diverged; try a lower learning_rate")
+    return dataclasses.replace(model, params=Params(target, state.serve(setup.dtype)), draft=learner.config)
 
-    name: str
-    noun: str
-    shape: tuple[str, ...]
-    recipe: type[Recipe]
-    make_learner: Callable[[Decoder, argparse.Namespace], Learner]
-    save: Callable[[Path, Learner, PyTree, str, argparse.Namespace], None]
-    describe: Callable[[Learner, int, str, argparse.Namespace], str]
+
+def _split_options(kind: Kind, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the shape, and those of the recipe."""
+    recipe = {*options_of(kind.recipe)} - {"steps", "batch_tokens", "length"}
+    for name, value in options.items():
+        if name not in recipe and name not in options_of(kind.shape):
+            raise TypeError(
+                f"{name}={value!r}: no such argument; recipe options are {', '.join(sorted(recipe))}; shape options "
+                f"are {', '.join(options_of(kind.shape))}"
+            )
+    shape = {name: value for name, value in options.items() if name not in recipe}
+    return shape, {name: value for name, value in options.items() if name in recipe}
 
 
-def main(kind: DraftKind, args: argparse.Namespace) -> int:
-    """Runs the command; returns its exit status.
+def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | None = None) -> int:
+    """Runs a command; returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    directory = locate(args.target)
-    options.check_run(args, {"--target": directory})
+    directory = locate(run.target)
+    run.check(recipe.steps, target=directory)
     # The data and the target.
-    manifest = data.read_manifest(args.data)
-    prompts = data.read_heldout_prompts(args.data, args.prompts, DEFAULT_PROMPTS)
-    _check_tokenizer(args, directory)
-    model = load(args.target)
+    manifest = data.read_manifest(run.data)
+    prompts = data.read_heldout_prompts(run.data, run.prompts, DEFAULT_PROMPTS)
+    _check_tokenizer(run, directory)
+    model = load(run.target)
     if manifest["kind"] == "chats":
         assert model.tokenizer is not None
         prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]
-    learner = kind.make_learner(model.target, args)
-    recipe, vocab_size = options.recipe(args, kind.recipe), model.target.vocab_size
-    setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
-    sources = options.sources(args, vocab_size)
-    heldout, heldout_mask = options.heldout(args, vocab_size)
-    inputs = card.inputs(manifest, sources, args, len(prompts))
+    learner, target = kind.load().make(model.target, shape), model.params.target
+    setup = DraftSetup(learner, recipe, str(target.embed.dtype))
+    sources, heldout = run.sources(model.target.vocab_size), run.heldout(model.target.vocab_size)
     # A card is tried now, so that a run that cannot have one does not begin.
-    target = model.params.target
     distill.check(setup, sources, heldout)
-    distill.check_evaluation(model, learner.config, prompts, args.depth)
-    weights = count(jax.eval_shape(lambda: distill.init(setup, target, sources).params))
-    _card(kind, args, setup, inputs, draft_card.EXAMPLE, recipe.steps, weights)
+    distill.check_evaluation(model, learner.config, prompts, run.depth)
+    weights = count(jax.eval_shape(lambda: distill.init(setup, target, learner.vocabulary(sources)).params))
+    inputs = card.inputs(manifest, sources, run, len(prompts))
+    draft_card = card.DraftCard(kind, setup, inputs, run, shape, output, weights)
+    draft_card.write(card.EXAMPLE, recipe.steps)
 
-    def measure(params: PyTree) -> distill.Metrics:
-        return distill.accept_length(model, learner.config, params, prompts, depth=args.depth)
+    def measure(params: PyTree) -> Metrics:
+        return distill.accept_length(model, learner.config, params, prompts, depth=run.depth)
 
     state = distill.train(
         setup,
         target,
         sources,
         heldout,
-        directory=args.work,
         measure_draft=measure,
-        resume=args.resume,
-        intervals=options.intervals(args),
-        stop_after=args.stop_after,
-        heldout_mask=heldout_mask,
+        directory=run.work,
+        resume=run.resume,
+        intervals=run.intervals,
+        stop_after=run.stop_after,
     )
-    final = card.final_metrics(args.work, "heldout_agreement")
-    _export(kind, args, learner, state, _card(kind, args, setup, inputs, final, int(state.step), weights))
+    # The checkpoint, with its card.
+    text = draft_card.write(card.final_metrics(run.work, "heldout_agreement"), int(state.step))
+    with atomic.staged(run.out, key="config.json", replaced=atomic.WEIGHTS) as stage:
+        layout = None if output is None else output.layout
+        name = data.public_name(run.target)
+        drafts.save(stage, learner.config, state.serve(jnp.float32), layout=layout, verifier=name)
+        (stage / "README.md").write_text(text, encoding="utf-8")
     return 0
 
 
-def _check_tokenizer(args: argparse.Namespace, directory: Path) -> None:
+def _check_tokenizer(run: DraftRun, directory: Path) -> None:
     """Raises if the tokenizer of --data is not that of --target."""
-    path = args.data / "tokenizer.json"
-    of_data, of_target = Tokenizer.load(args.data), Tokenizer.load(directory)
+    path = run.data / "tokenizer.json"
+    of_data, of_target = Tokenizer.load(run.data), Tokenizer.load(directory)
     if of_data is None or of_target is None or of_data.vocabulary() != of_target.vocabulary():
-        raise ValueError(f"{path}: the tokenizer is not that of {args.target}; see jspec train data --tokenizer")
-
-
-def _card(
-    kind: DraftKind,
-    args: argparse.Namespace,
-    setup: DraftSetup,
-    inputs: Inputs,
-    final: card.FinalMetrics,
-    steps: int,
-    weights: int,
-) -> str:
-    return draft_card.write(
-        setup,
-        inputs,
-        final,
-        args,
-        steps=steps,
-        command=kind.name,
-        noun=kind.noun,
-        architecture=kind.describe(setup.learner, weights, data.public_name(args.target), args),
-        shape=draft_card.given(args, kind.shape),
-    )
-
-
-def _export(kind: DraftKind, args: argparse.Namespace, learner: Learner, state: DraftState, text: str) -> None:
-    """Writes the draft's checkpoint with `text` as its card."""
-    with atomic.staged(args.out, key="config.json", replaced=atomic.WEIGHTS) as stage:
-        kind.save(stage, learner, state.serve(jnp.float32), data.public_name(args.target), args)
-        (stage / "README.md").write_text(text, encoding="utf-8")
+        raise ValueError(f"{path}: the tokenizer is not that of {run.target}; see jspec train data --tokenizer")

@@ -46,6 +46,12 @@ def of_sources(sources: Iterable[Source]) -> dict[str, object]:
     return found
 
 
+def of_heldout(heldout: Source) -> dict[str, object]:
+    """What identifies the held-out text of a run."""
+    mask = {} if heldout.mask is None else {"heldout_mask": of_array(heldout.mask)}
+    return {"heldout": of_array(heldout.tokens), **mask}
+
+
 def _add(found: "hashlib._Hash", array: np.ndarray) -> None:
     found.update(f"{array.dtype}{array.shape}".encode())
     # In pieces, because the array may be a file that is larger than memory.

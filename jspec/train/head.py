@@ -5,7 +5,7 @@ Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and Sa
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from jspec.cache.mha import Rows
 from jspec.core.checks import check_int
 from jspec.core.types import ForwardOutput, Params
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
+from jspec.models.decoder import Decoder
+from jspec.models.llama import require_llama
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.train.learner import UnrolledLearner
+from jspec.train.recipe import HeadShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,28 @@ class TttAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadLearner(UnrolledLearner):
-    """An EAGLE-3 head for a target, as `learner.Learner`."""
+class HeadLearner(ttt.UnrolledLearner):
+    """An EAGLE-3 head for a target, as `distill.Learner`."""
 
     config: EagleHead
     target: Llama
+
+    @classmethod
+    def make(cls, target: Decoder, shape: HeadShape) -> Self:
+        """A head of a shape, see `configure`."""
+        llama = require_llama(target, "the training of an EAGLE-3 head")
+        return cls(configure(llama, shape), llama)
+
+    def describe(self, weights: int, target: str) -> str:
+        """The head in a sentence, for a card."""
+        config = self.config
+        return (
+            f"An EAGLE-3 head (arXiv 2503.01840) for {target}: {weights:,} parameters, one decoder layer of width "
+            f"{config.hidden_size} ({config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} key heads, "
+            f"MLP of {config.intermediate_size}) on the residual stream that enters the target's layers "
+            f"{', '.join(map(str, config.capture_layers))}, {config.draft_vocab_size:,} of the target's "
+            f"{config.vocab_size:,} tokens, weights in bfloat16"
+        )
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -110,44 +129,26 @@ class HeadLearner(UnrolledLearner):
         return out.logits, (out.feature, out.rows)
 
 
-def configure(
-    target: Llama,
-    *,
-    capture_layers: tuple[int, ...] | None = None,
-    draft_vocab_size: int | None = None,
-    **shape: int | None,
-) -> EagleHead:
+def configure(target: Llama, shape: HeadShape) -> EagleHead:
     """A head of one layer for a target, with the target's shape except for what is given.
 
     It uses the target's embedding. If its width differs, it has an embedding of its own, which is also trained.
 
-    Args:
-      capture_layers: layers whose input it reads, ascending; L is the output of the last one; None: (2, L // 2, L - 3).
-      shape: hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim; None: the target's.
-
     Raises:
       ValueError: a layer that the target does not have, or a vocabulary or number of heads that does not fit.
     """
-    given = {name: check_int(name, value, least=1) for name, value in shape.items() if value is not None}
-    count = target.num_layers
-    if capture_layers is None:
-        capture_layers = (2, count // 2, count - 3)
-        if count < 7:
-            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
-    capture_layers = model.check_layers("capture_layers", capture_layers)
-    if (
-        not capture_layers
-        or list(capture_layers) != sorted(set(capture_layers))
-        or not 0 <= capture_layers[0] <= capture_layers[-1] <= count
-    ):
-        raise ValueError(f"capture_layers={capture_layers}: must be ascending, each between 0 and {count}")
-    vocabulary = target.vocab_size
-    if draft_vocab_size is not None:
-        vocabulary = check_int("draft_vocab_size", draft_vocab_size, least=1, most=vocabulary)
-    same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length", "rms_norm_eps")
-    fields: dict[str, Any] = {
-        name: getattr(target, name) for name in (*same, "rope_theta", "rope_scaling", "vocab_size")
-    } | given
+    # The layers to read, and the vocabulary.
+    count, vocabulary = target.num_layers, target.vocab_size
+    if shape.capture_layers is None and count < 7:
+        raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
+    layers = model.check_capture(shape.capture_layers, (2, count // 2, count - 3), count)
+    if shape.draft_vocab_size is not None:
+        vocabulary = check_int("draft_vocab_size", shape.draft_vocab_size, least=1, most=vocabulary)
+    # The target's shape, with changes.
+    sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    same = (*sizes, "max_length", "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size")
+    fields: dict[str, Any] = {name: getattr(target, name) for name in same}
+    fields |= {name: getattr(shape, name) for name in sizes if getattr(shape, name) is not None}
     if fields["num_heads"] % fields["num_kv_heads"]:
         raise ValueError(f"num_heads={fields['num_heads']} is not a multiple of num_kv_heads={fields['num_kv_heads']}")
     return EagleHead(
@@ -155,7 +156,7 @@ def configure(
         draft_vocab_size=vocabulary,
         target_hidden_size=target.hidden_size,
         num_layers=1,
-        capture_layers=tuple(capture_layers),
+        capture_layers=layers,
         **fields,
     )
 

@@ -1,14 +1,13 @@
 """Models in training: random weights, and attention over whole sequences without a cache."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
 from pallas_kernels import platform
 
@@ -74,15 +73,18 @@ def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0
     return jax.tree_util.tree_map_with_path(init, shapes)
 
 
-def check_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
-    """Indices of layers as plain ints; the caller checks that the model has them.
+def check_capture(layers: tuple[int, ...] | None, default: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The layers that a draft captures of a target with `count` layers, ascending; `count` is the output of the last.
+
+    default: if `layers` is None.
 
     Raises:
-      TypeError: not a tuple or list of ints.
+      ValueError: a layer that the target does not have, or another order.
     """
-    if not isinstance(layers, tuple | list):
-        raise TypeError(f"{name}={layers!r}: must be a tuple of ints")
-    return tuple(check_int(name, layer, least=-(2**31)) for layer in layers)
+    layers = default if layers is None else layers
+    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= count:
+        raise ValueError(f"capture_layers={layers}: must be ascending, each between 0 and {count}")
+    return layers
 
 
 def count(params: PyTree) -> int:

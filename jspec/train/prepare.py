@@ -10,12 +10,13 @@ a reply with "weight": 0 is context only. What is dropped is counted, and nothin
   jspec train data --out data --tokenizer TARGET --chats chats.jsonl
 """
 
-import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from jspec.checkpoints import atomic
+from jspec.core.options import check_options, option
 from jspec.engine.hub import locate
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import chat_data, data, options, records, text_data, tokenizer
@@ -23,56 +24,73 @@ from jspec.train.data import Counts, PromptLimits, public_name
 from jspec.train.records import KINDS, Dropped, Files
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train data`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    add_files(parser)
-    parser.add_argument("--tokenizer", required=True, help="the target: bundled:NAME, a directory or a hub id")
-    share = f"about how much to hold out (default: {records.HELDOUT_SHARE})"
-    options.add_number(parser, "--heldout-share", float, bounds={"above": 0, "most": 0.5}, help=share)
-    width = f"with --chats: the most tokens of a sequence; replies beyond it are dropped (default: {records.WIDTH})"
-    options.add_number(parser, "--width", bounds={"least": 4, "most": 2**24}, help=width)
-    prompts = "held-out prompts to write"
-    options.add_number(parser, "--heldout-prompts", bounds={"least": 1}, default=PromptLimits.heldout, help=prompts)
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for files of all kinds."""
-    files = parser.add_mutually_exclusive_group(required=True)
-    for kind, meaning in (
-        ("text", "files of plain text, in UTF-8; each is a document"),
-        ("jsonl", "files of JSON, whose values are texts, or have one under the key --field"),
-        ("chats", "files of JSON, whose values are chats"),
-    ):
-        files.add_argument(f"--{kind}", type=Path, nargs="+", metavar="FILE", help=meaning)
-    parser.add_argument("--field", metavar="NAME", help="with --jsonl: the key of the text")
-    skip = "drop lines that are not valid, instead of ending with an error"
-    parser.add_argument("--skip-bad", action="store_true", help=skip)
-
-
-def read_files(args: argparse.Namespace) -> Files:
-    """The files in the options.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Files of one kind.
 
     Raises:
-      ValueError: an option that has no effect on this kind of files, or a file that is not a regular one.
+      TypeError, ValueError: a value of another type or out of bounds, no files or several kinds of them, or an option
+        that has no effect on them.
     """
-    kind = next(kind for kind in KINDS if getattr(args, kind) is not None)
-    for name, only in (("field", "jsonl"), ("width", "chats")):
-        if getattr(args, name, None) is not None and kind != only:
-            raise ValueError(f"--{name}={getattr(args, name)}: has an effect only with --{only}")
-    fields = {name: getattr(args, name, None) for name in ("field", "width", "heldout_share")}
-    changed = {name: value for name, value in fields.items() if value is not None}
-    return Files(kind, tuple(getattr(args, kind)), skip_bad=args.skip_bad, **changed)
+
+    text: tuple[Path, ...] | None = option(None, "files of plain text, in UTF-8; each is a document", metavar="FILE")
+    jsonl: tuple[Path, ...] | None = option(
+        None, "files of JSON, whose values are texts, or have one under the key --field", metavar="FILE"
+    )
+    chats: tuple[Path, ...] | None = option(None, "files of JSON, whose values are chats", metavar="FILE")
+    field: str | None = option(None, "with --jsonl: the key of the text", metavar="NAME")
+    skip_bad: bool = option(False, "drop lines that are not valid, instead of ending with an error")
+
+    def __post_init__(self):
+        check_options(self)
+        kind = options.check_one(self, *KINDS)
+        for name, only in (("field", "jsonl"), ("width", "chats")):
+            value = getattr(self, name, None)
+            if value is not None and kind != only:
+                raise ValueError(f"--{name}={value}: has an effect only with --{only}")
+
+    def files(self) -> Files:
+        """The files.
+
+        Raises:
+          ValueError: one that is not a regular file.
+        """
+        kind = options.check_one(self, *KINDS)
+        fields = {name: getattr(self, name, None) for name in ("field", "width", "heldout_share")}
+        changed = {name: value for name, value in fields.items() if value is not None}
+        return Files(kind, getattr(self, kind), skip_bad=self.skip_bad, **changed)
 
 
-def main(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions(FileOptions):
+    """Options of `jspec train data`.
+
+    Raises:
+      TypeError, ValueError: as `FileOptions`.
+    """
+
+    out: Path = option(help="directory to write")
+    tokenizer: str = option(help="the target: bundled:NAME, a directory or a hub id")
+    heldout_share: float | None = option(
+        None, f"about how much to hold out (default: {records.HELDOUT_SHARE})", above=0, most=0.5
+    )
+    width: int | None = option(
+        None,
+        f"with --chats: the most tokens of a sequence; replies beyond it are dropped (default: {records.WIDTH})",
+        least=4,
+        most=2**24,
+    )
+    heldout_prompts: int = option(PromptLimits.heldout, "held-out prompts to write", least=1)
+
+
+def main(command: DataOptions) -> int:
     """Runs `jspec train data`; prints the counts and returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    options.check_writable("--out", args.out)
-    manifest = build(args.out, read_files(args), args.tokenizer, PromptLimits(heldout=args.heldout_prompts))
+    options.check_writable("--out", command.out)
+    manifest = build(command.out, command.files(), command.tokenizer, PromptLimits(heldout=command.heldout_prompts))
     print(json.dumps({key: value for key, value in manifest.items() if key != "card"}, indent=1))
     return 0
 

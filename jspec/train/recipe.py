@@ -1,25 +1,18 @@
-"""What a run is told: its hyperparameters, and how often it logs, evaluates and writes checkpoints.
+"""What a run is told: the shape of its draft, its hyperparameters, and how often it logs, evaluates and saves.
 
-This module needs no package of the extra `train`, so that the command line can describe its options without them.
+Each field has its bounds and its help, from which checks and the command line are derived. No package of the extra
+`train` is needed here, so that help is there without it.
 """
 
 import dataclasses
 
-from jspec.core.checks import check_int, check_number
+from jspec.core.options import check_options, option
+from jspec.models.block_head import MARKOV_KINDS
 
-
-def check_fields(values: "Recipe | Intervals", owner: str = "") -> None:
-    """Checks each field against the bounds in its metadata, and makes it a plain int or float.
-
-    owner: as in `check_int`.
-
-    Raises:
-      TypeError, ValueError: a field of another type, or out of bounds.
-    """
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        check = check_int if field.type is int else check_number
-        object.__setattr__(values, field.name, check(field.name, value, owner=owner, **field.metadata))
+_STEPS = 2**31 - 1
+_SIZE = {"least": 1, "most": 2**20}
+_SEQUENCE = "T, tokens of a sequence; those of --rows have their own length"
+_PEAK, _DECAY = "peak learning rate", "weight decay of matrices"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,37 +23,34 @@ class Recipe:
       TypeError, ValueError: a value of another type, or out of bounds.
     """
 
-    steps: int = dataclasses.field(metadata={"least": 2, "most": 2**31 - 1})
-    batch_tokens: int = dataclasses.field(default=131072, metadata={"least": 1, "most": 2**26})
-    length: int = dataclasses.field(default=1024, metadata={"least": 1, "most": 2**24})
-    """T: tokens of a sequence."""
-    learning_rate: float = dataclasses.field(default=3e-3, metadata={"above": 0})
-    warmup: int = dataclasses.field(default=200, metadata={"least": 0, "most": 2**31 - 1})
-    """Steps over which the learning rate rises, at most `steps` - 1."""
-    weight_decay: float = dataclasses.field(default=0.1, metadata={"least": 0})
-    clip: float = dataclasses.field(default=1.0, metadata={"above": 0})
-    seed: int = dataclasses.field(default=0, metadata={"least": 0, "most": 2**32 - 1})
+    steps: int = option(help="optimizer steps of the whole run", least=2, most=_STEPS)
+    batch_tokens: int = option(131072, "tokens per step", least=1, most=2**26)
+    length: int = option(1024, _SEQUENCE, least=1, most=2**24)
+    learning_rate: float = option(3e-3, _PEAK, above=0)
+    warmup: int = option(200, "steps until the learning rate reaches its peak, at most steps - 1", least=0, most=_STEPS)
+    weight_decay: float = option(0.1, _DECAY, least=0)
+    clip: float = option(1.0, "largest norm of a gradient; larger ones are scaled down to it", above=0)
+    seed: int = option(0, "seed of the initial weights and of the order of the text", least=0, most=2**32 - 1)
 
     def __post_init__(self):
-        check_fields(self)
+        check_options(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftRecipe(Recipe):
-    """Hyperparameters of the training of a draft.
+    """Hyperparameters of the training of a draft by the training-time test.
 
     Drafts of large targets need a lower rate: SafeAILab and SpecForge train those of 8B targets at 5e-5 to 1e-4.
     """
 
-    length: int = dataclasses.field(default=512, metadata={"least": 3, "most": 2**24})
-    """T: tokens of a sequence; a source of whole sequences has its own."""
-    learning_rate: float = dataclasses.field(default=2e-3, metadata={"above": 0})
-    weight_decay: float = dataclasses.field(default=0.0, metadata={"least": 0})
-    clip: float = dataclasses.field(default=0.5, metadata={"above": 0})
-    ttt_steps: int = dataclasses.field(default=7, metadata={"least": 1, "most": 64})
-    """K: steps of the training-time test, the longest chain that the draft learns to propose."""
-    decay: float = dataclasses.field(default=0.8, metadata={"least": 0, "most": 1})
-    """Step k's loss is weighted by decay^k."""
+    length: int = option(512, _SEQUENCE, least=3, most=2**24)
+    learning_rate: float = option(2e-3, _PEAK, above=0)
+    weight_decay: float = option(0.0, _DECAY, least=0)
+    clip: float = option(0.5, "largest norm of a gradient; larger ones are scaled down to it", above=0)
+    ttt_steps: int = option(
+        7, "K, the longest chain that is trained: each draft reads the output of the one before", least=1, most=64
+    )
+    decay: float = option(0.8, "draft k of a chain counts decay^k", least=0, most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +60,14 @@ class BlockRecipe(Recipe):
     DFlash learns by cross-entropy alone: cross_entropy=1, distance=0.
     """
 
-    length: int = dataclasses.field(default=512, metadata={"least": 3, "most": 2**24})
-    """T: tokens of a sequence; a source of whole sequences has its own."""
-    learning_rate: float = dataclasses.field(default=6e-4, metadata={"above": 0})
-    weight_decay: float = dataclasses.field(default=0.0, metadata={"least": 0})
-    anchors: int = dataclasses.field(default=64, metadata={"least": 1, "most": 2**20})
-    """Blocks of each text and step, or as many as the text has positions."""
-    cross_entropy: float = dataclasses.field(default=0.1, metadata={"least": 0})
-    """Weight of the cross-entropy on the text."""
-    distance: float = dataclasses.field(default=0.9, metadata={"least": 0})
-    """Weight of the L1 distance to the target's distribution."""
-    confidence: float = dataclasses.field(default=1.0, metadata={"least": 0})
-    """Weight of the confidence head's cross-entropy."""
-    reach: float = dataclasses.field(default=4.0, metadata={"above": 0})
-    """Prediction k, from 1, is weighted by exp(-(k - 1) / reach)."""
+    length: int = option(512, _SEQUENCE, least=3, most=2**24)
+    learning_rate: float = option(6e-4, _PEAK, above=0)
+    weight_decay: float = option(0.0, _DECAY, least=0)
+    anchors: int = option(64, "blocks per sequence and step, or as many as it has positions", least=1, most=2**20)
+    cross_entropy: float = option(0.1, "weight of the cross-entropy on the text", least=0)
+    distance: float = option(0.9, "weight of the L1 distance to the target's distribution", least=0)
+    confidence: float = option(1.0, "weight of the cross-entropy of the confidence head", least=0)
+    reach: float = option(4.0, "prediction k of a block, from 1, counts exp(-(k - 1) / reach)", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +78,87 @@ class Intervals:
       TypeError, ValueError: a value that is not an int, or below 1.
     """
 
-    log: int = dataclasses.field(default=50, metadata={"least": 1})
-    evaluate: int = dataclasses.field(default=500, metadata={"least": 1})
-    checkpoint: int = dataclasses.field(default=1000, metadata={"least": 1})
+    log: int = option(50, least=1)
+    evaluate: int = option(500, least=1)
+    checkpoint: int = option(1000, least=1)
 
     def __post_init__(self):
-        check_fields(self, "Intervals")
+        check_options(self, "Intervals")
 
 
-DEFAULT_INTERVALS = Intervals()
+@dataclasses.dataclass(frozen=True)
+class HeadShape:
+    """The shape of an EAGLE-3 head.
+
+    Raises:
+      TypeError, ValueError: a value of another type, or out of bounds.
+    """
+
+    capture_layers: tuple[int, ...] | None = option(
+        None,
+        "the target's layers whose input the head reads, ascending; L: the output of the last one "
+        "(default: 2, L // 2, L - 3)",
+        least=0,
+    )
+    hidden_size: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
+    intermediate_size: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
+    num_heads: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
+    num_kv_heads: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
+    head_dim: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
+    draft_vocab_size: int | None = option(
+        None, "tokens that the head can propose, the most common ones of the data (default: all)", least=1
+    )
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockShape:
+    """The shape of a block draft; DFlash: fill_in=True, markov="none", no_confidence=True.
+
+    Raises:
+      TypeError, ValueError: a value of another type, or out of bounds.
+    """
+
+    capture_layers: tuple[int, ...] | None = option(
+        None,
+        "the target's layers whose input the draft reads, ascending; L: the output of the last one "
+        "(default: five from 2 to L - 2, evenly spaced)",
+        least=0,
+    )
+    block_size: int = option(8, "rows of a block", least=1, most=64)
+    num_layers: int = option(2, "of the draft", bounds=_SIZE)
+    fill_in: bool = option(False, "rows predict the token at their own position (DFlash), not the one after")
+    markov: str = option("vanilla", "kind of the Markov head", choices=(*MARKOV_KINDS, "none"))
+    markov_rank: int = option(64, "of the Markov head", bounds=_SIZE)
+    no_confidence: bool = option(False, "no confidence head")
+    mask_token: int | None = option(None, "id of the token of the rows to predict (default: the last one)", least=0)
+
+    def __post_init__(self):
+        check_options(self)
+        if self.fill_in and self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size}: must be from 2 to 64 with fill_in")
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistantShape:
+    """The shape of an assistant.
+
+    Raises:
+      TypeError, ValueError: a value of another type, or out of bounds.
+    """
+
+    reads: tuple[int, ...] | None = option(
+        None,
+        "for each layer, the target's layer whose keys and values it reads (default: the last ones, of each kind)",
+        least=0,
+    )
+    num_layers: int | None = option(None, "of the assistant (default: as many as it reads, otherwise 4)", bounds=_SIZE)
+    hidden_size: int | None = option(None, "of the assistant (default: the target's)", bounds=_SIZE)
+    intermediate_size: int | None = option(None, "of the assistant (default: the target's)", bounds=_SIZE)
+    num_heads: int | None = option(None, "of the assistant (default: the target's)", bounds=_SIZE)
+    target_head: bool = option(False, "use the target's LM head instead of its own")
+
+    def __post_init__(self):
+        check_options(self)

@@ -12,7 +12,6 @@ for the loss. Prompts (--prompts) are user messages: a JSON list of strings, or 
 that reaches --max-new-tokens is marked as not finished, so that no end is learned there.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic
+from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate
 from jspec.engine.model import Model, load
@@ -28,70 +28,79 @@ from jspec.train.chats import Chat
 from jspec.train.records import Dropped
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train replies`."""
-    parser.add_argument("--model", required=True, help="the target, with a chat template: a directory or a hub id")
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--chats", type=Path, nargs="+", metavar="FILE", help="files of JSON, whose values are chats")
-    given.add_argument("--prompts", type=Path, metavar="FILE", help="file of JSON with prompts")
-    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines to write")
-    for option, default, least, meaning in (
-        ("--rows", 32768, 1, "most replies to write"),
-        ("--max-new-tokens", 512, 1, "most tokens of a reply"),
-        ("--seed", 0, 0, "seed of the first reply, if it is sampled; the next have the next ones"),
-    ):
-        options.add_number(parser, option, bounds={"least": least, "most": 2**24}, default=default, help=meaning)
-    heat = "temperature that replies are sampled at; 0: the most probable token each time"
-    options.add_number(parser, "--temperature", float, bounds={"least": 0}, default=0.0, help=heat)
-    parser.add_argument("--skip-bad", action="store_true", help="drop chats that are not valid, instead of an error")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """Options of `jspec train replies`.
+
+    Raises:
+      TypeError, ValueError: a value of another type or out of bounds, or not exactly one of chats and prompts.
+    """
+
+    model: str = option(help="the target, with a chat template: a directory or a hub id")
+    chats: tuple[Path, ...] | None = option(None, "files of JSON, whose values are chats", metavar="FILE")
+    prompts: Path | None = option(None, "file of JSON with prompts", metavar="FILE")
+    out: Path = option(help="file of JSON lines to write", metavar="FILE")
+    rows: int = option(32768, "most replies to write", least=1, most=2**24)
+    max_new_tokens: int = option(512, "most tokens of a reply", least=1, most=2**24)
+    temperature: float = option(
+        0.0, "temperature that replies are sampled at; 0: the most probable token each time", least=0
+    )
+    seed: int = option(0, "seed of the first reply, if it is sampled; the next have the next ones", least=0, most=2**24)
+    skip_bad: bool = option(False, "drop chats that are not valid, instead of an error")
+
+    def __post_init__(self):
+        check_options(self)
+        options.check_one(self, "chats", "prompts")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(command: ReplyOptions) -> int:
     """Runs `jspec train replies`; returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    if args.out.is_dir():
-        raise IsADirectoryError(f"--out={args.out}: must be a file, but is a directory")
-    options.check_writable("--out", args.out.parent)
-    dropped = Dropped(args.skip_bad)
-    asked = _read(args, dropped)
-    model = load(args.model)
+    if command.out.is_dir():
+        raise IsADirectoryError(f"--out={command.out}: must be a file, but is a directory")
+    options.check_writable("--out", command.out.parent)
+    dropped = Dropped(command.skip_bad)
+    asked = _read(command, dropped)
+    model = load(command.model)
     if model.tokenizer is None or not model.tokenizer.templates:
-        raise ValueError(f"--model={args.model}: has no chat template; name a model that has one, or add the file")
-    longest = model.target.max_length - args.max_new_tokens
+        raise ValueError(f"--model={command.model}: has no chat template; name a model that has one, or add the file")
+    longest = model.target.max_length - command.max_new_tokens
     if longest < 1:
         raise ValueError(
-            f"--max-new-tokens={args.max_new_tokens}: must be less than {model.target.max_length}, the model's context"
+            f"--max-new-tokens={command.max_new_tokens}: must be less than {model.target.max_length}, the model's "
+            "context"
         )
-    prompts = _encode(asked, model, longest, dropped, args.rows)
+    prompts = _encode(asked, model, longest, dropped, command.rows)
     dropped.say()
     if not prompts:
-        raise ValueError(f"--{'chats' if args.chats else 'prompts'}: no prompt is left to reply to")
-    lines, cut = _write_replies(model, prompts, args)
-    atomic.write_text(args.out, "".join(lines))
-    print(f"{args.out}: {len(lines):,} replies, {cut:,} of them cut at {args.max_new_tokens} tokens")
+        raise ValueError(f"--{'chats' if command.chats else 'prompts'}: no prompt is left to reply to")
+    lines, cut = _write_replies(model, prompts, command)
+    atomic.write_text(command.out, "".join(lines))
+    print(f"{command.out}: {len(lines):,} replies, {cut:,} of them cut at {command.max_new_tokens} tokens")
     return 0
 
 
-def _read(args: argparse.Namespace, dropped: Dropped) -> list[Chat]:
+def _read(command: ReplyOptions, dropped: Dropped) -> list[Chat]:
     """The chats to reply to, each without the replies at its end.
 
     Raises:
       ValueError: a file or a line that is not valid.
     """
-    if args.prompts is not None:
-        given = read_records(args.prompts)
+    if command.prompts is not None:
+        given = read_records(command.prompts)
         if any(record.get("rendered") for record in given):
             raise ValueError(
-                f"{args.prompts}: has prompts that a chat template has rendered; give the chats themselves"
+                f"{command.prompts}: has prompts that a chat template has rendered; give the chats themselves"
             )
         messages = [{"role": "user", "content": record["prompt"]} for record in given]
-        return [Chat(f"{args.prompts}, prompt {i}", (message,), (False,)) for i, message in enumerate(messages, 1)]
-    records.check_files("--chats", args.chats)
+        return [Chat(f"{command.prompts}, prompt {i}", (message,), (False,)) for i, message in enumerate(messages, 1)]
+    paths = command.chats or ()
+    records.check_files("--chats", paths)
     found = []
-    for where, value in records.read_json(args.chats, dropped):
+    for where, value in records.read_json(paths, dropped):
         chat = dropped.check(lambda where=where, value=value: chats.parse(where, value))
         if chat is None:
             continue
@@ -138,18 +147,16 @@ def _encode(
     return found
 
 
-def _write_replies(
-    model: Model, prompts: list[tuple[Chat, list[int]]], args: argparse.Namespace
-) -> tuple[list[str], int]:
+def _write_replies(model: Model, prompts: list[tuple[Chat, list[int]]], command: ReplyOptions) -> tuple[list[str], int]:
     """A line of JSON for each chat, and how many replies reached the limit."""
-    sampling = Sampling(temperature=args.temperature) if args.temperature else None
+    sampling = Sampling(temperature=command.temperature) if command.temperature else None
     print(f"jspec: writing {len(prompts):,} replies", file=sys.stderr, flush=True)
     out = generate(
         model,
         [ids for _, ids in prompts],
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=command.max_new_tokens,
         sampling=sampling,
-        seed=args.seed,
+        seed=command.seed,
         progress=sys.stderr.isatty(),
     )
     lines, cut = [], 0

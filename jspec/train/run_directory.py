@@ -27,9 +27,8 @@ from tqdm import tqdm
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError
 from jspec.train.extra import ocp
-from jspec.train.trainer import State
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S")
 
 Metrics = dict[str, float | list[float]]
 """Metrics by name; in a list, one value per position or step."""
@@ -126,7 +125,7 @@ class RunDirectory:
         if any(name.startswith("heldout_") for name in values):
             tqdm.write(line)
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: object) -> None:
         """Writes a checkpoint, and then removes all but this one and the one before.
 
         Raises:

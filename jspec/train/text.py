@@ -4,7 +4,7 @@ A draft predicts its target's own text, so that is what it should be trained on 
 2310.08461). Sampled text repeats itself less than greedy text; a draft that will be used for both learns from both.
 """
 
-import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import cast
@@ -21,6 +21,7 @@ from jspec.core import accept, stopping
 from jspec.core.checks import check_int, check_number
 from jspec.core.loop import fastest
 from jspec.core.method import Method
+from jspec.core.options import check_options, option
 from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params, Prompts
@@ -115,58 +116,75 @@ def _complete(
     return state.tokens[:, :width]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train text`."""
-    parser.add_argument("--model", required=True, help="the target: bundled:NAME or a directory")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON list of {prompt}: train_prompts.json")
-    parser.add_argument("--out", type=Path, required=True, help="token file to write")
-    for option, default, least, most, meaning in (
-        ("--rows", 32768, 1, None, "most texts to write"),
-        ("--width", 512, 2, None, "tokens of a text; prompts over 3/4 of it are skipped"),
-        ("--batch", 1024, 1, 2**20, "texts at a time"),
-    ):
-        options.add_number(parser, option, bounds={"least": least, "most": most}, default=default, help=meaning)
-    share = "fraction of the texts that are sampled at temperature 1; the others are greedy"
-    options.add_number(parser, "--sampled-share", float, bounds={"least": 0, "most": 1}, default=0.0, help=share)
-    seed = "seed of the sampled texts, and of which ones are sampled"
-    options.add_number(parser, "--seed", bounds={"least": 0, "most": 2**32 - 1}, default=0, help=seed)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options of `jspec train text`.
+
+    Raises:
+      TypeError, ValueError: a value of another type or out of bounds.
+    """
+
+    model: str = option(help="the target: bundled:NAME or a directory")
+    prompts: Path = option(help="JSON list of {prompt}: train_prompts.json", metavar="FILE")
+    out: Path = option(help="token file to write", metavar="FILE")
+    rows: int = option(32768, "most texts to write", least=1)
+    width: int = option(512, "tokens of a text; prompts over 3/4 of it are skipped", least=2)
+    batch: int = option(1024, "texts at a time", least=1, most=2**20)
+    sampled_share: float = option(
+        0.0, "fraction of the texts that are sampled at temperature 1; the others are greedy", least=0, most=1
+    )
+    seed: int = option(0, "seed of the sampled texts, and of which ones are sampled", least=0, most=2**32 - 1)
+
+    def __post_init__(self):
+        check_options(self)
 
 
-def main(args: argparse.Namespace) -> int:
+def main(command: TextOptions) -> int:
     """Runs `jspec train text`; returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    out = args.out if args.out.suffix == ".npy" else args.out.with_name(args.out.name + ".npy")
+    out = command.out if command.out.suffix == ".npy" else command.out.with_name(command.out.name + ".npy")
     if out.is_dir():
         raise IsADirectoryError(f"--out={out}: must be a file, but is a directory")
     options.check_writable("--out", out.parent)
-    directory = locate(args.model)
-    records = read_records(args.prompts)
-    if any(record.get("rendered") for record in records):
-        raise ValueError(f"{args.prompts}: has prompts of chats; use `jspec train replies`, whose replies end")
-    # Adds the token that begins a text, if the tokenizer has one, as `generate` does.
-    encodings = tokenizer.load(directory).encode_batch_fast([record["prompt"] for record in records])
-    longest = args.width * 3 // 4
-    prompts = [list(encoding.ids) for encoding in encodings if 0 < len(encoding.ids) <= longest]
-    if skipped := len(records) - len(prompts):
-        print(f"jspec: {skipped} prompts are empty or longer than {longest} tokens, and are skipped", file=sys.stderr)
-    if len(prompts) > args.rows:
-        print(f"jspec: {len(prompts) - args.rows} prompts beyond --rows={args.rows} are left out", file=sys.stderr)
-    if not prompts:
-        raise ValueError(f"{args.prompts}: has no prompt of 1 to {longest} tokens (--width {args.width})")
+    directory = locate(command.model)
+    prompts = _read_prompts(command, directory)
     loaded = language_model.load(directory, mtp=False)
     sequences = complete(
         loaded.config,
         loaded.params,
-        prompts[: args.rows],
-        width=args.width,
-        batch=args.batch,
-        sampled_share=args.sampled_share,
-        seed=args.seed,
+        prompts,
+        width=command.width,
+        batch=command.batch,
+        sampled_share=command.sampled_share,
+        seed=command.seed,
     )
     atomic.write_file(out, lambda file: np.save(file, sequences))
-    Made(args.sampled_share, args.seed).write(out)
+    Made(command.sampled_share, command.seed).write(out)
     print(f"{out}: {sequences.shape[0]} texts of {sequences.shape[1]} tokens")
     return 0
+
+
+def _read_prompts(command: TextOptions, directory: Path) -> list[list[int]]:
+    """The prompts that fit, as tokens, of which there are at most --rows.
+
+    Raises:
+      ValueError: prompts of chats, or none that fits.
+    """
+    records = read_records(command.prompts)
+    if any(record.get("rendered") for record in records):
+        raise ValueError(f"{command.prompts}: has prompts of chats; use `jspec train replies`, whose replies end")
+    # Adds the token that begins a text, if the tokenizer has one, as `generate` does.
+    encodings = tokenizer.load(directory).encode_batch_fast([record["prompt"] for record in records])
+    longest = command.width * 3 // 4
+    prompts = [list(encoding.ids) for encoding in encodings if 0 < len(encoding.ids) <= longest]
+    if skipped := len(records) - len(prompts):
+        print(f"jspec: {skipped} prompts are empty or longer than {longest} tokens, and are skipped", file=sys.stderr)
+    if len(prompts) > command.rows:
+        beyond = len(prompts) - command.rows
+        print(f"jspec: {beyond} prompts beyond --rows={command.rows} are left out", file=sys.stderr)
+    if not prompts:
+        raise ValueError(f"{command.prompts}: has no prompt of 1 to {longest} tokens (--width {command.width})")
+    return prompts[: command.rows]

@@ -1,19 +1,25 @@
-"""What all trainings share: the optimizer, the state, and one optimizer step.
+"""Trains a model of any kind: the optimizer, one step, and the loop with its metrics, evaluations and checkpoints.
 
 The state is flax's `TrainState`, which other JAX tools read: `step`, `params`, `opt_state`, `apply_fn` and `tx`.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from pathlib import Path
+from typing import Generic, NotRequired, Protocol, Self, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
+from tqdm import tqdm
 
+from jspec.core.checks import check_flag, check_int
 from jspec.train.extra import TrainState, optax
-from jspec.train.recipe import Recipe
+from jspec.train.recipe import Intervals, Recipe
+from jspec.train.run_directory import Metrics, Record, RunDirectory
 
 
 def schedule(recipe: Recipe) -> optax.Schedule:
@@ -109,3 +115,87 @@ def train_step(
 
     value, gradient = jax.value_and_grad(loss)(state.params)
     return state.apply_gradients(grads=gradient), value, optax.tree.norm(gradient)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(Generic[S]):
+    """What a run trains.
+
+    init: returns the state before the first step; also traced, for the shapes of a checkpoint.
+    advance: (state, step) -> the next state, the loss, and the norm of the gradient.
+    evaluate: metrics of a state, to log; their names begin with "heldout_".
+    recipe: its steps, and its learning rate, to log.
+    record: what determines the run; a checkpoint with another record is rejected.
+    """
+
+    init: Callable[[], S]
+    advance: Callable[[S, int], tuple[S, Array, Array]]
+    evaluate: Callable[[S], Metrics]
+    recipe: Recipe
+    record: Record
+
+
+class RunOptions(TypedDict):
+    """How a task runs.
+
+    directory: for metrics and checkpoints, see `run_directory`; created if needed.
+    resume: continue from the newest checkpoint in `directory`; the result equals that of an uninterrupted run.
+    intervals: how often to log, evaluate and write checkpoints.
+    stop_after: the step to stop at; None: the recipe's last one.
+    """
+
+    directory: Path
+    resume: NotRequired[bool]
+    intervals: NotRequired[Intervals]
+    stop_after: NotRequired[int | None]
+
+
+def run(task: Task[S], **options: Unpack[RunOptions]) -> S:
+    """Trains to the last step, or to `stop_after`, and writes a checkpoint there.
+
+    Raises:
+      ValueError: a checkpoint of another record, a `stop_after` outside of the run or before the checkpoint, or a loss
+        that is not finite.
+      CheckpointError: no checkpoint can be read.
+      FileNotFoundError: no checkpoint to resume from.
+      FileExistsError: `directory` has checkpoints and `resume` is False.
+      OSError: metrics or a checkpoint cannot be written.
+    """
+    intervals, stop_after = options.get("intervals", Intervals()), options.get("stop_after")
+    last, rate = task.recipe.steps, schedule(task.recipe)
+    if stop_after is not None:
+        last = check_int("stop_after", stop_after, least=1, most=last)
+    # The state to begin with.
+    saved = RunDirectory(options["directory"])
+    if check_flag("resume", options.get("resume", False)):
+        state = saved.resume(task.record, task.init)
+    else:
+        saved.begin(task.record)
+        state = task.init()
+    first = int(state.step)
+    if first > last:
+        raise ValueError(f"stop_after={stop_after}: must be at least {first}, the step of the checkpoint")
+    # The steps.
+    for step in tqdm(range(first, last), initial=first, total=last, mininterval=5, disable=None):
+        state, loss, norm = task.advance(state, step)
+        done = step + 1
+        every = intervals.log, intervals.evaluate, intervals.checkpoint
+        logs, evaluates, saves = (done % interval == 0 or done == last for interval in every)
+        if logs or evaluates or saves:
+            _check_finite(done, float(loss), float(norm), saved)
+        if logs:
+            learning_rate = float(jax.device_get(rate(step)))
+            saved.log(step=done, loss=float(loss), gradient_norm=float(norm), rate=learning_rate)
+        if evaluates:
+            saved.log(step=done, **task.evaluate(state))
+        if saves:
+            saved.save(done, state)
+    return state
+
+
+def _check_finite(step: int, loss: float, norm: float, saved: RunDirectory) -> None:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise ValueError(
+            f"loss={loss}, gradient_norm={norm} at step {step}: the training diverged; try a lower learning_rate "
+            f"({saved.continuation()})"
+        )

@@ -6,39 +6,19 @@ at p + k + 1, and learns the target's distribution there, that of the token at p
 """
 
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
 
 from jspec.core.struct import struct
-from jspec.core.types import Params
+from jspec.core.types import ForwardOutput, Params
 from jspec.train.extra import optax
-
-
-class Unrolled(Protocol):
-    """A draft that the training-time test can unroll."""
-
-    def begin(self, params: Params, observed: PyTree) -> PyTree:
-        """The carry into step 0.
-
-        observed: what the draft reads of the target.
-        """
-        ...
-
-    def forward(
-        self, params: Params, tokens: Int[Array, "B T"], observed: PyTree, carry: PyTree, step: int
-    ) -> tuple[Float[Array, "B T Vd"], PyTree]:
-        """Step `step` of all rows at once, each row the chain that starts there.
-
-        tokens: the text; row p reads the token at p + step + 1, or 0 after the end.
-        carry: as returned by the previous step.
-
-        Returns the logits, and the carry into the next step.
-        """
-        ...
+from jspec.train.recipe import DraftRecipe, Recipe
+from pallas_kernels import platform
 
 
 @struct
@@ -67,6 +47,65 @@ class StepMetrics:
     """Rows inside the mask."""
 
 
+class UnrolledLearner(Protocol):
+    """The shared part of drafts that learn in the training-time test, each a `distill.Learner`."""
+
+    test: ClassVar[str] = "training-time test"
+
+    def observe(self, out: ForwardOutput) -> PyTree:
+        """What it reads of the target's forward over a text, as arrays."""
+        ...
+
+    def begin(self, params: Params, observed: PyTree) -> PyTree:
+        """The carry into step 0.
+
+        observed: what the draft reads of the target.
+        """
+        ...
+
+    def forward(
+        self, params: Params, tokens: Int[Array, "B T"], observed: PyTree, carry: PyTree, step: int
+    ) -> tuple[Float[Array, "B T Vd"], PyTree]:
+        """Step `step` of all rows at once, each row the chain that starts there.
+
+        tokens: the text; row p reads the token at p + step + 1, or 0 after the end.
+        carry: as returned by the previous step.
+
+        Returns the logits, and the carry into the next step.
+        """
+        ...
+
+    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+        """The mask of rows, see `row_mask` and `text_mask`."""
+        return text_mask(tokens) if mask is None else row_mask(mask)
+
+    def learn(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        out: ForwardOutput,
+        ids: Int[Array, " Vd"] | None,
+        mask: Float[Array, "B T"],
+        recipe: Recipe,
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], StepMetrics]:
+        """The loss of the training-time test, and the metrics of its steps."""
+        assert isinstance(recipe, DraftRecipe)
+        # XLA on CPU schedules the program such that recomputing costs time and saves no memory.
+        recompute = platform.platform() != "cpu"
+        observed, targets = self.observe(out), make_targets(out.logits, ids)
+        metrics = unroll(self, params, tokens, observed, targets, mask, recipe.ttt_steps, recompute=recompute)
+        return total(metrics.loss, recipe.decay), metrics
+
+    def describe_loss(self, recipe: Recipe) -> str:
+        """The loss, for a card."""
+        assert isinstance(recipe, DraftRecipe)
+        return (
+            f"a training-time test of {recipe.ttt_steps} steps, cross-entropy from the target's distribution, step k "
+            f"weighted by {recipe.decay:g}^k"
+        )
+
+
 def make_targets(logits: Float[Array, "B T V"], ids: Int[Array, " Vd"] | None) -> Targets:
     """Targets from the logits of the target model.
 
@@ -80,7 +119,7 @@ def make_targets(logits: Float[Array, "B T V"], ids: Int[Array, " Vd"] | None) -
 
 
 def unroll(
-    draft: Unrolled,
+    draft: UnrolledLearner,
     params: Params,
     tokens: Int[Array, "B T"],
     observed: PyTree,
@@ -118,7 +157,7 @@ def total(loss: Float[Array, " K"], decay: float) -> Float[Array, ""]:
     return jnp.sum(loss * jnp.asarray(decay ** np.arange(loss.size), jnp.float32))
 
 
-def _step(draft: Unrolled, params: Params, tokens, observed, carry, targets: Targets, mask, *, step: int):
+def _step(draft: UnrolledLearner, params: Params, tokens, observed, carry, targets: Targets, mask, *, step: int):
     """The carry into the next step, the loss of this one, and the rows that count and agree with the target."""
     logits, carry = draft.forward(params, tokens, observed, carry, step)
     probs = shift(targets.probs, step + 1, 1 / targets.probs.shape[-1])
@@ -132,3 +171,19 @@ def shift(x: Shaped[Array, "B T *rest"], count: int, fill: float | Array = 0) ->
     """Moves everything `count` rows to the left and puts `fill` in the rows after the end."""
     kept = x[:, count:]
     return jnp.concatenate([kept, jnp.full_like(x[:, : x.shape[1] - kept.shape[1]], fill)], axis=1)
+
+
+def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:
+    """The mask of rows, as `unroll` takes it, by which exactly the tokens that count are learned.
+
+    mask: 1 for tokens that count. Row p of step k learns the distribution of the token at p + k + 2.
+    """
+    mask = np.asarray(mask, np.float32)
+    return jax.device_put(np.pad(mask, ((0, 0), (0, 2)))[:, 2:])
+
+
+def text_mask(tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The mask of a text that counts as a whole, except for its last token: after it there is only padding to learn."""
+    mask = np.ones(tokens.shape, np.float32)
+    mask[:, -1] = 0.0
+    return jax.device_put(mask)

@@ -15,9 +15,9 @@ import toy
 
 from jspec.models import Llama
 from jspec.train import batches, distill, head
+from jspec.train.distill import DraftSetup
 from jspec.train.head import HeadLearner
-from jspec.train.learner import DraftSetup
-from jspec.train.recipe import DraftRecipe, Intervals
+from jspec.train.recipe import DraftRecipe, HeadShape, Intervals
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 STEPS = 9
@@ -35,7 +35,7 @@ TARGET = Llama(
 
 def train(directory, resume=False):
     """A run whose first checkpoint comes before its first line of metrics. Returns its last state."""
-    config = head.configure(TARGET, capture_layers=(1,), draft_vocab_size=40)
+    config = head.configure(TARGET, HeadShape(capture_layers=(1,), draft_vocab_size=40))
     recipe = DraftRecipe(steps=STEPS, batch_tokens=64, length=16, warmup=2, ttt_steps=1)
     setup = DraftSetup(HeadLearner(config, TARGET), recipe, "float32")
     text = (np.arange(2000) * 7 % 61).astype(np.uint16)
@@ -43,7 +43,7 @@ def train(directory, resume=False):
         setup,
         toy.random_params(TARGET, seed=1),
         (batches.Source(text),),
-        text[:200],
+        batches.Source(text[:200]),
         directory=directory,
         resume=resume,
         intervals=Intervals(log=4, evaluate=6, checkpoint=3),

@@ -24,7 +24,12 @@ def write(directory):
     np.save(directory / "heldout.npy", tokens[:200])
     np.save(directory / "rows.npy", tokens[:400].reshape(25, 16))
     side = {"files": 2, "bytes": 2 * len(_SOURCE), "tokens": len(tokens)}
-    card = {"front": "", "tags": "python", "summary": "made-up text", "section": "## Packages\n\n| apart | 1 | MIT |"}
+    card = {
+        "front": "",
+        "tags": "python",
+        "summary": "made-up text",
+        "section": "## Packages\n\n| free | 1 | MIT |\n| apart | 1 | MIT |",
+    }
     card["command"] = "jspec train data --out data --tokenizer small --text made-up.txt"
     manifest = {"train": side, "heldout": side, "vocab_size": VOCABULARY, "skipped": {"empty file": 3}}
     (directory / "data.json").write_text(json.dumps({**manifest, "kind": "text", "card": card}))

@@ -54,7 +54,7 @@ def sources():
 
 @pytest.fixture(scope="module")
 def heldout():
-    return lm.Heldout((np.arange(600) * 7 % 61).astype(np.uint16), np.full(61, 2, np.int32))
+    return lm.Heldout(batches.Source((np.arange(600) * 7 % 61).astype(np.uint16)), np.full(61, 2, np.int32))
 
 
 def setup_for(config=MODEL, recipe=RECIPE, teacher=None):
@@ -249,7 +249,7 @@ def test_resume_errors(sources, heldout, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             lm.train(setup_for(), others, heldout, directory=tmp_path, resume=True)
-    other = lm.Heldout(heldout.tokens[:300], heldout.byte_counts)
+    other = lm.Heldout(batches.Source(heldout.source.tokens[:300]), heldout.byte_counts)
     with pytest.raises(ValueError, match=r"another recipe: heldout=\w+ \(was \w+\)$"):
         lm.train(setup_for(), sources, other, directory=tmp_path, resume=True)
     assert (tmp_path / "metrics.jsonl").read_text() == before

@@ -12,6 +12,7 @@ pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
 from jspec.models import Llama  # noqa: E402
+from jspec.train import batches  # noqa: E402
 from tools.pretrain import lm, model, objective  # noqa: E402
 from tools.pretrain.objective import LmRecipe, LmSetup  # noqa: E402
 
@@ -102,7 +103,9 @@ def test_heldout_metrics_do_not_depend_on_padding(target):
     wide = np.concatenate([tokens, random_tokens(rng, 4)[:, :5]], axis=1), np.pad(mask, ((0, 0), (0, 5)))
     lm_setup = LmSetup(TARGET, LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1), None, "float32")
     counts = rng.integers(1, 5, 31)
-    found = [lm.evaluate(target, lm.Heldout(x, counts, y), lm_setup) for x, y in ((tokens, mask), wide)]
+    found = [
+        lm.evaluate(target, lm.Heldout(batches.Source(x, mask=y), counts), lm_setup) for x, y in ((tokens, mask), wide)
+    ]
     logits = np.asarray(jax.nn.log_softmax(model.logits(TARGET, target, jnp.asarray(tokens), "float32")))[:, :-1]
     nats = -np.take_along_axis(logits, tokens[:, 1:, None], 2)[..., 0]
     assert found[0]["heldout_nats_per_token"] == pytest.approx((nats * mask[:, 1:]).sum() / mask[:, 1:].sum(), rel=1e-5)

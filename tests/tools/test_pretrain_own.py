@@ -12,7 +12,7 @@ pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip inst
 from train_files import lines, pretrain, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.train import loop  # noqa: E402
+from jspec.train import trainer  # noqa: E402
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1}
 RUN = {"steps": 2, "batch_tokens": 64, "length": 24}
@@ -43,10 +43,10 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("kind", ["chats", "text"])
 def test_a_language_model_reads_all_kinds(made, target, tmp_path, monkeypatch, kind):
-    def reach(*_, record, **__):
-        raise Reached(record)
+    def reach(task, **_):
+        raise Reached(task.record)
 
-    monkeypatch.setattr(loop, "run", reach)
+    monkeypatch.setattr(trainer, "run", reach)
     with pytest.raises(Reached) as reached:
         pretrain("lm", data=made / kind, work=tmp_path / "w", out=tmp_path / "o", **RUN, config=target)
     record = reached.value.args[0]

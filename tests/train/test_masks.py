@@ -12,11 +12,11 @@ pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip inst
 
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import assistant, batches, distill, head, learner, ttt  # noqa: E402
+from jspec.train import assistant, batches, distill, head, ttt  # noqa: E402
 from jspec.train.assistant import AssistantLearner  # noqa: E402
+from jspec.train.distill import DraftSetup  # noqa: E402
 from jspec.train.head import HeadLearner  # noqa: E402
-from jspec.train.learner import DraftSetup  # noqa: E402
-from jspec.train.recipe import DraftRecipe  # noqa: E402
+from jspec.train.recipe import AssistantShape, DraftRecipe, HeadShape  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
 TARGET = Llama(
@@ -33,8 +33,8 @@ TARGET = Llama(
 STEPS, LENGTH = 3, 12
 RECIPE = DraftRecipe(steps=4, batch_tokens=24, length=LENGTH, warmup=1, ttt_steps=STEPS)
 LEARNERS = {
-    "eagle3": HeadLearner(head.configure(TARGET, capture_layers=(1, 2)), TARGET),
-    "frozen-kv-mtp": AssistantLearner(assistant.configure(TARGET, num_layers=1), TARGET),
+    "eagle3": HeadLearner(head.configure(TARGET, HeadShape(capture_layers=(1, 2))), TARGET),
+    "frozen-kv-mtp": AssistantLearner(assistant.configure(TARGET, AssistantShape(num_layers=1)), TARGET),
 }
 
 
@@ -65,12 +65,12 @@ def test_only_counted_tokens_teach_a_draft(target, kind):
     """The target's distribution of a token that does not count is unread, and so is text after the last that does."""
     draft = LEARNERS[kind]
     setup = DraftSetup(draft, RECIPE, "float32")
-    params = learner.init(setup, target, None).params
+    params = distill.init(setup, target, None).params
 
     @jax.jit
     def gradient(params, tokens, logits, rows):
         def total(params):
-            observed = draft.observe(learner.run_target(setup, target, tokens))
+            observed = draft.observe(distill.run_target(setup, target, tokens))
             targets = ttt.make_targets(logits, None)
             found = ttt.unroll(draft, Params(target, params), tokens, observed, targets, rows, STEPS)
             return ttt.total(found.loss, 0.8), found
@@ -82,7 +82,7 @@ def test_only_counted_tokens_teach_a_draft(target, kind):
         last = int(rng.integers(4, LENGTH - 1))
         tokens, mask = random_tokens(rng), random_mask(rng, last)
         logits = rng.normal(size=(2, LENGTH, 31)).astype(np.float32)
-        rows = learner.row_mask(mask)
+        rows = ttt.row_mask(mask)
         expected = gradient(params, tokens, logits, rows)
         assert expected[1].counted.tolist() == [int(mask[:, k + 2 :].sum()) for k in range(STEPS)]
         # The logits at j are the target's distribution of the token at j + 1.
@@ -105,8 +105,8 @@ def test_heldout_metrics_do_not_depend_on_padding(target):
     tokens, mask = random_tokens(rng, 4), np.concatenate([random_mask(rng, 9), random_mask(rng, 6)]).astype(np.uint8)
     wide = np.concatenate([tokens, random_tokens(rng, 4)[:, :5]], axis=1), np.pad(mask, ((0, 0), (0, 5)))
     setup = DraftSetup(LEARNERS["eagle3"], RECIPE, "float32")
-    params = Params(target, learner.init(setup, target, None).params)
-    narrow, wider = (distill.agreement(params, x, setup, mask=y) for x, y in ((tokens, mask), wide))
+    params = Params(target, distill.init(setup, target, None).params)
+    narrow, wider = (distill.agreement(params, batches.Source(x, mask=y), setup) for x, y in ((tokens, mask), wide))
     for name, value in narrow.items():
         np.testing.assert_allclose(wider[name], value, rtol=1e-5)
 
@@ -127,7 +127,7 @@ def test_batches_carry_their_masks():
         masked += 1
         assert all(np.array_equal(by_row[row.tobytes()], found) for row, found in zip(batch, counted, strict=True))
     assert 5 < masked < 25
-    config = head.configure(TARGET, capture_layers=(1,), draft_vocab_size=3)
+    config = head.configure(TARGET, HeadShape(capture_layers=(1,), draft_vocab_size=3))
     once = np.zeros((9, 6), np.uint8)
     once[2, :3] = 1
     common = head.vocabulary(config, (batches.Source(tokens, mask=once),))

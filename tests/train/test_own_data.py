@@ -206,7 +206,8 @@ def test_options_of_own_files(model, tmp_path, capsys):
     for options, message in [
         ({"chats": path, "field": "x"}, "--field=x: has an effect only with --jsonl"),
         ({"text": path, "width": 9}, "--width=9: has an effect only with --chats"),
-        ({"text": path, "heldout_share": 0.6}, "--heldout-share=0.6: must be"),
+        ({"chats": path, "text": path}, "exactly one of --text, --jsonl and --chats must be given, not 2"),
+        ({}, "exactly one of --text, --jsonl and --chats must be given, not 0"),
         ({"chats": path, "tokenizer": tmp_path / "absent"}, "absent"),
         ({"chats": path, "tokenizer": "bundled:python-tiny"}, "--tokenizer=bundled:python-tiny: has no chat template"),
         ({"chats": path, "tokenizer": model, "width": 8}, "--chats: 0 chats with a reply are left"),
@@ -214,16 +215,14 @@ def test_options_of_own_files(model, tmp_path, capsys):
     ]:
         with pytest.raises((ValueError, OSError), match=message):
             run("data", **out, **{"tokenizer": model, **options})
-    with pytest.raises(SystemExit):
-        run("data", **out, chats=path, text=path)
-    assert "not allowed with" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    for options, message in (
+    for options, message in [
+        ({"tokenizer": model, "text": path, "heldout_share": 0.6}, "argument --heldout-share: '0.6': must be above 0"),
         ({"chats": path}, "the following arguments are required: --tokenizer"),
-        ({"tokenizer": model}, "one of the arguments --text --jsonl --chats is required"),
-    ):
+    ]:
         with pytest.raises(SystemExit):
             run("data", **out, **options)
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_help_describes_the_layouts():

@@ -23,9 +23,12 @@ from train_files import run  # noqa: E402
 
 from jspec.checkpoints import language_model  # noqa: E402
 from jspec.cli import train as cli  # noqa: E402
+from jspec.core.options import kind_of, options_of  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import data, loop  # noqa: E402
+from jspec.train import data, prepare, replies, text, trainer  # noqa: E402
 from jspec.train import tokenizer as files  # noqa: E402
+from jspec.train.kinds import KINDS  # noqa: E402
+from jspec.train.options import DraftRun  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
 REQUIRED = {
@@ -83,14 +86,14 @@ def parser(monkeypatch):
 
 
 @pytest.mark.usefixtures("parser")
-def test_numbers_out_of_range_are_refused_before_anything_is_read():
+def test_numbers_out_of_range_are_refused_before_anything_is_read(capsys):
     """No directory of these commands exists."""
     assert len(BAD) > 200
     for command, option, value in BAD:
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(SystemExit) as raised:
             run(command, **REQUIRED[command] | {option: value})
-        message = str(raised.value)
-        assert message.startswith(f"--{option}=") and "must be" in message, (command, option, value, message)
+        message = capsys.readouterr().err
+        assert raised.value.code == 2 and f"argument --{option}: '{value}': must be" in message, message
 
 
 @pytest.mark.usefixtures("parser")
@@ -105,13 +108,11 @@ def test_what_is_no_number_is_refused(capsys):
 
 def test_every_number_has_bounds():
     """So that a new option cannot do without."""
-    parser = cli.build_parser()
-    (commands,) = (action for action in parser._actions if action.dest == "command")
-    for name, subparser in commands.choices.items():
-        checks = subparser.get_default("checks") or {}
-        for action in subparser._actions:
-            if action.type in (int, float):
-                assert action.option_strings[0] in checks, (name, action.option_strings)
+    kinds = [kind for row in KINDS.values() for kind in (row.recipe, row.shape)]
+    kinds += [DraftRun, prepare.DataOptions, replies.ReplyOptions, text.TextOptions]
+    for kind in kinds:
+        for name, (field, spec) in options_of(kind).items():
+            assert kind_of(field).type not in (int, float) or {"least", "above"} & spec.bounds.keys(), (kind, name)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def no_training(monkeypatch):
     def reach(*_, **__):
         raise Reached
 
-    monkeypatch.setattr(loop, "run", reach)
+    monkeypatch.setattr(trainer, "run", reach)
 
 
 def read(data, **options):

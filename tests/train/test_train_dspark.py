@@ -19,10 +19,10 @@ import jspec  # noqa: E402
 from jspec.checkpoints import language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import block, distill, dspark, learner, tokenizer  # noqa: E402
+from jspec.train import block, distill, draft, tokenizer  # noqa: E402
 from jspec.train.block import BlockLearner  # noqa: E402
-from jspec.train.learner import DraftSetup  # noqa: E402
-from jspec.train.recipe import BlockRecipe  # noqa: E402
+from jspec.train.distill import DraftSetup  # noqa: E402
+from jspec.train.recipe import BlockRecipe, BlockShape  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
 TARGET = Llama(
@@ -39,12 +39,17 @@ TARGET = Llama(
 )
 LENGTH = 14
 RECIPE = BlockRecipe(steps=30, batch_tokens=56, length=LENGTH, learning_rate=1e-2, warmup=2, anchors=5, reach=3.0)
-_configure = partial(block.configure, TARGET, block_size=4, capture_layers=(1, 3), markov_rank=6)
+
+
+def _configure(**shape):
+    return block.configure(TARGET, BlockShape(**{"block_size": 4, "capture_layers": (1, 3), "markov_rank": 6, **shape}))
+
+
 _WINDOWS = {"windows": (None, 6), "causal": (False, True)}
 CONFIGS = {
     "dspark": dataclasses.replace(_configure(markov="rnn"), **_WINDOWS),
-    "dflash": _configure(next_token=False, markov=None, confidence=False, num_layers=1),
-    "fill-in": _configure(next_token=False, markov="gated", num_layers=1),
+    "dflash": _configure(fill_in=True, markov="none", no_confidence=True, num_layers=1),
+    "fill-in": _configure(fill_in=True, markov="gated", num_layers=1),
 }
 
 
@@ -97,7 +102,7 @@ def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
     tokens = rng.integers(0, 61, (3, LENGTH)).astype(np.int32)
     mask = np.ones((3, LENGTH), np.float32)
     mask[1, [3, 9]], mask[2, 4:] = 0, 0
-    out = jax.jit(learner.run_target, static_argnums=0)(setup, target, tokens)
+    out = jax.jit(distill.run_target, static_argnums=0)(setup, target, tokens)
     key = jax.random.key(5)
     learn = jax.jit(draft.learn, static_argnames="recipe")
     loss, metrics = jax.device_get(
@@ -165,16 +170,16 @@ def test_the_loss_falls_and_the_draft_serves(target, name):
         np.int32
     )
     base = jspec.Model("small", TARGET, Params(target), None, ())
-    kinds = {"dspark": {}, "dflash": {"next_token": False, "markov": None, "confidence": False, "cross_entropy": 1.0}}
+    kinds = {"dspark": {}, "dflash": {"fill_in": True, "markov": "none", "no_confidence": True, "cross_entropy": 1.0}}
     options = dict(block_size=4, num_layers=1, markov_rank=6, capture_layers=(1, 3), batch_tokens=56, anchors=8)
     options |= {"learning_rate": 1e-2, "progress": False, **kinds[name]}
     losses = []
     for steps in (2, 40):
-        trained = dspark.train_block(base, texts, steps=steps, warmup=1, **options)
+        trained = draft.train_draft("dspark", base, texts, steps=steps, warmup=1, **options)
         assert trained.draft.drafter == "block"
         setup = DraftSetup(BlockLearner(trained.draft, TARGET), dataclasses.replace(RECIPE, anchors=8), "float32")
         rows = setup.learner.count_rows(texts, None)
-        losses.append(np.array(learner.measure(trained.params, None, jnp.asarray(texts), rows, setup=setup).loss))
+        losses.append(np.array(distill.measure(trained.params, None, jnp.asarray(texts), rows, setup=setup).loss))
     assert (losses[1] < 0.7 * losses[0]).all()
     if name == "dspark":
         given = texts[:2, :5], np.full(2, 5, np.int32), jax.random.key(0)
@@ -188,12 +193,12 @@ def test_the_loss_falls_and_the_draft_serves(target, name):
 def test_invalid_settings():
     for changes, message in (
         (dict(block_size=0), "block_size=0: must be from 1 to 64"),
-        (dict(block_size=1, next_token=False), "block_size=1: must be from 2 to 64"),
-        (dict(markov="lstm"), "markov='lstm': must be one of vanilla, gated, rnn, or None"),
+        (dict(block_size=1, fill_in=True), "block_size=1: must be from 2 to 64"),
+        (dict(markov="lstm"), "markov='lstm': must be one of vanilla, gated, rnn, none"),
         (dict(capture_layers=(3, 1)), r"capture_layers=\(3, 1\): must be ascending, each between 0 and 4"),
         (dict(capture_layers=None), "capture_layers=None: a target of 4 layers has no default"),
         (dict(mask_token=61), "mask_token=61: must be from 0 to 60"),
-        (dict(markov_rank=0), "markov_rank=0: must be at least 1"),
+        (dict(markov_rank=0), "markov_rank=0: must be from 1 to"),
     ):
         with pytest.raises(ValueError, match=message):
             _configure(**changes)
@@ -203,7 +208,7 @@ def test_invalid_settings():
     with pytest.raises(ValueError, match=r"Block\(depth=5\): must be at most 4, the predictions of a block"):
         distill.check_evaluation(base, CONFIGS["dspark"], [], 5)
     with pytest.raises(TypeError, match="ttt_steps=3: no such argument; recipe options are anchors, clip, confidence"):
-        dspark.train_block(base, np.zeros((2, 8), np.int32), steps=2, capture_layers=(1,), ttt_steps=3)
+        draft.train_draft("dspark", base, np.zeros((2, 8), np.int32), steps=2, capture_layers=(1,), ttt_steps=3)
 
 
 @pytest.mark.slow

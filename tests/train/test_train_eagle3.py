@@ -23,10 +23,10 @@ from jspec.checkpoints import drafts, language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
 from jspec.models.llama import LayerParams  # noqa: E402
-from jspec.train import batches, distill, eagle3, head, learner, text, tokenizer, trainer, ttt  # noqa: E402
+from jspec.train import batches, distill, draft, head, text, tokenizer, trainer, ttt  # noqa: E402
+from jspec.train.distill import DraftSetup  # noqa: E402
 from jspec.train.head import HeadLearner  # noqa: E402
-from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
-from jspec.train.loop import Intervals  # noqa: E402
+from jspec.train.recipe import DraftRecipe, HeadShape, Intervals  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
 STEPS = 7
@@ -43,11 +43,11 @@ TARGET = Llama(
     qk_norm=True,
 )
 RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, warmup=2, ttt_steps=3)
-CONFIG = head.configure(TARGET, capture_layers=(1, 2, 4), draft_vocab_size=40)
+CONFIG = head.configure(TARGET, HeadShape(capture_layers=(1, 2, 4), draft_vocab_size=40))
 LEARNER = HeadLearner(CONFIG, TARGET)
 SETUP = DraftSetup(LEARNER, RECIPE, "float32")
 OBSERVE = jax.jit(
-    lambda setup, target, tokens: setup.learner.observe(learner.run_target(setup, target, tokens)), static_argnums=0
+    lambda setup, target, tokens: setup.learner.observe(distill.run_target(setup, target, tokens)), static_argnums=0
 )
 MAKE_TARGETS = jax.jit(ttt.make_targets)
 UNROLL = jax.jit(ttt.unroll, static_argnums=(0, 6))
@@ -97,7 +97,7 @@ def read_head(reference, prefix):
 def test_losses_and_gradients_equal_the_authors(reference):
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
     target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
-    config = head.configure(target, draft_vocab_size=24)
+    config = head.configure(target, HeadShape(draft_vocab_size=24))
     assert config.capture_layers == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
     frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
     tokens = jnp.asarray(reference["ids"], jnp.int32)
@@ -137,13 +137,13 @@ def sources(rows):
 
 @pytest.fixture(scope="module")
 def heldout(rows):
-    return rows[:8].reshape(-1)
+    return batches.Source(rows[:8].reshape(-1))
 
 
 def random_head(target):
     """Random weights, norms included."""
     ids = np.arange(0, 60, 60 / CONFIG.draft_vocab_size).astype(np.int32)
-    begun = jax.device_get(learner.init(SETUP, target, ids).params)
+    begun = jax.device_get(distill.init(SETUP, target, ids).params)
     random = np.random.default_rng(6)
     params = jax.tree.map(lambda leaf: leaf + random.normal(0, 0.2, leaf.shape).astype(np.float32), begun)
     return dataclasses.replace(params, ids=ids)
@@ -226,7 +226,7 @@ def test_metrics_count_agreement(target):
     targets = ttt.Targets(np.eye(40, dtype=np.float32)[wanted][None], known[None], np.array(False))
     agreed = [[choices[k][p] == wanted[p + k + 1] and known[p + k + 1] for p in range(9 - k)] for k in range(2)]
     both = sum(a and b for a, b in zip(*agreed, strict=False))
-    found = UNROLL(LEARNER, params, tokens, hidden, targets, learner.text_mask(tokens), 2)
+    found = UNROLL(LEARNER, params, tokens, hidden, targets, ttt.text_mask(tokens), 2)
     assert found.agreed.tolist() == [sum(agreed[0]), sum(agreed[1])]
     assert found.chained.tolist() == [sum(agreed[0]), both] and both < sum(agreed[1])
     assert found.counted.tolist() == [9, 8]
@@ -269,7 +269,7 @@ def test_the_vocabulary_is_the_most_common_tokens():
     assert head.count_tokens(long, 4).tolist() == [66667, 66667, 66666, 0]
     small = (batches.Source(np.array([9, 9, 8], np.uint16), 0.8), batches.Source(np.full(100, 7, np.uint16), 0.2))
     assert head.vocabulary(dataclasses.replace(CONFIG, draft_vocab_size=2), small).tolist() == [8, 9]
-    assert head.vocabulary(head.configure(TARGET, capture_layers=(1,)), small) is None
+    assert head.vocabulary(head.configure(TARGET, HeadShape(capture_layers=(1,))), small) is None
 
 
 @pytest.mark.slow
@@ -298,15 +298,15 @@ def test_training_lowers_the_loss_and_keeps_the_vocabulary(target, sources, held
     assert state.ids.dtype == jnp.int32 and state.ids.tolist() == ids.tolist() == measured[-1].ids.tolist()
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
     assert state.params.ids is None and state.params.embed is None
-    first = learner.init(SETUP, target, ids)
+    first = distill.init(SETUP, target, ids)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, first.params, state.params)))
 
 
 def test_the_state_is_flaxs_train_state(target):
-    state = learner.init(SETUP, target, np.arange(40))
+    state = distill.init(SETUP, target, np.arange(40))
     assert isinstance(state, TrainState) and state.apply_fn == LEARNER.forward
     equal = DraftSetup(HeadLearner(CONFIG, TARGET), dataclasses.replace(RECIPE), "float32")
-    again = trainer.begin(learner.DraftState, equal, state.params, ids=state.ids)
+    again = trainer.begin(distill.DraftState, equal, state.params, ids=state.ids)
     assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
@@ -332,7 +332,7 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
 def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
     plain = jspec.Model("tiny", TARGET, Params(target), None, ())
     options = {"capture_layers": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
-    drafted = eagle3.train_head(plain, rows, steps=60, batch_tokens=256, progress=False, **options)
+    drafted = draft.train_draft("eagle3", plain, rows, steps=60, batch_tokens=256, progress=False, **options)
     assert isinstance(drafted.draft, EagleHead) and drafted.params.target is target
     prompts = rows[:4, :6].astype(int).tolist()
     wanted = jspec.generate(plain, prompts, drafter=None, max_new_tokens=24)
@@ -385,13 +385,13 @@ def test_the_command_writes_a_head_that_loads(data_directory, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_a_head_of_another_width_has_its_own_embedding(target, layout, tmp_path):
-    config = head.configure(TARGET, capture_layers=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
+    config = head.configure(TARGET, HeadShape(capture_layers=(1, 2, 4), hidden_size=16, draft_vocab_size=40))
     setup = DraftSetup(HeadLearner(config, TARGET), dataclasses.replace(RECIPE, ttt_steps=1), "float32")
     ids = np.arange(10, 50)
-    state = learner.init(setup, target, ids)
+    state = distill.init(setup, target, ids)
     assert state.params.embed.shape == (61, 16)
     tokens = random_tokens(2, 8)
-    state, loss, _ = trainer.train_step(state, target, (tokens, learner.text_mask(tokens)), setup=setup)
+    state, loss, _ = trainer.train_step(state, target, (tokens, ttt.text_mask(tokens)), setup=setup)
     assert np.isfinite(float(loss))
     drafts.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
     read = drafts.load(tmp_path, target=TARGET, dtype="float32")
@@ -411,15 +411,15 @@ def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tm
     with pytest.raises(ValueError, match="ttt_steps=0: must be from 1 to 64"):
         train(ttt_steps=0)
     with pytest.raises(ValueError, match="capture_layers=None: a target of 4 layers has no default"):
-        head.configure(TARGET)
+        head.configure(TARGET, HeadShape())
     with pytest.raises(ValueError, match=r"capture_layers=\(2, 1\): must be ascending, each between 0 and 4"):
-        head.configure(TARGET, capture_layers=(2, 1))
+        head.configure(TARGET, HeadShape(capture_layers=(2, 1)))
     with pytest.raises(ValueError, match=r"capture_layers=\(2, 5\)"):
-        head.configure(TARGET, capture_layers=(2, 5))
+        head.configure(TARGET, HeadShape(capture_layers=(2, 5)))
     with pytest.raises(ValueError, match="draft_vocab_size=62: must be from 1 to 61"):
-        head.configure(TARGET, capture_layers=(2,), draft_vocab_size=62)
+        head.configure(TARGET, HeadShape(capture_layers=(2,), draft_vocab_size=62))
     with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
-        head.configure(TARGET, capture_layers=(2,), num_kv_heads=3)
+        head.configure(TARGET, HeadShape(capture_layers=(2,), num_kv_heads=3))
     with pytest.raises(
         ValueError, match=r"batch_tokens=67108864: the logits of a batch take .* GB.* are free; must be"
     ):
@@ -429,20 +429,11 @@ def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tm
     common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(ValueError, match="the tokenizer is not that of bundled:python-tiny"):
         run("eagle3", **common, target="bundled:python-tiny")
-    with pytest.raises(ValueError, match="--rows-share=2.0: must be from 0 to 1"):
-        run(
-            "eagle3",
-            **common,
-            target=data_directory / "small",
-            capture_layers=(1, 2),
-            rows=data_directory / "rows.npy",
-            rows_share=2,
-        )
 
 
 def test_prompts_that_cannot_be_evaluated_are_refused(data_directory):
     plain = jspec.load(data_directory / "small", dtype="float32")
-    config = head.configure(plain.target, capture_layers=(1, 2, 4), draft_vocab_size=40)
+    config = head.configure(plain.target, HeadShape(capture_layers=(1, 2, 4), draft_vocab_size=40))
     distill.check_evaluation(plain, config, train_files.PROMPTS, 5)
     for prompts in (["", "x"], ["x", "def f(a):" * 200]):
         with pytest.raises(
@@ -452,6 +443,7 @@ def test_prompts_that_cannot_be_evaluated_are_refused(data_directory):
 
 
 INVALID = [
+    ({"kind": "eagle"}, ValueError, "kind='eagle': must be one of eagle3, dspark, frozen-kv-mtp"),
     ({"model": "small"}, TypeError, "model is of type str: must be a jspec.Model"),
     ({"sequences": [[1, 2, 3], [4]]}, ValueError, "sequences: is ragged"),
     ({"sequences": np.zeros((3, 9))}, TypeError, r"sequences: is float64\[3, 9\]; must be token ids"),
@@ -466,10 +458,10 @@ INVALID = [
     ({"steps": True}, TypeError, "steps=True: must be an int"),
     ({"batch_tokens": 0}, ValueError, "batch_tokens=0"),
     ({"batch_tokens": "8"}, TypeError, "batch_tokens='8'"),
-    ({"capture_layers": 2}, TypeError, "capture_layers=2: must be a tuple of ints"),
-    ({"capture_layers": (1.0,)}, TypeError, "capture_layers=1.0: must be an int"),
+    ({"capture_layers": 2}, TypeError, "capture_layers=2: must be a list of int"),
+    ({"capture_layers": (1.0,)}, TypeError, r"capture_layers\[0\]=1.0: must be an int"),
     ({"capture_layers": ()}, ValueError, r"capture_layers=\(\)"),
-    ({"draft_vocab_size": 0}, ValueError, "draft_vocab_size=0: must be from 1 to 61"),
+    ({"draft_vocab_size": 0}, ValueError, "draft_vocab_size=0: must be at least 1"),
     ({"draft_vocab_size": 2.5}, TypeError, "draft_vocab_size=2.5"),
     ({"progress": "no"}, TypeError, "progress='no': must be True or False"),
     (
@@ -495,6 +487,7 @@ def test_invalid_arguments_of_the_training_in_memory(target):
     """Each is refused before anything is compiled."""
     plain = jspec.Model("tiny", TARGET, Params(target), None, ())
     good = {
+        "kind": "eagle3",
         "model": plain,
         "sequences": np.zeros((3, 9), np.int64),
         "steps": 2,
@@ -503,4 +496,4 @@ def test_invalid_arguments_of_the_training_in_memory(target):
     }
     for changes, error, message in INVALID:
         with pytest.raises(error, match=message):
-            eagle3.train_head(**good | changes)
+            draft.train_draft(**good | changes)

@@ -25,10 +25,10 @@ from jspec.core.types import Params, Prompts  # noqa: E402
 from jspec.drafters import FrozenKvMtp  # noqa: E402
 from jspec.models import Assistant  # noqa: E402
 from jspec.models.assistant import Clusters  # noqa: E402
-from jspec.train import assistant, batches, distill, frozen_kv_mtp, learner, text, tokenizer  # noqa: E402
+from jspec.train import assistant, batches, distill, draft, text, tokenizer  # noqa: E402
 from jspec.train.assistant import AssistantLearner  # noqa: E402
-from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
-from jspec.train.loop import Intervals  # noqa: E402
+from jspec.train.distill import DraftSetup  # noqa: E402
+from jspec.train.recipe import AssistantShape, DraftRecipe, Intervals  # noqa: E402
 
 STEPS = 3
 TEXTS = np.random.default_rng(2).integers(0, 61, (3, 20)).astype(np.int32)
@@ -54,7 +54,7 @@ def target_params(name):
 def test_training_equals_serving(name, target_head):
     """Step k of row p is the k-th forward, on the same text, of a round whose cache holds rows 0 to p."""
     target = TARGETS[name]
-    config = assistant.configure(target, hidden_size=48, target_head=target_head)
+    config = assistant.configure(target, AssistantShape(hidden_size=48, target_head=target_head))
     own = dataclasses.replace(toy.random_assistant(config), **({"head": None} if target_head else {}))
     params, tokens = Params(target_params(name), own), jnp.asarray(TEXTS)
     draft = AssistantLearner(config, target)
@@ -62,7 +62,7 @@ def test_training_equals_serving(name, target_head):
 
     @jax.jit
     def unroll(params, tokens):
-        observed = draft.observe(learner.run_target(setup, params.target, tokens))
+        observed = draft.observe(distill.run_target(setup, params.target, tokens))
         carry, found = draft.begin(params, observed), []
         for step in range(STEPS):
             logits, carry = draft.forward(params, tokens, observed, carry, step)
@@ -98,7 +98,7 @@ def test_training_equals_serving(name, target_head):
 def test_checkpoints_round_trip(name, target_head, tmp_path):
     """An assistant of any shape for a target of any family."""
     target = TARGETS[name]
-    config = assistant.configure(target, hidden_size=40, intermediate_size=24, target_head=target_head)
+    config = assistant.configure(target, AssistantShape(hidden_size=40, intermediate_size=24, target_head=target_head))
     own = toy.random_assistant(config)
     own = dataclasses.replace(own, head=None) if target_head else own
     drafts.save(tmp_path, config, own, dtype="float32")
@@ -109,7 +109,7 @@ def test_checkpoints_round_trip(name, target_head, tmp_path):
 
 def fit(setup, model, rows, directory, **options):
     """Trains on the rows."""
-    sources, heldout = (batches.Source(rows),), rows[:8].reshape(-1)
+    sources, heldout = (batches.Source(rows),), batches.Source(rows[:8].reshape(-1))
     often = Intervals(log=1, evaluate=15, checkpoint=15)
     return distill.train(setup, model.params.target, sources, heldout, directory=directory, intervals=often, **options)
 
@@ -123,7 +123,7 @@ def task():
     starts = np.random.default_rng(0).integers(0, 61, (32, 4)).tolist()
     rows = text.complete(target, weights, starts, width=32, batch=32)
     recipe = DraftRecipe(steps=30, batch_tokens=256, length=32, learning_rate=1e-2, warmup=2, ttt_steps=2)
-    setup = DraftSetup(AssistantLearner(assistant.configure(target), target), recipe, "float32")
+    setup = DraftSetup(AssistantLearner(assistant.configure(target, AssistantShape()), target), recipe, "float32")
     return setup, jspec.Model("tiny", target, Params(weights), None, ()), rows
 
 
@@ -153,7 +153,7 @@ def test_training_lowers_the_loss_and_lengthens_drafts(task, trained):
     assert last["accept_length"] > first["accept_length"] > 1
     assert last["heldout_chain"] > first["heldout_chain"]
     setup, model, _ = task
-    first = learner.init(setup, model.params.target, None)
+    first = distill.init(setup, model.params.target, None)
     kept = jax.tree.map(np.array_equal, first.params, state.params)
     assert not any(jax.tree.leaves(kept)), "every weight is trained"
 
@@ -167,7 +167,7 @@ def test_resuming_continues_exactly(task, trained, tmp_path):
     losses = [[line["loss"] for line in lines(path) if "loss" in line] for path in (directory, tmp_path)]
     assert losses[0] == losses[1]
     setup, model, rows = task
-    other = AssistantLearner(assistant.configure(model.target, reads=(1, 1)), model.target)
+    other = AssistantLearner(assistant.configure(model.target, AssistantShape(reads=(1, 1))), model.target)
     with pytest.raises(ValueError, match=r"another recipe: target_layers=\[1, 1\] \(was \[0, 1\]\)"):
         fit(dataclasses.replace(setup, learner=other), model, rows, tmp_path, resume=True)
 
@@ -188,7 +188,7 @@ def test_training_in_memory():
     target = TARGETS["shared"]
     plain = jspec.Model("tiny", target, Params(target_params("shared")), None, ())
     options = {"num_layers": 3, "target_head": True, "batch_tokens": 60, "ttt_steps": 1, "progress": False}
-    drafted = frozen_kv_mtp.train_assistant(plain, TEXTS, steps=2, **options)
+    drafted = draft.train_draft("frozen-kv-mtp", plain, TEXTS, steps=2, **options)
     assert isinstance(drafted.draft, Assistant) and drafted.draft.target_layers == (2, 2, 3)
     assert drafted.params.target is plain.params.target and drafted.params.draft.head is None
     assert all(np.isfinite(leaf).all() for leaf in toy.arrays(drafted.params.draft))
@@ -239,10 +239,10 @@ def test_the_command_writes_an_assistant_that_loads(data_directory, tmp_path):
 )
 def test_invalid_shapes_raise(name, shape, message):
     with pytest.raises(ValueError, match=message):
-        assistant.configure(TARGETS[name], **shape)
+        assistant.configure(TARGETS[name], AssistantShape(**shape))
 
 
 def test_a_head_of_clusters_cannot_be_trained():
-    config = dataclasses.replace(assistant.configure(TARGETS["llama"]), clusters=Clusters(61, 5))
+    config = dataclasses.replace(assistant.configure(TARGETS["llama"], AssistantShape()), clusters=Clusters(61, 5))
     with pytest.raises(ValueError, match=r"clusters=Clusters\(count=61, chosen=5\): .* cannot be trained"):
         AssistantLearner(config, TARGETS["llama"])

@@ -2,6 +2,7 @@
 
 import shutil
 import types
+from functools import partial
 from pathlib import Path
 
 import chat_files
@@ -17,7 +18,7 @@ from train_files import run  # noqa: E402
 
 import jspec  # noqa: E402
 from jspec.cli import train as cli  # noqa: E402
-from jspec.train import distill, eagle3, frozen_kv_mtp, loop, prepare, replies  # noqa: E402
+from jspec.train import distill, draft, prepare, replies, trainer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,10 +53,10 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("kind", ["chats", "jsonl", "text"])
 def test_all_commands_read_all_kinds(made, target, tmp_path, monkeypatch, kind):
-    def reach(*_, record, **__):
-        raise Reached(record)
+    def reach(task, **_):
+        raise Reached(task.record)
 
-    monkeypatch.setattr(loop, "run", reach)
+    monkeypatch.setattr(trainer, "run", reach)
     common = {"data": made / kind, "work": tmp_path / "w", "out": tmp_path / "o", **RUN}
     for command, options in {
         "eagle3": {"target": target, "capture_layers": 1},
@@ -69,7 +70,7 @@ def test_all_commands_read_all_kinds(made, target, tmp_path, monkeypatch, kind):
 
 
 def test_masks_that_are_damaged_are_named(made, target, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "run", None)
+    monkeypatch.setattr(trainer, "run", None)
     directory = shutil.copytree(made / "chats", tmp_path / "data")
     common = {"data": directory, "work": tmp_path / "w", "out": tmp_path / "o", "target": target, **RUN}
     for name in ("train_mask.npy", "heldout_mask.npy"):
@@ -139,7 +140,7 @@ def test_padding_in_memory_changes_nothing(target, kind):
     mask[:, 6], mask[:, 7:] = 1, 0
     other = np.where(np.arange(12) > 6, (sequences + 5) % 300, sequences)
     common = {"mask": mask, "steps": 2, "batch_tokens": 48, "ttt_steps": 2, "progress": False}
-    train = eagle3.train_head if kind == "eagle3" else frozen_kv_mtp.train_assistant
+    train = partial(draft.train_draft, kind)
     shape = {"capture_layers": (1,)} if kind == "eagle3" else {"num_layers": 1}
     one, two = (train(model, tokens, **common, **shape).params.draft for tokens in (sequences, other))
     assert jax.tree.all(jax.tree.map(np.array_equal, one, two))

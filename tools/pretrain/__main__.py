@@ -4,12 +4,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jspec.cli.arguments import Parser
-from jspec.train import options
+from jspec.cli.arguments import Parser, add_options, read_options
 from tools.pretrain import data, lm, tokenizer
 
 COMMANDS = {"data": data, "tokenizer": tokenizer, "lm": lm}
-"""Modules by command; each has `add_arguments` and `main`, and its docstring is the help."""
+"""Modules by command; `OPTIONS` are dataclasses of which `main` takes one each, and the docstring is the help."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,7 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(subparser)
+        for kind in module.OPTIONS:
+            add_options(subparser, kind)
     return parser
 
 
@@ -35,8 +35,8 @@ def main(args: Sequence[str] | None = None) -> int:
       ValueError, TypeError, OSError: bad input; the message names it.
     """
     parsed = build_parser().parse_args(args)
-    options.check(parsed)
-    return COMMANDS[parsed.command].main(parsed)
+    module = COMMANDS[parsed.command]
+    return module.main(*(read_options(parsed, kind) for kind in module.OPTIONS))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """The model card of a language model: what it is, how it was trained, how good it is, and how to reproduce it."""
 
-import argparse
+from typing import TYPE_CHECKING
 
-from jspec.train import card, options
+from jspec.train import card
 from jspec.train.card import FinalMetrics, Inputs
+from jspec.train.options import describe
 from tools.pretrain.objective import LmSetup
+
+if TYPE_CHECKING:
+    from tools.pretrain.lm import LmRun
 
 _USE = """## Use and limits
 
@@ -19,9 +23,7 @@ EXAMPLE: FinalMetrics = dict.fromkeys(
 """Metrics to try a card with before the run."""
 
 
-def write(
-    setup: LmSetup, inputs: Inputs, final: FinalMetrics, args: argparse.Namespace, *, steps: int, weights: int
-) -> str:
+def write(setup: LmSetup, inputs: Inputs, final: FinalMetrics, run: "LmRun", *, steps: int, weights: int) -> str:
     """The card in Markdown, from what the run read, its last metrics and its options.
 
     Args:
@@ -33,12 +35,12 @@ def write(
     limits = _OF_PACKAGES if packaged else ""
     use = _USE.format(limits=limits, context=setup.config.max_length, length=length, licenses=licenses)
     return card.assemble(
-        args.out.name,
+        run.out.name,
         pipeline="text-generation",
         architecture=_architecture(setup, inputs, weights),
-        training=_training(setup, inputs, final, args, steps),
+        training=_training(setup, inputs, final, run, steps),
         sections=[use],
-        commands=_commands(setup, inputs, args),
+        commands=_commands(setup, inputs, run),
         texts=inputs.manifest["card"],
     )
 
@@ -55,16 +57,17 @@ def _architecture(setup: LmSetup, inputs: Inputs, weights: int) -> str:
     )
 
 
-def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, args: argparse.Namespace, steps: int) -> list[str]:
+def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, run: "LmRun", steps: int) -> list[str]:
     # The data and the run.
     recipe, heldout = setup.recipe, inputs.manifest["heldout"]
+    teacher = "" if run.teacher is None else run.teacher.name
     lines = [
         f"data: {inputs.manifest['card']['summary']}",
         f"held out: {heldout['tokens']:,} tokens ({heldout['bytes']:,} bytes) of {heldout['files']:,} texts or chats",
         card.optimization(recipe, steps, inputs.length),
     ]
     if setup.teacher is not None:
-        loss = f"loss: KL divergence to {args.teacher.name}"
+        loss = f"loss: KL divergence to {teacher}"
         if recipe.cross_entropy:
             loss += f", {recipe.cross_entropy:g} of it replaced by cross-entropy"
         if inputs.rows_shape:
@@ -72,9 +75,7 @@ def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, args: argpars
         lines.append(loss)
     elif inputs.rows_shape:
         rows, width = inputs.rows_shape
-        lines.append(
-            f"{inputs.rows_share:.0%} of the batches are from {args.rows.name}, {rows:,} texts of {width} tokens"
-        )
+        lines.append(f"{inputs.rows_share:.0%} of the batches are from --rows, {rows:,} texts of {width} tokens")
     lines.append(card.hardware(final))
     # The result.
     lines.append(
@@ -89,16 +90,17 @@ def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, args: argpars
     return lines
 
 
-def _commands(setup: LmSetup, inputs: Inputs, args: argparse.Namespace) -> list[str]:
+def _commands(setup: LmSetup, inputs: Inputs, run: "LmRun") -> list[str]:
     """The commands that make this model again, with relative paths."""
     lines = [inputs.manifest["card"]["command"]]
-    train = f"python -m tools.pretrain lm --data data --work runs/{args.out.name} --out {args.out.name}"
-    train += f" --shape {args.shape}" if args.shape else " --config CONFIG"
+    teacher = "" if run.teacher is None else run.teacher.name
+    train = f"python -m tools.pretrain lm --data data --work runs/{run.out.name} --out {run.out.name}"
+    train += f" --shape {run.shape}" if run.shape else " --config CONFIG"
     if inputs.rows_shape is not None:
         # Without a teacher it is unknown which model wrote the rows, if any did.
-        if args.teacher is not None:
-            lines.append(card.text_command(inputs, args.teacher.name))
+        if run.teacher is not None:
+            lines.append(card.text_command(inputs, teacher))
         train += f" --rows rows.npy --rows-share {inputs.rows_share}"
-    if args.teacher is not None:
-        train += f" --teacher {args.teacher.name}"
-    return [*lines, train + options.describe(setup.recipe)]
+    if run.teacher is not None:
+        train += f" --teacher {teacher}"
+    return [*lines, train + describe(setup.recipe)]

@@ -4,7 +4,7 @@ Writes the files of `jspec train data`. Some packages are held out. Packages and
 the files of prompts.
 """
 
-import argparse
+import dataclasses
 import json
 import multiprocessing
 import random
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from jspec.checkpoints import atomic
 from jspec.core.checks import check_int
+from jspec.core.options import check_options, option
 from jspec.engine.hub import locate
 from jspec.train import data, options
 from jspec.train import tokenizer as files
@@ -37,43 +38,56 @@ MAX_PROCESSES = 1024
 LIMITS = PromptLimits(min_tokens=40)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    meaning = f"packages to hold out (default: those of these that are installed: {' '.join(HELDOUT)})"
-    parser.add_argument("--heldout", nargs="+", metavar="PACKAGE", help=meaning)
-    meaning = "a model whose tokenizer to use: bundled:NAME or a directory (default: train one)"
-    parser.add_argument("--tokenizer", help=meaning)
-    tokenizer.add_size(parser)
-    meaning = "held-out prompts to write"
-    options.add_number(parser, "--heldout-prompts", bounds={"least": 1}, default=LIMITS.heldout, help=meaning)
-    most = {"least": 1, "most": MAX_PROCESSES}
-    options.add_number(parser, "--processes", bounds=most, default=1, help="processes that parse source")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Options of the command.
+
+    Raises:
+      TypeError, ValueError: a value of another type or out of bounds.
+    """
+
+    out: Path = option(help="directory to write")
+    heldout: tuple[str, ...] | None = option(
+        None,
+        f"packages to hold out (default: those of these that are installed: {' '.join(HELDOUT)})",
+        metavar="PACKAGE",
+    )
+    tokenizer: str | None = option(
+        None, "a model whose tokenizer to use: bundled:NAME or a directory (default: train one)"
+    )
+    heldout_prompts: int = option(LIMITS.heldout, "held-out prompts to write", least=1)
+    processes: int = option(1, "processes that parse source", least=1, most=MAX_PROCESSES)
+
+    def __post_init__(self):
+        check_options(self)
 
 
-def main(args: argparse.Namespace) -> int:
+OPTIONS = (DataOptions, tokenizer.Size)
+
+
+def main(command: DataOptions, size: tokenizer.Size) -> int:
     """Runs the command; prints the counts and returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    options.check_writable("--out", args.out)
-    if args.tokenizer is not None:  # before the packages, which take minutes to read
-        files.check(files.load(locate(args.tokenizer)), args.tokenizer)
+    options.check_writable("--out", command.out)
+    if command.tokenizer is not None:  # before the packages, which take minutes to read
+        files.check(files.load(locate(command.tokenizer)), command.tokenizer)
     packages = [*corpus.installed(), corpus.standard_library()]
-    heldout = corpus.choose_heldout(packages, HELDOUT) if args.heldout is None else args.heldout
+    heldout = corpus.choose_heldout(packages, HELDOUT) if command.heldout is None else command.heldout
     print(f"holding out {' '.join(heldout)}; reading {len(packages)} packages", file=sys.stderr, flush=True)
     collected = corpus.collect(packages, heldout)
     count = len(collected.train) + len(collected.heldout)
     print(f"tokenizing {count:,} files, which takes minutes if they are many", file=sys.stderr, flush=True)
     manifest = build(
-        args.out,
+        command.out,
         collected,
-        vocab_size=args.vocab_size,
-        max_length=args.max_length,
-        limits=PromptLimits(heldout=args.heldout_prompts, min_tokens=LIMITS.min_tokens),
-        processes=args.processes,
-        model=args.tokenizer,
+        vocab_size=size.vocab_size,
+        max_length=size.max_length,
+        limits=PromptLimits(heldout=command.heldout_prompts, min_tokens=LIMITS.min_tokens),
+        processes=command.processes,
+        model=command.tokenizer,
     )
     print(json.dumps({key: value for key, value in manifest.items() if key not in ("packages", "card")}, indent=1))
     return 0

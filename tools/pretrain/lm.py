@@ -3,11 +3,11 @@
 Writes a Hugging Face directory with a model card, metrics as JSON lines, and checkpoints to resume from.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -15,17 +15,18 @@ from tokenizers import Tokenizer
 
 from jspec.checkpoints import atomic, fields, language_model, llama
 from jspec.checkpoints.files import DTYPES
+from jspec.core.options import option
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
 from jspec.text.tokenizer import Tokenizer as TextTokenizer
-from jspec.train import batches, data, fingerprint, loop, options, trainer
+from jspec.train import batches, data, fingerprint, trainer
 from jspec.train import card as cards
 from jspec.train import tokenizer as files
 from jspec.train.batches import Source
 from jspec.train.model import count
-from jspec.train.recipe import DEFAULT_INTERVALS, Intervals
+from jspec.train.options import Run, check_one
 from jspec.train.run_directory import Metrics, Record
-from jspec.train.trainer import State
+from jspec.train.trainer import RunOptions, State
 from pallas_kernels import platform
 from tools.pretrain import card, model, objective, tokenizer
 from tools.pretrain.objective import LmRecipe, LmSetup
@@ -36,28 +37,23 @@ MAX_SHARD_BYTES = 9_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Heldout:
-    """Text to evaluate on: its tokens, UInt[tokens] or UInt[sequences, T], and how many bytes of text each id of the
-    vocabulary encodes.
+    """Text to evaluate on, and how many bytes of text each id of the vocabulary encodes, Int[V].
 
     Raises:
-      TypeError, ValueError: arrays that are not ints, or a mask that does not fit the tokens.
+      TypeError, ValueError: an array that is not of ints.
     """
 
-    tokens: np.ndarray
+    source: Source
     byte_counts: np.ndarray
-    mask: np.ndarray | None = None
-    """[sequences, T], as `Source.mask`."""
 
     def __post_init__(self):
-        for name, axes in (("tokens", (1, 2)), ("byte_counts", (1,))):
-            array = batches.check_tokens(f"Heldout.{name}", getattr(self, name), axes=axes)
-            object.__setattr__(self, name, array)
-        if self.mask is not None:
-            object.__setattr__(self, "mask", batches.check_mask("Heldout.mask", self.mask, self.tokens))
+        counts = batches.check_tokens("Heldout.byte_counts", self.byte_counts, axes=(1,))
+        object.__setattr__(self, "byte_counts", counts)
 
     def batches(self, recipe: LmRecipe) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """All tokens once, see `batches.heldout_batches`."""
-        return batches.heldout_batches(self.tokens, self.mask, batch_tokens=recipe.batch_tokens, length=recipe.length)
+        tokens, mask = self.source.tokens, self.source.mask
+        return batches.heldout_batches(tokens, mask, batch_tokens=recipe.batch_tokens, length=recipe.length)
 
 
 def train(
@@ -66,23 +62,14 @@ def train(
     heldout: Heldout,
     *,
     teacher: LlamaParams | None = None,
-    directory: Path,
-    resume: bool = False,
-    intervals: Intervals = DEFAULT_INTERVALS,
-    stop_after: int | None = None,
+    **run_options: Unpack[RunOptions],
 ) -> State:
     """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
 
-    Args:
-      directory: for metrics and checkpoints, see `run_directory`.
-      resume: continue from the newest checkpoint in `directory` that is whole; the result equals that of an
-        uninterrupted run.
+    run_options: see `trainer.RunOptions`.
 
     Raises:
-      ValueError: a model, data and recipe that do not fit together, or a checkpoint of another recipe or other data.
-      FileNotFoundError: no checkpoint to resume from.
-      FileExistsError: `directory` has checkpoints and `resume` is False.
-      OSError: metrics or a checkpoint cannot be written.
+      ValueError: a model, data and recipe that do not fit together; also as `trainer.run`.
     """
     check(setup, sources, heldout, teacher)
     recipe = setup.recipe
@@ -93,18 +80,14 @@ def train(
         )
         return trainer.train_step(state, teacher, jax.device_put(batch), setup=setup)
 
-    return loop.run(
-        directory,
+    task = trainer.Task(
         init=lambda: objective.init(setup),
         advance=advance,
         evaluate=lambda state: evaluate(state.params, heldout, setup, teacher),
-        steps=recipe.steps,
-        schedule=trainer.schedule(recipe),
+        recipe=recipe,
         record=_record(setup, sources, heldout, teacher),
-        resume=resume,
-        intervals=intervals,
-        stop_after=stop_after,
     )
+    return trainer.run(task, **run_options)
 
 
 def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: LlamaParams | None = None) -> Metrics:
@@ -141,7 +124,7 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
         raise ValueError(f"dtype={setup.dtype!r}: must be one of {', '.join(DTYPES)}")
     if shape is None and recipe.cross_entropy:
         raise ValueError(f"cross_entropy={recipe.cross_entropy}: has an effect only with a teacher; must be 0")
-    cut = any(tokens.ndim == 1 for tokens in (heldout.tokens, *(source.tokens for source in sources)))
+    cut = any(tokens.ndim == 1 for tokens in (heldout.source.tokens, *(source.tokens for source in sources)))
     for name, other in (("model", config), ("teacher", shape)) if cut else ():
         if other is not None and recipe.length > other.max_length:
             raise ValueError(f"length={recipe.length}: exceeds the {name}'s context of {other.max_length} tokens")
@@ -159,13 +142,12 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
     context = min(other.max_length for other in (config, shape) if other is not None)
     batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
     batches.check_memory(recipe.batch_tokens, config.vocab_size)
-    batches.check_ids("heldout", heldout.tokens, config.vocab_size)
-    if heldout.tokens.ndim == 2 and heldout.tokens.shape[1] - 1 > context:
-        raise ValueError(
-            f"the held-out sequences have {heldout.tokens.shape[1]} tokens, but the model's context holds {context}"
-        )
-    if heldout.tokens.ndim == 1:
-        batches.count_windows(heldout.tokens, recipe.length)
+    batches.check_ids("heldout", heldout.source.tokens, config.vocab_size)
+    text = heldout.source.tokens
+    if text.ndim == 2 and text.shape[1] - 1 > context:
+        raise ValueError(f"the held-out sequences have {text.shape[1]} tokens, but the model's context holds {context}")
+    if text.ndim == 1:
+        batches.count_windows(text, recipe.length)
     if not any(
         (heldout.byte_counts[tokens] * (1 if mask is None else mask))[:, 1:].any()
         for tokens, mask in heldout.batches(recipe)
@@ -181,65 +163,73 @@ def _record(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teach
         "dtype": setup.dtype,
         "teacher": None if teacher is None else fingerprint.of_model(setup.teacher, teacher),
         **fingerprint.of_sources(sources),
-        "heldout": fingerprint.of_array(heldout.tokens),
+        **fingerprint.of_heldout(heldout.source),
         "byte_counts": fingerprint.of_array(heldout.byte_counts),
-        **({} if heldout.mask is None else {"heldout_mask": fingerprint.of_array(heldout.mask)}),
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    options.add(parser, LmRecipe)
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a bundled model whose shape to use")
-    parser.add_argument("--config", type=Path, help="directory with the config.json of the model, instead of --shape")
-    parser.add_argument("--teacher", type=Path, help="directory of the model to distill from (default: none)")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmRun(Run):
+    """Input and output of the training of a language model.
+
+    Raises:
+      TypeError, ValueError: as `Run`, or not exactly one of `shape` and `config`.
+    """
+
+    shape: str | None = option(None, "a bundled model whose shape to use", choices=sorted(model.SHAPES))
+    config: Path | None = option(None, "directory with the config.json of the model, instead of --shape")
+    teacher: Path | None = option(None, "directory of the model to distill from (default: none)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one(self, "shape", "config")
 
 
-def main(args: argparse.Namespace) -> int:
+OPTIONS = (LmRun, LmRecipe)
+
+
+def main(run: LmRun, recipe: LmRecipe) -> int:
     """Runs the command; returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    if (args.shape is None) == (args.config is None):
-        raise ValueError("exactly one of --shape and --config must be given")
-    if args.cross_entropy and args.teacher is None:
-        raise ValueError(f"--cross-entropy={args.cross_entropy}: has an effect only with --teacher")
-    options.check_run(args, {"--teacher": args.teacher, "--config": args.config})
+    if recipe.cross_entropy and run.teacher is None:
+        raise ValueError(f"--cross-entropy={recipe.cross_entropy}: has an effect only with --teacher")
+    run.check(recipe.steps, teacher=run.teacher, config=run.config)
     # The model, its teacher and the data.
-    recipe, manifest = options.recipe(args, LmRecipe), data.read_manifest(args.data)
-    bpe = files.load(args.data)
-    config = (
-        model.SHAPES[args.shape] if args.shape else llama.parse_config(fields.read_fields(args.config / "config.json"))
-    )
-    sources = options.sources(args, config.vocab_size)
-    heldout_tokens, heldout_mask = options.heldout(args, config.vocab_size)
-    heldout = Heldout(heldout_tokens, tokenizer.byte_counts(bpe), heldout_mask)
+    manifest, bpe = data.read_manifest(run.data), files.load(run.data)
+    if run.config is None:
+        config = model.SHAPES[run.shape or ""]
+    else:
+        config = llama.parse_config(fields.read_fields(run.config / "config.json"))
+    sources = run.sources(config.vocab_size)
+    heldout = Heldout(run.heldout(config.vocab_size), tokenizer.byte_counts(bpe))
     dtype = "float32" if platform.platform() == "cpu" else "bfloat16"
     teacher = None
-    if args.teacher is not None:
-        tokenizer.check_same(bpe, args.data, args.teacher)
-        teacher = language_model.load(args.teacher, dtype=dtype)
+    if run.teacher is not None:
+        tokenizer.check_same(bpe, run.data, run.teacher)
+        teacher = language_model.load(run.teacher, dtype=dtype)
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of a language model")
     setup = LmSetup(config, recipe, shape, dtype)
     # A card is tried now, so that a run that cannot have one does not begin.
-    inputs = cards.inputs(manifest, sources, args)
+    inputs = cards.inputs(manifest, sources, run)
     weights = count(jax.eval_shape(lambda: objective.init(setup).params))
-    card.write(setup, inputs, card.EXAMPLE, args, steps=recipe.steps, weights=weights)
+    card.write(setup, inputs, card.EXAMPLE, run, steps=recipe.steps, weights=weights)
     # The run.
     state = train(
         setup,
         sources,
         heldout,
         teacher=None if teacher is None else teacher.params,
-        directory=args.work,
-        resume=args.resume,
-        intervals=options.intervals(args),
-        stop_after=args.stop_after,
+        directory=run.work,
+        resume=run.resume,
+        intervals=run.intervals,
+        stop_after=run.stop_after,
     )
-    final = cards.final_metrics(args.work, "heldout_bits_per_byte")
-    text = card.write(setup, inputs, final, args, steps=int(state.step), weights=weights)
-    export(args.out, setup, state, bpe, text, TextTokenizer.load(args.data))
+    final = cards.final_metrics(run.work, "heldout_bits_per_byte")
+    text = card.write(setup, inputs, final, run, steps=int(state.step), weights=weights)
+    export(run.out, setup, state, bpe, text, TextTokenizer.load(run.data))
     return 0
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.options import option
 from jspec.models import Llama, LlamaParams
 from jspec.train import trainer
 from jspec.train.extra import optax
@@ -23,7 +24,7 @@ Batch = tuple[Int[Array, "B T+1"], Float[Array, "B T+1"] | None]
 class LmRecipe(Recipe):
     """Hyperparameters of the training of a language model."""
 
-    cross_entropy: float = dataclasses.field(default=0.0, metadata={"least": 0, "most": 1})
+    cross_entropy: float = option(0.0, "with a teacher: weight of the cross-entropy on the text", least=0, most=1)
     """With a teacher: weight of the cross-entropy on the text; the distance to the teacher has the rest of 1."""
 
 

@@ -3,7 +3,7 @@
 A byte-level BPE: every text round-trips, and the indentation of a line is one token.
 """
 
-import argparse
+import dataclasses
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,9 +13,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from jspec.checkpoints import atomic
 from jspec.core.checks import check_int
+from jspec.core.options import check_options, option
 from jspec.text import tokenizer as text
-from jspec.train import options, prepare, text_data
+from jspec.train import options, text_data
 from jspec.train import tokenizer as files
+from jspec.train.prepare import FileOptions
 from jspec.train.records import Dropped
 
 END_OF_TEXT = "<|endoftext|>"
@@ -88,32 +90,43 @@ def byte_counts(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([len(spelled) for spelled in text.Tokenizer(tokenizer).token_bytes()], np.int32)
 
 
-def add_size(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a new tokenizer."""
-    bounds = {"least": MIN_VOCABULARY, "most": MAX_VOCABULARY}
-    options.add_number(parser, "--vocab-size", bounds=bounds, default=4096, help="size of the vocabulary")
-    options.add_number(parser, "--max-length", bounds={"least": 1}, default=1024, help="context written to it")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """A new tokenizer.
+
+    Raises:
+      TypeError, ValueError: a value of another type or out of bounds.
+    """
+
+    vocab_size: int = option(4096, "size of the vocabulary", least=MIN_VOCABULARY, most=MAX_VOCABULARY)
+    max_length: int = option(1024, "context written to the tokenizer", least=1)
+
+    def __post_init__(self):
+        check_options(self)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    prepare.add_files(parser)
-    add_size(parser)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """What the command writes."""
+
+    out: Path = option(help="directory to write")
 
 
-def main(args: argparse.Namespace) -> int:
+OPTIONS = (Output, Size, FileOptions)
+
+
+def main(output: Output, size: Size, texts: FileOptions) -> int:
     """Runs the command; returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    if args.chats is not None:
+    if texts.chats is not None:
         raise ValueError("--chats: a tokenizer is trained on text; give --text or --jsonl")
-    options.check_writable("--out", args.out)
-    source = prepare.read_files(args)
-    bpe = train(sample(text_data.read(source, Dropped(source.skip_bad))), args.vocab_size)
-    with atomic.staged(args.out, key="tokenizer.json") as stage:
-        files.save(bpe, stage, args.max_length)
-    print(f"{args.out}: a tokenizer of {bpe.get_vocab_size():,} tokens")
+    options.check_writable("--out", output.out)
+    source = texts.files()
+    bpe = train(sample(text_data.read(source, Dropped(source.skip_bad))), size.vocab_size)
+    with atomic.staged(output.out, key="tokenizer.json") as stage:
+        files.save(bpe, stage, size.max_length)
+    print(f"{output.out}: a tokenizer of {bpe.get_vocab_size():,} tokens")
     return 0

@@ -1,0 +1,142 @@
+"""The table of kinds of drafts that can be trained: a command each, and a value of `draft.train_draft`.
+
+No package of the extra `train` is needed here: the help of a command is there without it.
+"""
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jspec.checkpoints import block_config, eagle_config
+from jspec.core.options import option
+from jspec.train.recipe import AssistantShape, BlockRecipe, BlockShape, DraftRecipe, HeadShape, Recipe
+
+if TYPE_CHECKING:
+    from jspec.train.distill import Learner
+
+_HELP = """{first}
+
+Writes a checkpoint with a model card, metrics as JSON lines, and checkpoints to resume from. A draft is best trained on
+text that the target wrote itself, since it will also draft for such text.
+
+  jspec train data --out data --tokenizer TARGET --text book.txt
+  jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
+  jspec train {name} --data data --target TARGET --rows rows.npy --rows-share 0.8 --work work --out draft --steps 2000
+
+Other files, and chats: see `jspec train data --help` and `jspec train replies --help`.
+
+{cost}
+"""
+
+_EAGLE3_COST = """\
+Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head;
+on an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token:
+the target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which
+is 29 kB in float32 for a head of width 256. `--batch-tokens` bounds all three. The card of the bundled head states
+what its training took."""
+
+_DSPARK_COST = """\
+DFlash as published: --fill-in --block-size 16 --markov none --no-confidence --cross-entropy 1 --distance 0 --reach
+7.
+
+Cost: a token takes one forward of the target; each of the `anchors` of a sequence takes a forward and a backward of
+the draft over one block. Memory: the target's logits (4 bytes times its vocabulary for each token), and the
+draft's, which are as many for each prediction of a block. `--batch-tokens` and `--anchors` bound both."""
+
+_ASSISTANT_COST = """\
+Targets are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4. Training and cost are those of an EAGLE-3 head
+(see `jspec train eagle3`): the assistant predicts from the same states with the same losses, but has no keys and
+values of its own. The card of the bundled assistant states what its training took."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOutput:
+    """How the checkpoint of an EAGLE-3 head is written."""
+
+    layout: str = option(eagle_config.LAYOUTS[0], "layout of the checkpoint", choices=eagle_config.LAYOUTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOutput:
+    """How the checkpoint of a block draft is written."""
+
+    layout: str = option(block_config.LAYOUTS[0], "layout of the checkpoint", choices=block_config.LAYOUTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of draft.
+
+    name: of the command.
+    noun: what such a draft is called.
+    summary: the command's line in an overview.
+    first, cost: the first and the last paragraphs of its help.
+    shape, recipe: dataclasses of options: the draft's shape, and the hyperparameters.
+    learner: module and class of the `Learner`.
+    output: a dataclass of options about the checkpoint, if there are any.
+    """
+
+    name: str
+    noun: str
+    summary: str
+    first: str
+    cost: str
+    shape: type[Any]
+    recipe: type[Recipe]
+    learner: tuple[str, str]
+    output: tuple[type[Any], ...] = ()
+
+    @property
+    def help(self) -> str:
+        """The help of the command."""
+        return _HELP.format(first=self.first, name=self.name, cost=self.cost)
+
+    def load(self) -> "type[Learner]":
+        """The learner's class.
+
+        Raises:
+          ModuleNotFoundError: a package of the extra `train` is missing.
+        """
+        module, name = self.learner
+        return getattr(importlib.import_module(f"jspec.train.{module}"), name)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="eagle3",
+            noun="head",
+            summary="train an EAGLE-3 head for a target",
+            first="Trains an EAGLE-3 head for a target (Li et al., EAGLE-3, arXiv 2503.01840, section 3).",
+            cost=_EAGLE3_COST,
+            shape=HeadShape,
+            recipe=DraftRecipe,
+            learner=("head", "HeadLearner"),
+            output=(HeadOutput,),
+        ),
+        Kind(
+            name="dspark",
+            noun="draft",
+            summary="train a block draft for a target: DSpark or DFlash",
+            first="Trains a block draft for a target: DSpark (arXiv 2607.05147) or, with --fill-in, DFlash (arXiv "
+            "2602.06036).",
+            cost=_DSPARK_COST,
+            shape=BlockShape,
+            recipe=BlockRecipe,
+            learner=("block", "BlockLearner"),
+            output=(BlockOutput,),
+        ),
+        Kind(
+            name="frozen-kv-mtp",
+            noun="assistant",
+            summary="train an assistant for a target, which reads the target's keys and values",
+            first="Trains an assistant for a target, which drafts from the target's keys and values.",
+            cost=_ASSISTANT_COST,
+            shape=AssistantShape,
+            recipe=DraftRecipe,
+            learner=("assistant", "AssistantLearner"),
+        ),
+    )
+}
+"""The kinds by name."""
