@@ -53,13 +53,13 @@ def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)
         array = np.asarray(tokens)
     except ValueError:
         raise ValueError(f"{name}: is ragged; all sequences must have the same length") from None
-    found = f"{name}: is {array.dtype}{list(array.shape)}"
+    shown = f"{name}: is {array.dtype}{list(array.shape)}"
     if array.ndim not in axes or not array.size:
-        raise ValueError(f"{found}; must have tokens along {' or '.join(map(str, axes))} axes")
+        raise ValueError(f"{shown}; must have tokens along {' or '.join(map(str, axes))} axes")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{found}; must be token ids, which are ints")
+        raise TypeError(f"{shown}; must be token ids, which are ints")
     if array.ndim == 2 and array.shape[1] < 2:
-        raise ValueError(f"{found}; a sequence must have at least 2 tokens")
+        raise ValueError(f"{shown}; a sequence must have at least 2 tokens")
     return array
 
 
@@ -71,12 +71,14 @@ def check_mask(name: str, mask: ArrayLike, tokens: np.ndarray) -> np.ndarray:
       ValueError: another shape than that of `tokens`, values other than 0 and 1, or no token that counts.
     """
     array = np.asarray(mask)
-    found = f"{name}: is {array.dtype}{list(array.shape)}"
+    shown = f"{name}: is {array.dtype}{list(array.shape)}"
     if tokens.ndim != 2 or array.shape != tokens.shape:
-        wanted = f"{list(tokens.shape)}, one value per token" if tokens.ndim == 2 else "None: only sequences have masks"
-        raise ValueError(f"{found}; must be {wanted}")
+        required = (
+            f"{list(tokens.shape)}, one value per token" if tokens.ndim == 2 else "None: only sequences have masks"
+        )
+        raise ValueError(f"{shown}; must be {required}")
     if array.dtype.kind not in "iub":
-        raise TypeError(f"{found}; must be 0 and 1, which are ints or bools")
+        raise TypeError(f"{shown}; must be 0 and 1, which are ints or bools")
     if int(array.min()) < 0 or int(array.max()) > 1:
         raise ValueError(f"{name}: has values from {array.min()} to {array.max()}; must be 0 or 1")
     if not array.any():
@@ -127,11 +129,11 @@ def check_memory(batch_tokens: int, vocab_size: int) -> None:
     Raises:
       ValueError: they do not.
     """
-    found, needed = memory.free_bytes(), 4 * batch_tokens * vocab_size
-    if found is not None and needed > found[0]:
+    free, needed = memory.free_bytes(), 4 * batch_tokens * vocab_size
+    if free is not None and needed > free[0]:
         raise ValueError(
             f"batch_tokens={batch_tokens}: the logits of a batch take {memory.gigabytes(needed)}, for {vocab_size} "
-            f"tokens of the vocabulary, and {memory.gigabytes(found[0])} are free; must be smaller"
+            f"tokens of the vocabulary, and {memory.gigabytes(free[0])} are free; must be smaller"
         )
 
 
@@ -174,10 +176,10 @@ def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) 
         tokens.close()
         raise ValueError(f"{path}: holds several arrays; must be one, as `numpy.save` writes it")
     if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim not in axes or not tokens.size:
-        found = f"{tokens.dtype}{list(tokens.shape)}"
-        wanted = " or ".join(map(str, axes))
+        shown = f"{tokens.dtype}{list(tokens.shape)}"
+        counts = " or ".join(map(str, axes))
         raise ValueError(
-            f"{path}: holds {found}; must be uint16 or uint32 with {wanted} {'axis' if axes == (1,) else 'axes'}"
+            f"{path}: holds {shown}; must be uint16 or uint32 with {counts} {'axis' if axes == (1,) else 'axes'}"
         )
     if tokens.ndim == 2 and tokens.shape[1] < 2:
         raise ValueError(f"{path}: holds sequences of 1 token; a sequence must have at least 2")
@@ -226,9 +228,9 @@ def sample_masked(
     source = sources[int(random.choice(len(sources), p=shares / shares.sum()))]
     tokens = source.tokens
     if tokens.ndim == 2:
-        chosen = np.sort(random.integers(0, len(tokens), max(1, batch_tokens // (tokens.shape[1] - 1))))
-        mask = None if source.mask is None else source.mask[chosen].astype(np.float32)
-        return tokens[chosen].astype(np.int32), mask
+        rows = np.sort(random.integers(0, len(tokens), max(1, batch_tokens // (tokens.shape[1] - 1))))
+        mask = None if source.mask is None else source.mask[rows].astype(np.float32)
+        return tokens[rows].astype(np.int32), mask
     if len(tokens) <= length:
         raise ValueError(f"the token file has {len(tokens)} tokens: a sequence needs length + 1 = {length + 1}")
     starts = random.integers(0, len(tokens) - length, max(1, batch_tokens // length))

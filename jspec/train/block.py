@@ -76,15 +76,15 @@ class BlockAttention:
         if window is not None:
             seen = seen & (positions.reshape(batch, blocks, size, 1) - column < window)
         before = jnp.where(seen[:, None, None], before, -jnp.inf)
-        own = dot("banhgd,bamhd->bhganm", query, own_k) * scale
+        within = dot("banhgd,bamhd->bhganm", query, own_k) * scale
         if mask is None:
-            own = jnp.where(jnp.tril(jnp.ones((size, size), bool))[None, None, None, None], own, -jnp.inf)
+            within = jnp.where(jnp.tril(jnp.ones((size, size), bool))[None, None, None, None], within, -jnp.inf)
         # One softmax over both, without concatenating them.
-        highest = jnp.maximum(before.max(-1, keepdims=True), own.max(-1, keepdims=True))
-        before, own = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (before, own))
-        total = before.sum(-1) + own.sum(-1)
+        highest = jnp.maximum(before.max(-1, keepdims=True), within.max(-1, keepdims=True))
+        before, within = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (before, within))
+        total = before.sum(-1) + within.sum(-1)
         out = dot("bhgant,bthd->banhgd", before.astype(v.dtype), text_v)
-        out = out + dot("bhganm,bamhd->banhgd", own.astype(v.dtype), own_v)
+        out = out + dot("bhganm,bamhd->banhgd", within.astype(v.dtype), own_v)
         return (out / jnp.moveaxis(total, (1, 2), (3, 4))[..., None]).astype(q.dtype).reshape(q.shape)
 
 
@@ -163,16 +163,16 @@ class BlockLearner:
     ) -> tuple[Float[Array, ""], StepMetrics]:
         """The loss of blocks after anchors that the key samples, and metrics of each of the d predictions."""
         assert isinstance(recipe, BlockRecipe) and out.hidden is not None
-        anchors, kept = sample_anchors(mask, recipe.anchors, key)
-        made = self.forward(params, tokens, out.hidden, anchors)
+        anchors, used = sample_anchors(mask, recipe.anchors, key)
+        predicted = self.forward(params, tokens, out.hidden, anchors)
         place = anchors[:, :, None] + jnp.arange(self.config.depth, dtype=jnp.int32)[None, None]
         row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
         # Of a prediction k, counted from 0, the target's distribution is that after position a + k.
-        wanted = out.logits.at[row, place].get(mode="clip")
+        target_logits = out.logits.at[row, place].get(mode="clip")
         labels = tokens.at[row, place + 1].get(mode="clip")
-        counted = mask.at[row, place + 1].get(mode="fill", fill_value=0.0) * kept[:, :, None]
+        counted = mask.at[row, place + 1].get(mode="fill", fill_value=0.0) * used[:, :, None]
         counted = jnp.cumprod(counted, axis=2)
-        return compare(made, wanted, labels, counted, recipe, tokens.size)
+        return compare(predicted, target_logits, labels, counted, recipe, tokens.size)
 
     def forward(
         self, params: Params, tokens: Int[Array, "B T"], hidden: Float[Array, "B T C"], anchors: Int[Array, "B A"]
@@ -181,10 +181,10 @@ class BlockLearner:
 
         hidden: the target's captured hidden states of the text.
         """
-        config, own = self.config, params.draft
+        config, draft = self.config, params.draft
         batch, blocks = anchors.shape
         size, depth = config.block_size, config.depth
-        _, rows = config.read(own, hidden, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        _, rows = config.read(draft, hidden, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
         offset = jnp.arange(size, dtype=jnp.int32)[None, None]
         positions = (anchors[:, :, None] + offset).reshape(batch, blocks * size)
         root = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
@@ -196,21 +196,21 @@ class BlockLearner:
         # The token before each prediction.
         before = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
         before = before.reshape(batch * blocks, size)[:, :depth]
-        logits = self._correct(own, before, out, logits).reshape(batch, blocks, depth, -1)
-        confidence = config.confide(own, before, out)
+        logits = self._correct(draft, before, out, logits).reshape(batch, blocks, depth, -1)
+        confidence = config.confide(draft, before, out)
         return Blocks(logits, None if confidence is None else confidence.reshape(batch, blocks, depth))
 
     def _correct(
-        self, own: BlockParams, before: Int[Array, "N d"], out: Float[Array, "N d E"], logits: Float[Array, "N d V"]
+        self, draft: BlockParams, before: Int[Array, "N d"], out: Float[Array, "N d E"], logits: Float[Array, "N d V"]
     ) -> Float[Array, "N d V"]:
-        state = self.config.begin(own, before.shape[0])
+        state = self.config.begin(draft, before.shape[0])
         if state is None:
-            return self.config.correct(own, None, before, out, logits)[0]
+            return self.config.correct(draft, None, before, out, logits)[0]
         corrected = []
         for k in range(before.shape[1]):
             row = slice(k, k + 1)
-            made, state = self.config.correct(own, state, before[:, row], out[:, row], logits[:, row])
-            corrected.append(made)
+            logits_of_row, state = self.config.correct(draft, state, before[:, row], out[:, row], logits[:, row])
+            corrected.append(logits_of_row)
         return jnp.concatenate(corrected, axis=1)
 
 
@@ -224,15 +224,15 @@ def sample_anchors(
     length = mask.shape[1]
     valid = (mask[:, :-1] > 0) & (mask[:, 1:] > 0)
     noise = jnp.where(valid, jax.random.uniform(key, valid.shape), 2.0)
-    _, chosen = lax.top_k(-noise, min(count, length - 1))
-    anchors = jnp.sort(jnp.where(jnp.take_along_axis(valid, chosen, axis=1), chosen, length), axis=1)
-    kept = anchors < length
-    return jnp.where(kept, anchors, 0).astype(jnp.int32), kept.astype(jnp.float32)
+    _, candidates = lax.top_k(-noise, min(count, length - 1))
+    anchors = jnp.sort(jnp.where(jnp.take_along_axis(valid, candidates, axis=1), candidates, length), axis=1)
+    used = anchors < length
+    return jnp.where(used, anchors, 0).astype(jnp.int32), used.astype(jnp.float32)
 
 
 def compare(
-    made: Blocks,
-    wanted: Float[Array, "B A d V"],
+    predicted: Blocks,
+    target_logits: Float[Array, "B A d V"],
     labels: Int[Array, "B A d"],
     counted: Float[Array, "B A d"],
     recipe: BlockRecipe,
@@ -241,7 +241,7 @@ def compare(
     """The loss of predictions, and metrics of each position in a block.
 
     Args:
-      wanted: the target's logits.
+      target_logits: the target's logits.
       labels: the tokens of the text.
       counted: 1 for predictions that count, a prefix of each block.
       tokens: those of the batch, by which the losses of the metrics are divided.
@@ -249,14 +249,14 @@ def compare(
     depth = labels.shape[2]
     weight = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / recipe.reach)[None, None]
     total = weight.sum() + 1e-6
-    nats = optax.softmax_cross_entropy_with_integer_labels(made.logits, labels)
-    distance = jnp.abs(jax.nn.softmax(made.logits) - jax.nn.softmax(wanted)).sum(-1)
+    nats = optax.softmax_cross_entropy_with_integer_labels(predicted.logits, labels)
+    distance = jnp.abs(jax.nn.softmax(predicted.logits) - jax.nn.softmax(target_logits)).sum(-1)
     loss = recipe.cross_entropy * jnp.sum(weight * nats) + recipe.distance * jnp.sum(weight * distance)
-    if made.confidence is not None:
+    if predicted.confidence is not None:
         accepted = lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
-        surprise = optax.sigmoid_binary_cross_entropy(made.confidence, accepted)
+        surprise = optax.sigmoid_binary_cross_entropy(predicted.confidence, accepted)
         loss = loss + recipe.confidence * jnp.sum(weight * surprise)
-    agreed = (counted > 0) & (jnp.argmax(made.logits, axis=-1) == jnp.argmax(wanted, axis=-1))
+    agreed = (counted > 0) & (jnp.argmax(predicted.logits, axis=-1) == jnp.argmax(target_logits, axis=-1))
     chained = jnp.cumprod(agreed.astype(jnp.int32), axis=2)
     sums = (jnp.sum(x, axis=(0, 1), dtype=jnp.int32) for x in (agreed, chained, counted > 0))
     return loss / total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens, *sums)

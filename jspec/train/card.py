@@ -89,12 +89,12 @@ def inputs(manifest: Manifest, sources: Sequence[Source], run: Run, num_prompts:
     Raises:
       ValueError: the description beside --rows is damaged.
     """
-    shape, made = None, None if run.rows is None else rows.read(run.rows)
+    shape, how_made = None, None if run.rows is None else rows.read(run.rows)
     if len(sources) > 1:
         count, width = sources[1].tokens.shape
         shape = count, width
     text = sources[0].tokens
-    return Inputs(manifest, shape, run.share, made, num_prompts, text.shape[1] if text.ndim == 2 else None)
+    return Inputs(manifest, shape, run.share, how_made, num_prompts, text.shape[1] if text.ndim == 2 else None)
 
 
 def final_metrics(work: Path, metric: str) -> FinalMetrics:
@@ -121,10 +121,10 @@ def hardware(final: FinalMetrics) -> str:
 
 def describe_rows(inputs: Inputs) -> str:
     """Which share of the batches is from --rows, and how those were made."""
-    made = "greedily itself"
+    how = "greedily itself"
     if inputs.rows_made is not None and inputs.rows_made.sampled_share:
-        made = f"itself, {inputs.rows_made.sampled_share:.0%} of it sampled at temperature 1 and the rest greedy"
-    return f"{inputs.rows_share:.0%} of the batches are text that the target wrote {made}"
+        how = f"itself, {inputs.rows_made.sampled_share:.0%} of it sampled at temperature 1 and the rest greedy"
+    return f"{inputs.rows_share:.0%} of the batches are text that the target wrote {how}"
 
 
 def text_command(inputs: Inputs, model_name: str) -> str:

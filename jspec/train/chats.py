@@ -80,8 +80,8 @@ def parse(where: str, value: object) -> Chat:
         raise ValueError(f"{where}: {shorten(value)}: must be an object with 'messages' or 'conversations'")
     names = [name for name in ("messages", "conversations") if value.get(name) is not None]
     if len(names) != 1:
-        found = f"has the keys {shorten(sorted(value))}" if not names else "has both"
-        raise ValueError(f"{where}: {found}; must have either 'messages' or 'conversations'")
+        problem = f"has the keys {shorten(sorted(value))}" if not names else "has both"
+        raise ValueError(f"{where}: {problem}; must have either 'messages' or 'conversations'")
     turns, tools = value[names[0]], value.get("tools")
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: {names[0]}={shorten(turns)}: must be a list of at least one message")

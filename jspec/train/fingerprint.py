@@ -16,23 +16,23 @@ _PIECE = 2**22
 
 def of_array(array: np.ndarray) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of an array's dtype, shape and values."""
-    found = hashlib.sha256()
-    _add(found, array)
-    return found.hexdigest()[:16]
+    digest = hashlib.sha256()
+    _add(digest, array)
+    return digest.hexdigest()[:16]
 
 
 def of_model(config: object, params: PyTree) -> str:
     """The same of a model: its configuration, a dataclass, and all its weights."""
-    found = hashlib.sha256(json.dumps(dataclasses.asdict(config), default=str).encode())  # pyright: ignore[reportArgumentType]
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(config), default=str).encode())  # pyright: ignore[reportArgumentType]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        found.update(jax.tree_util.keystr(path).encode())
-        _add(found, np.asarray(leaf))
-    return found.hexdigest()[:16]
+        digest.update(jax.tree_util.keystr(path).encode())
+        _add(digest, np.asarray(leaf))
+    return digest.hexdigest()[:16]
 
 
 def of_sources(sources: Iterable[Source]) -> dict[str, object]:
     """What identifies the text of a run: for each source its share, its shape and its fingerprint, by its name."""
-    found: dict[str, object] = {}
+    identity: dict[str, object] = {}
     for index, source in enumerate(sources):
         name = source.name or f"sources[{index}]"
         facts: Mapping[str, object] = {
@@ -42,8 +42,8 @@ def of_sources(sources: Iterable[Source]) -> dict[str, object]:
         }
         if source.mask is not None:
             facts = {**facts, "mask": of_array(source.mask)}
-        found |= {f"{name}: {fact}": value for fact, value in facts.items()}
-    return found
+        identity |= {f"{name}: {fact}": value for fact, value in facts.items()}
+    return identity
 
 
 def of_heldout(heldout: Source) -> dict[str, object]:
@@ -52,10 +52,10 @@ def of_heldout(heldout: Source) -> dict[str, object]:
     return {"heldout": of_array(heldout.tokens), **mask}
 
 
-def _add(found: "hashlib._Hash", array: np.ndarray) -> None:
-    found.update(f"{array.dtype}{array.shape}".encode())
+def _add(digest: "hashlib._Hash", array: np.ndarray) -> None:
+    digest.update(f"{array.dtype}{array.shape}".encode())
     # In pieces, because the array may be a file that is larger than memory.
     rows = np.atleast_1d(array)
     size = max(1, _PIECE // max(1, rows[:1].size))
     for start in range(0, len(rows), size):
-        found.update(np.ascontiguousarray(rows[start : start + size]).reshape(-1).view(np.uint8).data)
+        digest.update(np.ascontiguousarray(rows[start : start + size]).reshape(-1).view(np.uint8).data)

@@ -55,15 +55,15 @@ class TttAttention:
         (first_k, own_k), (first_v, own_v) = (jnp.split(x.reshape(shape), [1], axis=1) for x in (k, v))
         query = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
         causal = dot("btkgd,bskd->bkgts", query, first_k[:, 0], preferred_element_type=jnp.float32) * scale
-        own = dot("btkgd,bitkd->bkgti", query, own_k, preferred_element_type=jnp.float32) * scale
+        chain = dot("btkgd,bitkd->bkgti", query, own_k, preferred_element_type=jnp.float32) * scale
         column = jnp.arange(length, dtype=jnp.int32)
         causal = jnp.where((column[:, None] >= column[None])[None, None, None], causal, -jnp.inf)
         # One softmax over both, without concatenating them.
-        highest = jnp.maximum(causal.max(-1, keepdims=True), own.max(-1, keepdims=True, initial=-jnp.inf))
-        causal, own = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (causal, own))
-        total = causal.sum(-1) + own.sum(-1)
+        highest = jnp.maximum(causal.max(-1, keepdims=True), chain.max(-1, keepdims=True, initial=-jnp.inf))
+        causal, chain = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (causal, chain))
+        total = causal.sum(-1) + chain.sum(-1)
         out = dot("bkgts,bskd->btkgd", causal.astype(v.dtype), first_v[:, 0], preferred_element_type=jnp.float32)
-        out = out + dot("bkgti,bitkd->btkgd", own.astype(v.dtype), own_v, preferred_element_type=jnp.float32)
+        out = out + dot("bkgti,bitkd->btkgd", chain.astype(v.dtype), own_v, preferred_element_type=jnp.float32)
         return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype).reshape(q.shape)
 
 
@@ -175,8 +175,8 @@ def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = 
     # In pieces, because the file may be larger than memory and `bincount` converts its input to int64.
     for i in range(0, len(tokens), 2**16):
         piece = tokens[i : i + 2**16]
-        kept = piece if mask is None else piece[mask[i : i + 2**16] != 0]
-        counts += np.bincount(kept.reshape(-1), minlength=vocab_size)
+        counted = piece if mask is None else piece[mask[i : i + 2**16] != 0]
+        counts += np.bincount(counted.reshape(-1), minlength=vocab_size)
     return counts
 
 

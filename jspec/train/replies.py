@@ -90,16 +90,16 @@ def _read(command: ReplyOptions, dropped: Dropped) -> list[Chat]:
       ValueError: a file or a line that is not valid.
     """
     if command.prompts is not None:
-        given = read_records(command.prompts)
-        if any(record.get("rendered") for record in given):
+        prompts = read_records(command.prompts)
+        if any(record.get("rendered") for record in prompts):
             raise ValueError(
                 f"{command.prompts}: has prompts that a chat template has rendered; give the chats themselves"
             )
-        messages = [{"role": "user", "content": record["prompt"]} for record in given]
+        messages = [{"role": "user", "content": record["prompt"]} for record in prompts]
         return [Chat(f"{command.prompts}, prompt {i}", (message,), (False,)) for i, message in enumerate(messages, 1)]
     paths = command.chats or ()
     records.check_files("--chats", paths)
-    found = []
+    asked = []
     for where, value in records.read_json(paths, dropped):
         chat = dropped.check(lambda where=where, value=value: chats.parse(where, value))
         if chat is None:
@@ -110,8 +110,8 @@ def _read(command: ReplyOptions, dropped: Dropped) -> list[Chat]:
         if not messages or messages[-1]["role"] in ("system", "developer"):
             dropped.counts["chat without a question"] += 1
             continue
-        found.append(dataclasses.replace(chat, messages=tuple(messages), learned=(False,) * len(messages)))
-    return found
+        asked.append(dataclasses.replace(chat, messages=tuple(messages), learned=(False,) * len(messages)))
+    return asked
 
 
 def _encode(
@@ -122,7 +122,7 @@ def _encode(
     Raises:
       ValueError: the template rejects a chat.
     """
-    tokenizer, found, seen = model.tokenizer, [], set()
+    tokenizer, encoded, seen = model.tokenizer, [], set()
     assert tokenizer is not None
 
     def encode(chat: Chat) -> list[int]:
@@ -139,12 +139,12 @@ def _encode(
             dropped.counts[f"prompt of no token or more than {longest} tokens"] += 1
         elif tuple(ids) in seen:
             dropped.counts["duplicate prompt"] += 1
-        elif len(found) == count:
+        elif len(encoded) == count:
             dropped.counts[f"prompt beyond the first {count} (--rows)"] += 1
         else:
             seen.add(tuple(ids))
-            found.append((chat, ids))
-    return found
+            encoded.append((chat, ids))
+    return encoded
 
 
 def _write_replies(model: Model, prompts: list[tuple[Chat, list[int]]], command: ReplyOptions) -> tuple[list[str], int]:

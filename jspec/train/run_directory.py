@@ -93,9 +93,9 @@ class RunDirectory:
                 break
             damaged[step] = damage
         else:
-            found = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
+            reasons = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
             raise CheckpointError(
-                f"{self.path}: no checkpoint is whole ({found}); train from the start in another directory"
+                f"{self.path}: no checkpoint is whole ({reasons}); train from the start in another directory"
             )
         checkpoint = self.checkpoints / str(step)
         self._compare(checkpoint, record)
@@ -200,15 +200,15 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"{sums}: not readable ({error})"
     if not isinstance(recorded, dict) or not {_RECORD, _METRICS, _PROGRESS} <= recorded.keys():
         return f"{sums}: must list the files of the checkpoint"
-    for name, wanted in recorded.items():
+    for name, expected in recorded.items():
         path = checkpoint / name
         try:
-            found = _sum(path) if path.is_file() else None
+            current = _sum(path) if path.is_file() else None
         except OSError as error:
             return f"{path}: not readable ({error})"
-        if found is None:
+        if current is None:
             return f"{path}: no such file"
-        if found != wanted:
+        if current != expected:
             return f"{path}: its SHA-256 is not that of what was written"
     step = json.loads((checkpoint / _PROGRESS).read_text())["step"]
     if str(step) != checkpoint.name:
@@ -252,10 +252,10 @@ def _remove(directory: Path) -> None:
 
 def _unused(path: Path) -> Path:
     """The path, with a number if it exists."""
-    number, found = 2, path
-    while found.exists():
-        number, found = number + 1, path.with_name(f"{path.name}-{number}")
-    return found
+    number, unused = 2, path
+    while unused.exists():
+        number, unused = number + 1, path.with_name(f"{path.name}-{number}")
+    return unused
 
 
 def _say(text: str) -> None:

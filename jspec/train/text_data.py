@@ -86,13 +86,13 @@ def split(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]
     order = list(range(len(documents)))
     random.Random(0).shuffle(order)
     goal, size = share * sum(map(len, documents)), 0
-    chosen: set[int] = set()
+    held_out: set[int] = set()
     for index in order:
-        if len(chosen) < len(documents) - 1 and size + len(documents[index]) <= goal:
-            chosen.add(index)
+        if len(held_out) < len(documents) - 1 and size + len(documents[index]) <= goal:
+            held_out.add(index)
             size += len(documents[index])
-    train = [document for index, document in enumerate(documents) if index not in chosen]
-    heldout = [documents[index] for index in sorted(chosen)]
+    train = [document for index, document in enumerate(documents) if index not in held_out]
+    heldout = [documents[index] for index in sorted(held_out)]
     if size >= goal / 2:
         return train, heldout
     # The end of the longest document, from a line or a word on.

@@ -169,8 +169,8 @@ def _step(draft: UnrolledLearner, params: Params, tokens, observed, carry, targe
 
 def shift(x: Shaped[Array, "B T *rest"], count: int, fill: float | Array = 0) -> Shaped[Array, "B T *rest"]:
     """Moves everything `count` rows to the left and puts `fill` in the rows after the end."""
-    kept = x[:, count:]
-    return jnp.concatenate([kept, jnp.full_like(x[:, : x.shape[1] - kept.shape[1]], fill)], axis=1)
+    moved = x[:, count:]
+    return jnp.concatenate([moved, jnp.full_like(x[:, : x.shape[1] - moved.shape[1]], fill)], axis=1)
 
 
 def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:

@@ -73,9 +73,9 @@ def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, run: "LmRun",
         if inputs.rows_shape:
             loss += f"; {card.describe_rows(inputs)}"
         lines.append(loss)
-    elif inputs.rows_shape:
-        rows, width = inputs.rows_shape
-        lines.append(f"{inputs.rows_share:.0%} of the batches are from --rows, {rows:,} texts of {width} tokens")
+    elif inputs.rows_shape and run.rows is not None:
+        (rows, width), name = inputs.rows_shape, run.rows.name
+        lines.append(f"{inputs.rows_share:.0%} of the batches are from {name}, {rows:,} texts of {width} tokens")
     lines.append(card.hardware(final))
     # The result.
     lines.append(

@@ -64,9 +64,11 @@ class Corpus:
 
 def installed(search: list[str] | None = None) -> list[Package]:
     """The distributions on a search path (None: that of Python), sorted by name, without this library."""
-    found = importlib.metadata.distributions() if search is None else importlib.metadata.distributions(path=search)
+    distributions = (
+        importlib.metadata.distributions() if search is None else importlib.metadata.distributions(path=search)
+    )
     packages: dict[str, Package] = {}
-    for distribution in found:
+    for distribution in distributions:
         name = normalize(distribution.metadata["Name"] or "")
         if not name or name in packages or name in ("jspec", NAME):
             continue
@@ -126,12 +128,12 @@ def choose_heldout(packages: Iterable[Package], preferred: Iterable[str]) -> lis
       ValueError: there are none.
     """
     known = {package.name for package in packages if package.permissive and package.files}
-    found = [name for name in preferred if normalize(name) in known]
-    if not found:
+    present = [name for name in preferred if normalize(name) in known]
+    if not present:
         raise ValueError(
             f"heldout: none of the default packages is installed; name some of: {', '.join(sorted(known))}"
         )
-    return found
+    return present
 
 
 def normalize(name: str) -> str:

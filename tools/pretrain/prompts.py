@@ -20,14 +20,14 @@ def from_source(source: str) -> list[str]:
         return []
     # `str.splitlines` also breaks at form feeds, which `ast` does not count.
     lines = source.split("\n")
-    found = []
+    prompts = []
     for node in module.body:
         if isinstance(node, ast.FunctionDef):
-            found.append(_cut(lines, node))
+            prompts.append(_cut(lines, node))
         elif isinstance(node, ast.ClassDef):
             methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
-            found += [_cut(lines, method, f"class {node.name}:\n") for method in methods]
-    return [prompt for prompt in found if prompt is not None]
+            prompts += [_cut(lines, method, f"class {node.name}:\n") for method in methods]
+    return [prompt for prompt in prompts if prompt is not None]
 
 
 def _cut(lines: list[str], node: ast.FunctionDef, before: str = "") -> str | None:
