@@ -1,8 +1,8 @@
 """Checkpoint directories of assistants: reading and writing them.
 
-Tensors have the names of `Gemma4AssistantForCausalLM` in transformers. There are two kinds of config.json: Gemma 4's,
-which states for each layer whether it is a sliding or a full one and so which of the target's layers it reads; and this
-package's own, for a target of any family, which lists the target's layers.
+Tensors have the names of `Gemma4AssistantForCausalLM` in transformers. There are two kinds of config.json. Gemma 4's
+states for each layer whether it is a sliding or a full one, and so implies its layer of the target. This package's own
+lists the target's layers and serves any family.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def parse_config(config: Fields, target: Decoder) -> Assistant:
 
 
 def _kind(config: Fields) -> str | None:
-    """The class that a config.json names, or that its model_type implies; None: it is not an assistant's."""
+    """The class of a config.json, stated or implied by its model_type; None: it is not an assistant's."""
     kinds = {**GEMMA4, OWN[0]: OWN[1]}
     model_type = family_of(config, kinds)
     return next((name for name, kind in kinds.items() if kind == model_type), None)

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all: under another name first, then flushed to the disk and renamed.
+"""Atomic writes: to another name first, then flushed to the disk and renamed.
 
-A full disk or a killed process leaves what was there before. A process that is killed may also leave the other name,
-`.NAME.partial`, which the next write to the same place replaces.
+A full disk or a killed process leaves the previous file. A killed process may also leave `.NAME.partial`; the next
+write to the same place replaces it.
 """
 
 import json
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
-"""The files of a checkpoint that a new one replaces, even under other names."""
+"""Weights in a directory, of which a new checkpoint leaves no old ones, whatever their names."""
 
 
 def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes one file; `write` gets it open for writing.
+    """Write one file; `write` gets it open for writing.
 
     A symbolic link keeps its place, and a device or a pipe is written directly.
 
@@ -44,31 +44,32 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes one file of text, as `write_file`."""
+    """Write one file of text, as `write_file`."""
     write_file(path, lambda file: file.write(text.encode()))
 
 
 def write_json(path: str | Path, value: object, indent: int = 2) -> None:
-    """Writes one file of JSON, as `write_file`."""
+    """Write one file of JSON, as `write_file`."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def staged(directory: str | Path, *, key: str, replaced: tuple[str, ...] = ()) -> Iterator[Path]:
-    """A directory for new files of `directory`, which is created if needed; they move there when the block ends.
+    """Yield a directory for new files; they move to `directory` when the block ends. `directory` is created if needed.
 
-    If the block raises, `directory` stays as it was. `key` is moved away first and its successor comes last, so that a
-    process that is killed between two files leaves a directory without `key`, never a mixture that can be read.
+    If the block raises, `directory` stays as it was. `key` is moved away first and its successor comes last: a process
+    killed between two files leaves a directory without `key`, never a readable mixture.
 
     Args:
       key: a file without which nothing reads the directory.
-      replaced: patterns of the names of files that are removed if the block wrote no files of these names.
+      replaced: patterns of file names; old files of these names are removed unless the block wrote them.
 
     Raises:
       OSError: a file cannot be written, or `directory` is a file.
     """
     directory = require_directory(directory)
     existed = directory.exists()
+    # Collect the files in a subfolder, and flush them before any of them takes its place.
     stage = directory / ".partial"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,7 @@ def staged(directory: str | Path, *, key: str, replaced: tuple[str, ...] = ()) -
             if (directory / path.name).is_dir():
                 raise IsADirectoryError(f"{directory / path.name}: is a directory, but a file of this name is written")
     except BaseException:
+        # Leave no trace, not even a new directory.
         shutil.rmtree(stage, ignore_errors=True)
         if not existed and directory.exists() and not any(directory.iterdir()):
             directory.rmdir()
@@ -88,9 +90,10 @@ def staged(directory: str | Path, *, key: str, replaced: tuple[str, ...] = ()) -
 
 
 def _move_in(stage: Path, directory: Path, key: str, replaced: tuple[str, ...]) -> None:
-    """The files of `stage` move to `directory`, in the order of `staged`."""
+    """Move the files of `stage` to `directory`, in the order of `staged`."""
     names = sorted(path.name for path in stage.iterdir())
     stale = {path.name for path in directory.iterdir() if any(fnmatch(path.name, pattern) for pattern in replaced)}
+    # Without its key the directory is unreadable until all files are there.
     if (directory / key).exists():
         os.replace(directory / key, stage / ".previous")
     for name in stale - set(names) - {key}:
@@ -102,7 +105,7 @@ def _move_in(stage: Path, directory: Path, key: str, replaced: tuple[str, ...]) 
 
 
 def require_directory(directory: str | Path) -> Path:
-    """The path of a directory that exists or can be created.
+    """Check that a directory exists or can be created.
 
     Raises:
       NotADirectoryError: it, or one of its parents, is a file.
@@ -117,7 +120,7 @@ def require_directory(directory: str | Path) -> Path:
 
 
 def flush_tree(directory: Path) -> None:
-    """Has the system write all files below a directory to the disk."""
+    """Flush all files below a directory to the disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
             _flush(Path(folder) / name)
@@ -125,7 +128,7 @@ def flush_tree(directory: Path) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Has the system write the names in a directory to the disk, where it can."""
+    """Flush the names in a directory to the disk, where the system can."""
     if os.name == "posix":
         _flush(directory)
 

@@ -1,7 +1,7 @@
 """Checkpoint directories of block drafts (DFlash, DSpark): reading and writing them.
 
-The tensors have the same names in all layouts (jspec/checkpoints/block_config.py). A tensor that is not used is an
-error: without it, the draft would silently propose other tokens than it was trained to.
+The tensors have the same names in all layouts (jspec/checkpoints/block_config.py). An unused tensor is an
+error: without it, the draft would silently propose other tokens than in training.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jspec.models.block_head import BlockHead, BlockParams
 _MASK_FILE = "mask_embedding.pt"
 """File of some of z-lab's drafts: the embedding of the mask token."""
 _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
-"""Tensors that only training uses."""
+"""Tensors for training alone."""
 
 
 def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockParams:
@@ -38,7 +38,7 @@ def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockPar
 
 
 def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Array, " E"] | None:
-    """The embedding of the mask token in a file of its own: a tensor, or a dictionary with one tensor."""
+    """Read the embedding of the mask token in a file of its own: a tensor, or a dictionary with one tensor."""
     path = source.directory / _MASK_FILE
     if not path.exists():
         return None

@@ -34,10 +34,10 @@ _OTHER_CLASSES = ("domino", "dflash2", "gemma4", "dsv4", "glm")
 """Parts of the names of classes whose layers or heads are others."""
 _SECTION = "dflash_config"
 _BUNDLED = "dspark_block_size"
-"""Key of a target's own config.json whose checkpoint has a DSpark module."""
+"""Key of a target with a DSpark module in its own checkpoint."""
 _OTHER_METHODS = ("conv_kernel_size", "selector_rank", "num_experts", "num_local_experts", "attention_sink_bias")
 _TRAINED_WITH = 512
-"""DeepSpec's default number of anchors per sequence, a key that its classes require."""
+"""DeepSpec's default number of anchors per sequence; its classes require this key."""
 
 
 def matches(source: Source) -> bool:
@@ -53,8 +53,10 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     config, names = source.config, source.files.names()
     if config.has(_BUNDLED):
         refuse(config.where, [f"{config.describe(_BUNDLED)}, a module with layers of DeepSeek-V4"], "a block draft")
+    # Options of other forwards.
     layer = read_layer_config(config, ("qwen3",))
     _refuse(config, layer)
+    # The configuration.
     layers = read_layers(layer, target, head_dim=128)
     windows, causal = _read_attention(config, layer)
     markov, rank = _read_markov(config)
@@ -79,6 +81,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
             logit_scale=scale,
             soft_cap=soft_cap,
         )
+    # What it shares with the target.
     check_sizes(head, target, config.where)
     if head.hidden_size != target.hidden_size and not (head.own_embed and head.own_head):
         problem = (
@@ -96,7 +99,7 @@ def _in(config: Fields, key: str) -> Fields:
 
 
 def _refuse(config: Fields, layer: Fields) -> None:
-    """Raises if the configuration requires another forward than that of `BlockHead`."""
+    """Raise CheckpointError if the configuration requires another forward than that of `BlockHead`."""
     wrong = config.unsupported({"speculators_model_type": ("dflash", "dspark"), "shift_label": (False,)})
     wrong += [f"architectures={name}" for name in find_architectures(config, _OTHER_CLASSES)]
     section = config.section(_SECTION)
@@ -123,12 +126,13 @@ def _read_next_token(config: Fields) -> bool:
 
 
 def _read_attention(config: Fields, layer: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """For each layer its window, and whether its rows see only the rows of the block up to their own."""
+    """Read for each layer its window, and whether its rows see only the rows of the block up to their own."""
     count, section = layer.read_int("num_hidden_layers", most=MOST_LAYERS), config.section(_SECTION)
     types = layer.optional_texts("layer_types") or ("full_attention",) * count
     if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
         problem = f"must be {count} of full_attention or sliding_attention, one for each layer of the draft"
         raise layer.wrong("layer_types", list(types), problem)
+    # The window.
     sliding = [kind == "sliding_attention" for kind in types]
     window = None
     if section.read_flag("use_swa", False):
@@ -137,6 +141,7 @@ def _read_attention(config: Fields, layer: Fields) -> tuple[tuple[int | None, ..
         if not layer.read_flag("use_sliding_window", False):
             raise layer.wrong("use_sliding_window", False, "must be true, as layer_types has sliding_attention")
         window = layer.read_int("sliding_window")
+    # The direction.
     flags = (config.optional_flag("is_causal"), layer.optional_flag("is_causal"), section.optional_flag("causal"))
     stated = next((flag for flag in flags if flag is not None), None)
     if stated is None and section.read_flag("use_swa", False):
@@ -148,7 +153,7 @@ def _read_attention(config: Fields, layer: Fields) -> tuple[tuple[int | None, ..
 
 
 def _read_markov(config: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | None, int]:
-    """Kind and rank of the Markov head."""
+    """Read the kind and the rank of the Markov head."""
     rank = _in(config, "markov_rank").read_int("markov_rank", 0, least=0)
     if rank == 0:
         return None, 0
@@ -161,7 +166,7 @@ def _read_markov(config: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | N
 
 
 def _read_confidence(config: Fields) -> Literal["hidden", "markov"] | None:
-    """What the confidence head reads."""
+    """Read the inputs of the confidence head."""
     if not _in(config, "enable_confidence_head").read_flag("enable_confidence_head", False):
         return None
     joined = _in(config, "confidence_head_with_markov").read_flag("confidence_head_with_markov")
@@ -169,7 +174,7 @@ def _read_confidence(config: Fields) -> Literal["hidden", "markov"] | None:
 
 
 def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[float, float | None]:
-    """The factor on the logits, and their bound."""
+    """Read the factor on the logits, and their bound."""
     factors = {
         key: fields.read_number(key, above=0, most=MOST_NUMBER)
         for key in ("output_multiplier", "logit_scale")
@@ -179,6 +184,7 @@ def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[floa
         raise CheckpointError(f"{config.where}: has both output_multiplier and logit_scale; must have one")
     scale = next(iter(factors.values()), 1.0)
     cap = _in(config, "final_logit_softcapping").optional_number("final_logit_softcapping", least=0, most=MOST_NUMBER)
+    # With the LM head it shares the bound.
     cap, target_cap = cap or None, getattr(target, "soft_cap", None)
     if "lm_head.weight" in names or target_cap is None:
         return scale, cap
@@ -191,7 +197,7 @@ def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[floa
 
 
 def _read_captured(config: Fields, layers: int, target: Decoder) -> tuple[int, ...]:
-    """Read which hidden states of the target a draft of that many layers reads, as in `Decoder.apply`."""
+    """Read the target's hidden states for a draft of this many layers, as in `Decoder.apply`."""
     count = target.num_layers
     stated = config.optional_int("num_target_layers", most=MOST_LAYERS)
     if stated not in (None, count):
@@ -208,7 +214,7 @@ def _read_captured(config: Fields, layers: int, target: Decoder) -> tuple[int, .
 
 
 def _default_ids(count: int, layers: int) -> tuple[int, ...]:
-    """The layers of a target of `count` layers that z-lab's drafts of `layers` layers read by default."""
+    """The default of z-lab's drafts of `layers` layers, for a target of `count` layers."""
     if layers == 1:
         return (count // 2,)
     return tuple(round(1 + index * (count - 4) / (layers - 1)) for index in range(layers))

@@ -1,4 +1,4 @@
-"""Parts of config.json that several families share: the family, rotary positions, experts as in Qwen."""
+"""Parts of config.json shared by several families: the family, rotary positions, experts as in Qwen."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
 
 
 def unknown_family(config: Fields, architectures: Iterable[str], owner: str = "supported") -> CheckpointError:
-    """The error about a config.json that is of no known class."""
+    """The error about a config.json of no known class."""
     return CheckpointError(
         f"{config.where}: {config.describe('architectures')} is not {owner}; must be one of {', '.join(architectures)}"
     )
@@ -36,7 +36,7 @@ def unknown_family(config: Fields, architectures: Iterable[str], owner: str = "s
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Makes errors about values that contradict each other name the file.
+    """Add the file to errors about contradictory values.
 
     Raises:
       CheckpointError: instead of a ValueError.

@@ -1,4 +1,4 @@
-"""Parts of config.json that EAGLE heads and block drafts share: decoder layers as in Llama, and what they read."""
+"""Parts of config.json shared by EAGLE heads and block drafts: decoder layers as in Llama, and captured states."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -12,11 +12,11 @@ from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead
 
 FeatureDraft: TypeAlias = EagleHead | BlockHead
-"""The configuration of a draft that reads the target's hidden states."""
+"""A configuration of drafts with hidden states of the target as inputs."""
 
 
 def read_layers(layer: Fields, target: Decoder, head_dim: int | None = None) -> dict[str, Any]:
-    """Read the fields of a `FeatureDraft` that describe its decoder layers.
+    """Read the decoder layers, as fields of a `FeatureDraft`.
 
     layer: the object that has them.
     target: its context length is the default.
@@ -43,7 +43,7 @@ def read_layers(layer: Fields, target: Decoder, head_dim: int | None = None) -> 
 
 
 def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool) -> dict[str, Any]:
-    """Describe the decoder layers in the older generation's format, which every release reads."""
+    """Describe the decoder layers in the older format of `transformers`, for releases of any age."""
     return {
         "model_type": model_type,
         "vocab_size": config.vocab_size,
@@ -66,7 +66,7 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
 
 
 def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
-    """Find the classes that a config.json names with one of these parts in their names."""
+    """List the classes of a config.json with one of these parts in their names."""
     names = config.optional_texts("architectures") or ()
     return [name for name in names if any(part in name.lower() for part in parts)]
 
@@ -74,7 +74,7 @@ def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
 def check_captured(
     fields: Fields, key: str, ids: Sequence[int], shift: int, target: Decoder, default: bool = False
 ) -> tuple[int, ...]:
-    """Translate ids of the target's layers to the hidden states that a draft reads, as in `Decoder.apply`.
+    """Translate ids of the target's layers to `capture_layers`, as in `Decoder.apply`.
 
     fields, key: where the ids are. default: they are not there, and these are the default.
     shift: 0 if an id means the input of that layer, 1 if its output.
@@ -111,5 +111,5 @@ def check_sizes(config: FeatureDraft, target: Decoder, where: str) -> None:
 
 
 def scaled_by(fields: Fields, *keys: str) -> list[str]:
-    """List the factors that are not 1, for an error about unsupported options."""
+    """List factors other than 1, for an error about unsupported options."""
     return [fields.describe(key) for key in keys if fields.optional_number(key) not in (None, 1)]

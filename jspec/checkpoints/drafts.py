@@ -17,15 +17,15 @@ from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
 DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND)
-"""The kinds of drafts; the first that matches is used. A checkpoint of no kind is a small language model's."""
+"""The kinds of drafts; the first match is used. A checkpoint of no kind is a small language model's."""
 
 
 def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> Checkpoint[Any]:
-    """Loads a draft of any kind onto the default device.
+    """Load a draft of any kind onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors (or shards with an index), or pytorch_model.bin.
-      target: the configuration of the model that it drafts for.
+      target: the configuration of its target.
       dtype: as in `language_model.load`; use the same for both.
 
     Raises:
@@ -37,7 +37,7 @@ def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) ->
 
 
 def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str | None = None) -> Plan[Draft]:
-    """What `load` reads from an open directory; reads no weights itself.
+    """Plan what `load` reads from an open directory, without reading weights.
 
     weights: as `Tensors.weights`.
 
@@ -57,7 +57,7 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
 
 
 def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool | None = None) -> Plan[Draft]:
-    """The plan of a draft beside a target over devices, split as well or whole on each of them.
+    """Split a draft beside a target over devices, or leave it whole on each of them.
 
     name: the draft's, for messages.
     placement: the target's.
@@ -73,8 +73,10 @@ def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool
             f"draft_tensor=False: draft={name!r} reads keys and values of the target, and is split as it is; omit "
             "draft_tensor"
         )
+    # Whole.
     if draft_tensor is False or devices == 1:
         return plan
+    # Split, if it can be.
     try:
         split = plan.over(placement)
     except ValueError as error:
@@ -115,12 +117,14 @@ def save(
     layout = kind.layouts[0] if layout is None else layout
     if layout not in kind.layouts:
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(kind.layouts)}")
+    # Integers and bools keep their types.
     raw, stored = kind.describe(layout, config, params, verifier) | {"torch_dtype": dtype}, resolve_dtype(dtype)
     arrays = {name: np.asarray(tensor) for name, tensor in kind.named_tensors(layout, config, params)}
     contiguous = {
         name: np.ascontiguousarray(array if array.dtype.kind in "iub" else array.astype(stored))
         for name, array in arrays.items()
     }
+    # The directory changes as a whole.
     with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
         (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_tensors(contiguous, stage / "model.safetensors")

@@ -3,8 +3,8 @@
 There are two layouts (jspec/checkpoints/eagle_config.py): "safeailab" has the first layer of an EAGLE-3 head under
 `midlayer`, "speculators" under `layers.0`.
 
-Optional weights are read if they exist. A tensor that is not used is an error: without it, the head would silently
-draft other tokens than it was trained to.
+Optional weights are read if they exist. An unused tensor is an error: without it, the head would silently draft other
+tokens than in training.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jspec.models.eagle_head import EagleHead, EagleParams
 _FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
 """Older names of the norms for each captured layer."""
 _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
-"""Tensors that are copies of the target's, or that only training uses."""
+"""Copies of the target's tensors, and those for training alone."""
 
 
 def matches(source: Source) -> bool:
@@ -72,7 +72,7 @@ def _find_fc_norms(config: EagleHead, fields: Fields, names: set[str]) -> Sequen
 
 
 def _check_flags(fields: Fields, keys: tuple[str, ...], tensor: str, names: set[str]) -> bool:
-    """Whether a tensor exists; raises if a flag in config.json contradicts that."""
+    """Whether a tensor exists. Raises CheckpointError if a flag in config.json contradicts the answer."""
     stated = {key: fields.read_flag(key) for key in keys if fields.has(key)}
     if stated and any(stated.values()) != (tensor in names):
         state = "present" if tensor in names else "missing"

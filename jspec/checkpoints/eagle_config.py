@@ -27,7 +27,7 @@ from jspec.models.eagle_head import EagleHead, EagleParams
 LAYOUTS = ("safeailab", "speculators")
 
 _OTHER_METHODS = ("block_size", "dflash_config", "mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
-"""Keys of heads that draft several tokens at once (P-EAGLE, PARD, DFlash), some of which have EAGLE-3's tensors."""
+"""Keys of heads for several tokens at once (P-EAGLE, PARD, DFlash), some of them with EAGLE-3's tensors."""
 
 _EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
     "use_aux_hidden_state": (True,),
@@ -37,7 +37,7 @@ _EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
     "next_layer_regular": (True,),
     "parallel_draft_step": (1,),
 }
-"""Options in `eagle_config`, and the only value of each that the forward here implements."""
+"""Options in `eagle_config` -> their supported value."""
 
 
 def parse_config(source: Source, target: Decoder) -> EagleHead:
@@ -63,19 +63,20 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
 
 
 def _is_eagle3(config: Fields, names: set[str]) -> bool:
-    """Whether it is an EAGLE-3 head, which norms the feature, rather than one of EAGLE-1 or EAGLE-2."""
+    """Whether it is an EAGLE-3 head, with a norm of the feature, rather than one of EAGLE-1 or EAGLE-2."""
     stated = is_speculators(config) or config.has("eagle_config") or bool(find_architectures(config, ["eagle3"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
 def _refuse(config: Fields, layer: Fields) -> None:
-    """Raises if the configuration requires another forward than that of `EagleHead`."""
+    """Raise CheckpointError if the configuration requires another forward than that of `EagleHead`."""
     wrong = config.unsupported({"speculators_model_type": ("eagle3",)})
     for fields in (config, layer):
         wrong += [fields.describe(key) for key in _OTHER_METHODS if fields.is_set(key)]
         wrong += fields.unsupported({"is_causal": (True,)})
         wrong += scaled_by(fields, "logit_scale")
     wrong += [f"architectures={name}" for name in find_architectures(config, ["peagle"])]
+    # The method's own section.
     options = config.section("eagle_config")
     wrong += options.unsupported(_EAGLE_CONFIG)
     supported = {*_EAGLE_CONFIG, "eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers"}
@@ -93,7 +94,7 @@ def _refuse(config: Fields, layer: Fields) -> None:
 
 
 def _read_captured(config: Fields, target: Decoder) -> tuple[int, ...]:
-    """Read which hidden states of the target an EAGLE-3 head reads, as in `Decoder.apply`.
+    """Read the captured hidden states of an EAGLE-3 head, as in `Decoder.apply`.
 
     An id in speculators' own key means the input of that layer, one in `eagle_config` its output.
     """

@@ -34,7 +34,7 @@ class Fields:
         self._raw, self.where, self.path = raw, where, path
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
-        """The same object with more keys, where it lacks them."""
+        """Add keys where the object lacks them."""
         return Fields({**values, **self._raw}, self.where, self.path)
 
     def replaced(self, **values: Any) -> "Fields":
@@ -50,7 +50,7 @@ class Fields:
         return self._raw.get(key) is not None
 
     def is_set(self, key: str) -> bool:
-        """Whether there is a value that is not false, zero or empty; for options whose values do not matter."""
+        """Whether there is a value other than false, zero or empty; for options whose values do not matter."""
         return bool(self._raw.get(key))
 
     def keys(self) -> list[str]:
@@ -58,7 +58,7 @@ class Fields:
         return [key for key in self._raw if self.has(key)]
 
     def wrong(self, key: str, value: object, problem: str) -> CheckpointError:
-        """The error about a value that has its type but contradicts others."""
+        """The error about a value of the right type that contradicts others."""
         return CheckpointError(f"{self.where}: {self.path}{key}={value}: {problem}")
 
     def read_int(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> int:
@@ -170,7 +170,7 @@ class Fields:
         return _shown(self.path + key, self._raw.get(key))
 
     def unsupported(self, supported: Mapping[str, Iterable[object]]) -> list[str]:
-        """The options with another value than those that are supported; missing ones are supported.
+        """List options with unsupported values; missing ones are supported.
 
         supported: the values of each key, all strings, all flags or all integers, which is then its type.
         """
@@ -226,9 +226,9 @@ def read_fields(path: Path) -> Fields:
 
 
 def refuse(where: str, options: list[str], owner: str = "") -> None:
-    """Raises if there are unsupported options.
+    """Refuse unsupported options.
 
-    owner: the kind of model that does not support them.
+    owner: the kind of model without them.
 
     Raises:
       CheckpointError: names all of them.

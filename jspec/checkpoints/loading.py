@@ -1,4 +1,4 @@
-"""The options of loading, checked together, and the plans of a target and its draft that follow from them."""
+"""The options of loading, checked together, and the plans of a target and its draft."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ class LoadOptions:
                 raise ValueError(f"draft_tensor={self.draft_tensor}: requires tensor or mesh")
 
     def check_exact(self) -> None:
-        """Raises ValueError if there is no exact forward with the other options."""
+        """Raise ValueError if there is no exact forward with the other options."""
         if self.kv is not None:
             raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
         if self.weights in FORMATS:
@@ -62,7 +62,7 @@ class LoadOptions:
 
 
 def place_model(tensor: object, data: object, mesh: Mesh | None) -> Placement | None:
-    """The devices that these arguments of `jspec.load` describe; None: the default device.
+    """Choose the devices by these arguments of `jspec.load`; None: the default device.
 
     Raises:
       TypeError, ValueError: as `make_placement`.
@@ -78,7 +78,7 @@ def place_model(tensor: object, data: object, mesh: Mesh | None) -> Placement | 
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """What will be read of a target and its draft; all that can be checked without values of weights is checked.
+    """A target and its draft, ready to be read: everything but the values of weights is checked.
 
     draft: None: the draft, if there is any, is the MTP heads of the target's checkpoint.
     """
@@ -87,7 +87,7 @@ class ModelPlan:
     draft: Plan[Draft] | None
 
     def memory(self) -> PyTree:
-        """What one device needs while the target is read, or the draft after it if that is more, as shapes."""
+        """Needs of one device while the target is read, or the draft after it if they are larger, as shapes."""
         alone = self.target.memory()
         if self.draft is None:
             return alone
@@ -95,7 +95,7 @@ class ModelPlan:
 
 
 def plan_model(source: Source, draft: Source | None, options: LoadOptions) -> ModelPlan:
-    """What `jspec.load` reads from open directories.
+    """Plan what `jspec.load` reads from open directories.
 
     Raises:
       CheckpointError: a file is missing or damaged, an option in it is not supported, or the draft does not suit the
@@ -124,7 +124,7 @@ def plan_model(source: Source, draft: Source | None, options: LoadOptions) -> Mo
 
 
 def _check_heads(target: Decoder, draft_tensor: bool | None) -> None:
-    """Raises ValueError if there are no MTP heads to split, or they are not to be split."""
+    """Raise ValueError if there are no MTP heads to split, or they are not to be split."""
     heads = getattr(target, "mtp_layers", 0)
     if draft_tensor is not None and not (heads and draft_tensor):
         problem = "MTP heads are always split" if heads else "no draft is loaded"

@@ -1,4 +1,4 @@
-"""Weights that are arrays already, such as those of a training loop, under the names of a library."""
+"""Weights in arrays, such as those of a training loop, under the names of a library."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jspec.checkpoints import language_model
 from jspec.checkpoints.fields import Fields, read_fields
-from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.files import CheckpointError, resolve_dtype
 from jspec.checkpoints.live import LiveArray
+from jspec.checkpoints.loading import LoadOptions
 from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
@@ -53,7 +53,7 @@ class _Named:
 
 
 class LiveTensors(Tensors):
-    """Arrays that are read as the tensors of a checkpoint are, without the host. Their values are not looked at."""
+    """Arrays in the place of tensors, without a copy on the host. Does not check for NaN or infinity."""
 
     def stored(self, name: str, *shape: int) -> Any:
         """One array.
@@ -90,7 +90,7 @@ class LiveTensors(Tensors):
         return quantize(array, self.weights)
 
     def compare_head(self, embedding: str, *shape: int) -> None:
-        """Refuses an LM head beside a tied embedding, unless it is known to be equal."""
+        """Refuse an LM head beside a tied embedding, unless it is known to be equal."""
         if HEAD in self.names() and not np.array_equal(self.stored(HEAD, *shape), self.stored(embedding, *shape)):
             raise CheckpointError(
                 f"{self.directory}: config.json implies that {embedding} is the LM head (tie_word_embeddings): {HEAD} "
@@ -123,41 +123,37 @@ def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tu
     return parsed, language_model.ends_of_text([fields, fields.section("text_config")], parsed.vocab_size)
 
 
-def plan(
-    config: Decoder,
-    arrays: PyTree,
-    *,
-    dtype: DTypeLike | None = None,
-    names: str = TRANSFORMERS,
-    placement: Placement | None = None,
-    weights: str | None = None,
-) -> Plan[Decoder]:
-    """The plan of a model of one of the families, whose `read` is one program, compiled once for arrays of one shape.
+def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRANSFORMERS) -> Plan[Decoder]:
+    """Plan a model of one of the families. Its `read` is one program, compiled once for arrays of one shape.
 
-    Its configuration has the MTP heads of which there are weights.
+    Its configuration has MTP heads if there are weights of them.
 
     arrays: by Hugging Face name, or as another library holds them; on any devices, traced ones included.
-    dtype: None: that of the arrays.
+    options: its dtype None is that of the arrays; without a placement the program decides where the weights are.
     names: whose names the arrays have.
-    placement: the devices over which the weights are split; None: the program decides where they are.
-    weights: the format of linear layers, a key of `quantized.FORMATS`; None: `dtype`.
 
     Raises:
       CheckpointError: an array that is not one, or of another dtype than the others; or names that are not known for
         this model.
-      ValueError: an unknown library, or a model that cannot be split.
+      ValueError: an unknown dtype or library, a model that cannot be split, or without what the options ask for.
     """
+    # The configuration has what the options ask for.
+    placement, dtype = options.placement, None if options.dtype is None else resolve_dtype(options.dtype)
+    if config.exact:
+        options.check_exact()
+    config.configured(exact=options.exact, kv=options.kv)
     if getattr(config, "tensor", 1) > 1:
         if placement is None:
             raise ValueError(
                 f"config: is that of a model on {config.tensor} devices; tensor or mesh must be given, too"
             )
         config = dataclasses.replace(config, tensor=1)  # pyright: ignore[reportArgumentType]  # a dataclass
+    # The arrays, by name.
     check_names(names, config)
     leaves = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
     checked = {name: _checked(name, array) for name, array in leaves.items()}
     tensors = LiveTensors(_Named(checked), _common_dtype(checked) if dtype is None else np.dtype(dtype))
-    tensors.weights = weights
+    tensors.weights = options.weights
     if names == TRANSFORMERS:
         config = language_model.with_mtp(config, tensors)
     plan = Plan(config, tensors, partial(_read_params, names))

@@ -1,4 +1,4 @@
-"""A checkpoint that is open: its configuration is checked, and its weights can be read."""
+"""An open checkpoint: its configuration is checked, and its weights can be read."""
 
 import copy
 import dataclasses
@@ -42,18 +42,18 @@ class Checkpoint(Generic[C]):
 
 
 def unchanged(config: Any, tensors: Tensors) -> Any:
-    """The configuration itself, for weights that are split as they are stored."""
+    """The configuration itself, for weights split as they are stored."""
     return config
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[C]):
-    """What `read` will read.
+    """What `read` will read, and onto which devices.
 
     config: the configuration; `over` splits it.
     tensors: the open files, with the dtype, the format and the devices of the weights.
     read_params: reads the weights of a configuration.
-    as_stored: the configuration, after it is split, for weights that stay in the format of the checkpoint.
+    as_stored: adapts a split configuration to weights in the format of the checkpoint.
     """
 
     config: C
@@ -63,7 +63,7 @@ class Plan(Generic[C]):
     as_stored: Callable[[C, Tensors], C] = unchanged
 
     def over(self, placement: Placement) -> "Plan[C]":
-        """The plan to split the weights over devices. Only what is split is then read onto the right devices.
+        """Split the weights over devices. Only these are then read onto the right devices.
 
         Raises:
           ValueError: they cannot be split.
@@ -78,11 +78,11 @@ class Plan(Generic[C]):
         return self.tensors.held(self.config.param_shapes(self.tensors.dtype))
 
     def memory(self) -> PyTree:
-        """What one device needs while the weights are read, as shapes."""
+        """Needs of one device while the weights are read, as shapes."""
         return self.tensors.memory(self.config.param_shapes(self.tensors.dtype))
 
     def read(self) -> Checkpoint[C]:
-        """Reads the weights.
+        """Read the weights.
 
         Raises:
           CheckpointError: a tensor is missing, damaged or not used, or has an unexpected shape.

@@ -36,7 +36,7 @@ _DERIVED = ".rotary_emb.inv_freq"
 _CHUNK = 2**20
 """Elements to check at once, so that they stay in the processor's cache."""
 _BLOCK_BYTES = 2**23
-"""Bytes of a stored tensor that a thread reads, checks and copies at once, so that they stay in the cache."""
+"""Bytes of a stored tensor that a thread reads, checks and copies at once, few enough for the cache."""
 
 
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
@@ -88,7 +88,7 @@ class PartialFiles(Protocol):
 class Tensors:
     """The tensors of a checkpoint, converted to one dtype and checked against the shapes of config.json.
 
-    It records which tensors have been read, so that unused ones can be reported.
+    It records the tensors it has read, so unused ones can be reported.
     """
 
     placement: Placement | None = None
@@ -114,7 +114,7 @@ class Tensors:
         return self.files.get(name)
 
     def expect(self, name: str, *shape: int) -> None:
-        """Checks the shape of a tensor without reading it.
+        """Check the shape of a tensor without reading it.
 
         Raises:
           CheckpointError: it is missing, or has another shape.
@@ -265,12 +265,12 @@ class Tensors:
         return quantize_shapes(shapes, self.weights)
 
     def held(self, shapes: PyTree) -> PyTree:
-        """What one device has of weights, as shapes. shapes: as those of `shapes`."""
+        """The weights on one device, as shapes. shapes: as those of `shapes`."""
         stored = self.shapes(shapes)
         return stored if self.placement is None else self.placement.local(stored)
 
     def memory(self, shapes: PyTree) -> PyTree:
-        """What one device needs while weights are read: what it will have, and a matrix to be quantized.
+        """Needs of one device while weights are read: its weights, and a matrix to be quantized.
 
         shapes: as those of `shapes`.
         """
@@ -291,11 +291,11 @@ class Tensors:
         return np.empty(shape, dtype) if like is None or not self.defers(like) else Assembled(shape, dtype)
 
     def leave(self, *prefixes: str) -> None:
-        """Marks tensors whose names start with a prefix as deliberately unread."""
+        """Mark tensors with one of these prefixes as deliberately unread."""
         self.asked |= {name for name in self.names() if name.startswith(prefixes)}
 
     def compare_head(self, embedding: str, *shape: int) -> None:
-        """Reads the LM head of a tied checkpoint, if it has one, and compares it with the embedding, of this shape.
+        """Compare the LM head of a tied checkpoint, if it has one, with the embedding, of this shape.
 
         Raises:
           CheckpointError: they differ.
@@ -309,7 +309,7 @@ class Tensors:
             )
 
     def refuse_unread(self, owner: str, spare: Callable[[str], bool] = lambda name: False) -> None:
-        """Raises if there are tensors that nothing has read.
+        """Refuse tensors that nothing has read.
 
         Args:
           owner: the kind of model, for the error.

@@ -1,8 +1,8 @@
 """Reads files of `torch.save` without torch: heads in `pytorch_model.bin`, masks in `.pt`.
 
 Such a file is a zip archive of a pickle, which describes the tensors, and the bytes of each storage. A pickle can call
-any function that it names. Here it may only name the functions that rebuild tensors, and their substitutes return plain
-records, so a file cannot run code. The bytes are memory-mapped.
+any function by name. Here it may only name those to rebuild tensors, and their substitutes return plain records, so a
+file cannot run code. The bytes are memory-mapped.
 """
 
 import io
@@ -36,9 +36,9 @@ _DTYPES = {
 _MOST_PICKLE_BYTES = 2**24
 """Bound of the pickle, which only describes the tensors, and of the archive's directory."""
 _MOST_VALUES = 2**19
-"""Bound of the values in containers: those that a pickle refers to repeatedly count each time."""
+"""Bound of the values in containers. Repeated references to one container count each time."""
 _MOST_BROADCAST = 2**20
-"""Elements of a tensor that has more of them than its storage, as broadcast ones do."""
+"""Elements of a broadcast tensor, with fewer of them in its storage."""
 
 
 class _Storage(NamedTuple):
@@ -128,7 +128,7 @@ def _folder(archive: zipfile.ZipFile) -> str:
 
 
 def _check_directory(file: BinaryIO) -> None:
-    """Raises if the directory of a zip archive is huge: the library reads all of it."""
+    """Refuse a huge directory of a zip archive: the library reads all of it."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - _END.size - 2**16))
     end = file.read()

@@ -28,14 +28,14 @@ DRAFT_FILES = [*HUB_FILES, "pytorch_model.bin", "mask_embedding.pt"]
 
 
 def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:
-    """The bundled draft of a bundled model, for a drafter (None: the default draft); None if there is none."""
+    """Name the bundled draft of a bundled model, for a drafter (None: the default draft); None if there is none."""
     drafts = BUNDLED.get(str(source).removeprefix("bundled:"), {}) if str(source).startswith("bundled:") else {}
     name = next(iter(drafts.values()), None) if drafter is None else drafts.get(drafter)
     return name and f"bundled:{name}"
 
 
 def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str = "source") -> Path:
-    """The directory of a checkpoint, downloaded first if `source` is a hub id.
+    """Find the directory of a checkpoint; download it first if `source` is a hub id.
 
     files: patterns of the files to download.
     argument: what `source` is called, for messages.
@@ -52,12 +52,14 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
         raise ValueError(
             f"{argument}={name!r}: must be bundled:NAME, a Hugging Face directory or a hub id; '.' is this directory"
         )
+    # A bundled model.
     if name.startswith("bundled:"):
         short = name.removeprefix("bundled:")
         names = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
         if short not in names:
             raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(names)}")
         return ASSETS / short
+    # A directory.
     try:
         if Path(source).is_dir():
             return Path(source)
@@ -68,6 +70,7 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
     if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         shown = name if len(name) <= 200 else shorten(name)
         raise CheckpointError(f'{shown}: no such directory (and not a hub id of the form "organization/name")')
+    # A hub id.
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Memory that a generation needs, and whether the device has it."""
+"""The memory of a generation, and whether the device has it."""
 
 import dataclasses
 import os

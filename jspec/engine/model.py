@@ -54,7 +54,7 @@ class Model:
         return f"Model({self.name!r}: {shape}, {_dtypes(self.params.target)}{devices}; {draft})"
 
     def with_params(self, params: Any) -> "Model":
-        """This model with other weights, by reference, such as those of a training loop. Nothing is compiled anew.
+        """Swap in other weights, by reference, such as those of a training loop. Compiles nothing.
 
         params: `Params` of target and draft, or the weights of the target alone.
 
@@ -67,7 +67,7 @@ class Model:
         return dataclasses.replace(self, params=params)
 
     def check_replacement(self, params: Any) -> None:
-        """Checks that weights can replace this model's without compiling anything.
+        """Check that weights can replace this model's without compiling anything.
 
         Raises:
           ValueError: as `with_params`.
@@ -85,7 +85,7 @@ class Model:
         return [dataclasses.replace(self, params=part.own(self.params), placement=part) for part in parts]
 
     def with_draft(self, draft: "Model | None") -> "Model":
-        """This model with another language model as its draft, for the drafter `jspec.Standalone`; None: without one.
+        """Use another language model as the draft, for the drafter `jspec.Standalone`; None: no draft.
 
         Raises:
           TypeError, ValueError: not a model, or one of another vocabulary.
@@ -113,7 +113,7 @@ def _dtypes(params: Any) -> str:
 
 
 def refuse_split(model: Model, user: str) -> None:
-    """Raises ValueError if the model is split over devices, which `user` does not support."""
+    """Raise ValueError if the model is split over devices: `user` does not support this."""
     if model.placement is not None:
         raise ValueError(
             f"model={model.name!r}: is split over {model.placement}, which {user} does not support yet; "
@@ -134,7 +134,7 @@ def load(
     weights: str | None = None,
     kv: str | None = None,
 ) -> Model:
-    """Loads a target, and a draft for it, onto the default device, or splits it over several.
+    """Load a target, and a draft for it, onto the default device, or split it over several.
 
     Args:
       source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
@@ -174,11 +174,11 @@ def load(
 
 
 _COMPARED = ("target", "draft")
-"""What several processes must agree in when they have loaded a model."""
+"""Values of a loaded model that processes compare."""
 
 
 def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) -> Model:
-    """`load` in one of the processes. All errors but those of damaged weights precede the reading of weights."""
+    """Load in one of the processes. All errors but those of damaged weights precede the reading of weights."""
     # Open the files. Target and draft must have the same tokens.
     directory, draft_directory = locate(source), None if draft is None else locate(draft, DRAFT_FILES, "draft")
     tokenizer = Tokenizer.load(directory)
@@ -200,14 +200,14 @@ def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) ->
 
 
 def _complete(loaded: Checkpoint, placement: Placement | None) -> Checkpoint:
-    """Weights of which those that are not split are on all devices."""
+    """Copy weights that are not split to all devices."""
     return loaded if placement is None else dataclasses.replace(loaded, params=placement.complete(loaded.params))
 
 
 def assemble(
     name: str, target: Checkpoint, draft: Checkpoint | None, tokenizer: Tokenizer | None, options: LoadOptions
 ) -> Model:
-    """A model of a target and a draft that have been read. draft: None: the MTP heads of the target, if it has any."""
+    """Make a model of a target and a draft; draft None: the MTP heads of the target, if it has any."""
     if draft is None:
         target, draft = _split_heads(target)
     config = target.config.configured(exact=options.exact, kv=options.kv)
@@ -219,7 +219,7 @@ def assemble(
 
 
 def _split_heads(target: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
-    """A language model without its MTP heads, and the heads; None if there are none."""
+    """Separate a language model from its MTP heads; None if there are none."""
     config = target.config
     if not config.mtp_layers:
         return target, None

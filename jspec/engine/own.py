@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
 from jspec.checkpoints import named
-from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.loading import LoadOptions, place_model
 from jspec.core import package
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
@@ -38,7 +37,7 @@ def from_function(
     name: str | None = None,
     check: bool = True,
 ) -> Model:
-    """A model of any function of tokens, for experiments: every forward computes all tokens anew.
+    """Make a model of any function of tokens, for experiments: every forward computes all tokens anew.
 
     The result works wherever one of `jspec.load` does: as a target with chains and trees, and as the draft of another
     model with `model.with_draft(...)`. It has no keys and values, so a round costs a forward of the whole sequence, and
@@ -95,7 +94,7 @@ def from_module(
     name: str | None = None,
     check: bool = True,
 ) -> Model:
-    """A model of a module of flax that is called with tokens, as `from_function`; requires the extra `train`.
+    """Make a model of a module of flax, as `from_function`; requires the extra `train`.
 
     Modules of one structure share compiled programs. What a call changes in the module, such as statistics, is dropped.
 
@@ -122,7 +121,7 @@ def from_target(
     eos: Sequence[int] = (),
     name: str | None = None,
 ) -> Model:
-    """A model of a target with a cache of its own; `jspec.check_target` checks it.
+    """Make a model of a target with a cache of its own; `jspec.check_target` checks it.
 
     Args:
       target: a frozen dataclass with the attributes and methods of `jspec.core.types.Target`. Compiled programs are
@@ -168,10 +167,10 @@ def from_named(
     weights: str | None = None,
     kv: str | None = None,
 ) -> Model:
-    """A model of a supported family from arrays under the names of a library, without files.
+    """Make a model of a supported family from arrays under the names of a library, without files.
 
     The weights are fused by one program, which runs where the arrays are and compiles once per shape; it may be part of
-    a program of the caller's, with `generate_ids`. Values are not looked at. A training loop gives new weights with
+    a program of the caller's, with `generate_ids`. Does not check for NaN or infinity. A training loop updates with
 
         model = model.with_params(jspec.from_named(config, arrays).params.target)
 
@@ -203,17 +202,12 @@ def from_named(
     options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
-    kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
-    if parsed.exact:
-        options.check_exact()
-    parsed.configured(exact=exact, kv=kv)
     if eos is not None:
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)
     name = type(parsed).__name__ if name is None else check_text("name", name)
-    placed = {"placement": options.placement, "weights": weights}
-    plan = named.plan(parsed, arrays, dtype=kind, names=names, **placed)
+    plan = named.plan(parsed, arrays, options, names)
     return assemble(name, dataclasses.replace(plan.read(), eos=ends), None, tokenizer, options)
 
 

@@ -1,4 +1,4 @@
-"""Weights that take the place of a model's: of the same shapes, dtypes and devices, so that nothing compiles anew."""
+"""Checks of weights that replace a model's: of the same shapes, dtypes and devices, so nothing compiles anew."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jspec.core.types import Params
 
 
 def check_same_shapes(old: Any, new: Any) -> None:
-    """Checks that weights can replace others without compiling anything.
+    """Check that weights can replace others without compiling anything.
 
     Raises:
       ValueError: another structure, shape or dtype, with the path of the leaf.
@@ -28,7 +28,7 @@ def check_same_shapes(old: Any, new: Any) -> None:
 
 
 def _difference(olds: list[tuple[Any, Any]], news: list[tuple[Any, Any]]) -> str:
-    """The first leaves that only one of two pytrees has."""
+    """Name the first leaves in only one of two pytrees."""
     old_names, new_names = ([f"params{jax.tree_util.keystr(path)}" for path, _ in leaves] for leaves in (olds, news))
     missing = [name for name in old_names if name not in new_names]
     unknown = [name for name in new_names if name not in old_names]
@@ -44,7 +44,7 @@ def _described(leaf: Any) -> str:
 
 
 def check_alive(params: Any, where: str = "params") -> None:
-    """Checks that weights have not been donated to a program of the user's, which deletes them.
+    """Check that weights have not been deleted by a donation to a program of the user's.
 
     where: what they are, for the message.
 
@@ -60,7 +60,7 @@ def check_alive(params: Any, where: str = "params") -> None:
 
 
 def check_same_devices(old: Params, new: Params) -> None:
-    """Checks that weights are split over devices as those that they replace: others have another order of columns.
+    """Check that weights are split over devices as the old ones: others have another order of columns.
 
     Raises:
       ValueError: they are not, with the path of the leaf.
