@@ -43,12 +43,14 @@ def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Arr
     if not path.exists():
         return None
     saved = torch_file.read(path)
+    # A dictionary may state the token.
     if isinstance(saved, dict):
         stated = saved.get("mask_token_id", config.mask_token)
         if stated != config.mask_token:
             raise CheckpointError(f"{path}: mask_token_id={stated}, but config.json has {config.mask_token}")
         arrays = [value for value in saved.values() if isinstance(value, np.ndarray)]
         saved = arrays[0] if len(arrays) == 1 else None
+    # A finite vector of the draft's width.
     width = config.hidden_size
     if not isinstance(saved, np.ndarray) or saved.shape not in ((width,), (1, width)) or saved.dtype not in FLOATS:
         raise CheckpointError(f"{path}: must hold one tensor of {width} values")

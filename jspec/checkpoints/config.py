@@ -50,22 +50,22 @@ def reading(where: str) -> Iterator[None]:
 
 
 def read_layer_count(config: Fields) -> int:
-    """The number of decoder layers."""
+    """Read the number of decoder layers."""
     return config.read_int("num_hidden_layers", most=MOST_LAYERS)
 
 
 def read_length(config: Fields) -> int:
-    """The longest context."""
+    """Read the longest context."""
     return config.read_int("max_position_embeddings", most=MOST_LENGTH)
 
 
 def read_eps(config: Fields) -> float:
-    """The epsilon of the norms."""
+    """Read the epsilon of the norms."""
     return config.read_number("rms_norm_eps", 1e-6, above=0, most=1)
 
 
 def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = None) -> int:
-    """The dimensions of a head, which rotate in pairs; if the file does not state it, `default` or width / heads."""
+    """Read the dimensions of a head, an even number; if the file does not state it, `default` or width / heads."""
     stated = config.optional_int(key)
     if stated is None and default is not None:
         stated = default
@@ -85,7 +85,7 @@ def read_rope(config: Fields, *kinds: str) -> tuple[str, float, Fields]:
     Older files have `rope_theta` and `rope_scaling`, newer ones both in `rope_parameters`.
 
     Args:
-      kinds: those that the model implements.
+      kinds: those of the model.
 
     Raises:
       CheckpointError: another kind, or an invalid base.
@@ -111,11 +111,13 @@ def parse_yarn(config: Fields) -> tuple[float, YarnRope | None]:
     Raises:
       CheckpointError: an unsupported kind of scaling, or a parameter that is missing or out of bounds.
     """
+    # Without scaling there is only a base.
     kind, theta, rope = read_rope(config, "default", "yarn")
     if kind == "default":
         return theta, None
     if theta == 1:
         raise rope.wrong("rope_theta", theta, "must be above 1 with rope_type='yarn'")
+    # Contradictions between parameters.
     length = read_length(config)
     original = rope.read_int("original_max_position_embeddings", most=MOST_LENGTH)
     if not rope.has("factor") and original > length:
@@ -186,7 +188,7 @@ def describe_experts(experts: Routed, dense_layers: tuple[int, ...]) -> dict[str
 
 
 def describe_shape(architecture: str, model_type: str, config: Decoder) -> dict[str, Any]:
-    """The keys that config.json of every family has."""
+    """Describe the keys common to all families."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

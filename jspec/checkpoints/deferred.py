@@ -81,7 +81,7 @@ class Deferred:
         return np.empty([shape[axis] for axis in self.layout], self.dtype).transpose(np.argsort(self.layout))
 
     def _transposed(self, axes: Sequence[int]) -> "Deferred":
-        back = np.argsort(axes).tolist()
+        back = np.argsort(axes).tolist()  # From the new axes to the old ones.
 
         def write(part: Part, out: np.ndarray) -> None:
             self.write(tuple(part[axis] for axis in back), out.transpose(back))
@@ -110,6 +110,7 @@ class Assembled(Deferred):
 
     def _write(self, part: Part, out: np.ndarray) -> None:
         for place, values in self._pieces:  # Of two at one place the later one counts.
+            # The part of this piece, by axis.
             meets = [_meet(interval, indices) for interval, indices in zip(place, part, strict=True)]
             if all(len(within) for _, within in meets):
                 # An axis that the index of a piece takes one element of is none of its values'.
@@ -133,6 +134,7 @@ def _ranges(index: Any, shape: tuple[int, ...]) -> list[int | range] | None:
     items: list[_Index] = list(index) if isinstance(index, tuple) else [index]
     if not all(isinstance(item, int | slice | EllipsisType) for item in items):
         return None
+    # An ellipsis stands for whole axes.
     missing = len(shape) - sum(item is not ... for item in items)
     at = items.index(...) if ... in items else len(items)
     items[at : at + 1] = [slice(None)] * missing

@@ -128,6 +128,7 @@ def write_shards(
     directory: Path, tensors: Iterable[tuple[str, ArrayLike]], dtype: DTypeLike, max_shard_bytes: int | None = None
 ) -> None:
     """Writes tensors by name as model.safetensors, or as shards of at most `max_shard_bytes` with their index."""
+    # Fill one shard after the other.
     shards: list[dict[str, np.ndarray]] = [{}]
     filled = 0
     for name, tensor in tensors:
@@ -140,6 +141,7 @@ def write_shards(
     if len(shards) == 1:
         write_tensors(shards[0], directory / "model.safetensors")
         return
+    # Write several shards with their index.
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"

@@ -99,7 +99,7 @@ class LiveTensors(Tensors):
 
 
 def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tuple[int, ...]]:
-    """A configuration, and the ids that end a text.
+    """Parse a configuration, and the ids that end a text.
 
     config: what a config.json holds, its file or directory, or a configuration itself.
 
@@ -133,8 +133,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
     names: whose names the arrays have.
 
     Raises:
-      CheckpointError: an array that is not one, or of another dtype than the others; or names that are not known for
-        this model.
+      CheckpointError: not an array, or of another dtype than the others; or a library without names for this model.
       ValueError: an unknown dtype or library, a model that cannot be split, or without what the options ask for.
     """
     # The configuration has what the options ask for.

@@ -33,7 +33,7 @@ class Checkpoint(Generic[C]):
     """A loaded language model or draft.
 
     params: the weights, in the structure of its family or kind, such as `LlamaParams`.
-    eos: ids that end a text; of drafts with a layout of their own none.
+    eos: ids that end a text; none for drafts with a layout of their own.
     """
 
     config: C

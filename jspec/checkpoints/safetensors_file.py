@@ -106,9 +106,11 @@ class SafetensorFiles:
           CheckpointError: as `get`.
         """
         entry, (first, *others) = self._entry(name), part
+        # Nothing.
         if not all(map(len, part)):
             return self._values(name, entry.begin, entry.begin).reshape([len(indices) for indices in part])
         size, rows = (entry.end - entry.begin) // entry.shape[0], first[-1] + 1 - first.start
+        # Whole rows are read in threads, parts of rows from a memory map.
         begin = entry.begin + first.start * size
         if len(first) == rows and tuple(map(len, others)) == entry.shape[1:]:
             return self._values(name, begin, begin + rows * size).reshape(rows, *entry.shape[1:])
@@ -184,6 +186,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     Raises:
       CheckpointError: the file is damaged.
     """
+    # The bytes, before anything in them is believed.
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -193,6 +196,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             data = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    # The entries, and their places.
     try:
         raw = parse_json(data, "header")
         if not isinstance(raw, dict):

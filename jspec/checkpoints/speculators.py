@@ -107,6 +107,7 @@ def read_ids(tensors: Tensors, count: int, vocab: int) -> Int[Array, " Vd"] | No
     Raises:
       CheckpointError: they are not ascending ids of the target.
     """
+    # Offsets, if the vocabulary is reduced.
     names, ids = tensors.names(), np.arange(count, dtype=np.int64)
     if "d2t" in names or count != vocab:
         offsets = tensors.integers("d2t", count)
@@ -117,6 +118,7 @@ def read_ids(tensors: Tensors, count: int, vocab: int) -> Int[Array, " Vd"] | No
                 f"{tensors.directory}: d2t has the offset {offsets[~inside][0]}: must be between {-vocab} and {vocab}"
             )
         ids = ids + offsets
+    # Ascending ids of the target, and the same tokens in both maps.
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab:
         raise CheckpointError(
             f"{tensors.directory}: d2t maps to the token ids {ids[:3]} to {ids[-1]}, which must ascend from 0 to at "

@@ -102,7 +102,7 @@ class Tensors:
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
         self.asked: set[str] = set()
-        """Names of the tensors that have been read or deliberately left out."""
+        """Names of tensors read or deliberately left out."""
 
     def names(self) -> set[str]:
         """The names of all tensors."""
@@ -142,7 +142,7 @@ class Tensors:
         return tensor
 
     def integers(self, name: str, *shape: int) -> np.ndarray:
-        """A tensor of integers, such as token ids, in int64.
+        """Read a tensor of integers, such as token ids, in int64.
 
         Raises:
           CheckpointError: it is missing, has another shape, or has values that are no 64-bit integers.
@@ -154,7 +154,7 @@ class Tensors:
         return tensor.astype(np.int64)
 
     def marks(self, name: str, *shape: int) -> np.ndarray:
-        """A tensor of bools, which may be stored as integers 0 and 1.
+        """Read a tensor of bools; they may be stored as integers 0 and 1.
 
         Raises:
           CheckpointError: it is missing, has another shape, or has other values.
@@ -184,7 +184,7 @@ class Tensors:
         return tensor.T if transpose else tensor
 
     def defers(self, name: str) -> bool:
-        """Whether `read` leaves a tensor in its file until it is put on devices, of which each may get a part."""
+        """Whether `read` leaves a tensor in its file until it is put on devices, maybe in parts."""
         if not isinstance(self.files, PartialFiles):
             return False
         return self.files.has_parts(name) and self.files.shape(name) != ()
@@ -195,15 +195,16 @@ class Tensors:
         return partial(self.files.part, name)
 
     def deferred(self, name: str, dtype: DTypeLike, read: Callable[[Part], np.ndarray]) -> Deferred:
-        """A tensor that is read part by part, in blocks of rows. read: a function that reads a part in this dtype."""
+        """Read a tensor later, part by part, in blocks of rows. read: reads a part in this dtype."""
         self.asked.add(name)
         shape = self.files.shape(name)
-        # A block is rows of the first axis or, where one of them is a matrix larger than a block, rows of that matrix.
+        # A block is rows of the first axis or, in a stack of large matrices, rows of one matrix.
         most = _BLOCK_BYTES // 2
         axis = int(len(shape) > 2 and math.prod(shape[1:]) > most)
         rows = max(1, most // (math.prod(shape[axis + 1 :]) or 1))
 
         def write(part: Part, out: np.ndarray) -> None:
+            # Blocks of rows in threads, each read, checked and converted while it is in the cache.
             leads = [(slice(i, i + 1),) for i in range(len(part[0]))] if axis else [()]
             starts = range(0, len(part[axis]), rows)
             blocks = [(*lead, slice(start, start + rows)) for lead in leads for start in starts]
@@ -231,16 +232,18 @@ class Tensors:
     def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
         """Arrays side by side on their last axis, on the device, or as `Placement.put` splits them.
 
-        The result is an array; or a `Quantized` that takes its place, if it is the matrix of a linear layer.
+        The result is an array, or a `Quantized` for the matrix of a linear layer.
 
         options: of its field.
         """
+        # Place.
         if self.placement is not None:
             array = self.placement.put(options, parts)
         else:
             array = on_device(side_by_side(parts))
         if self.weights not in FORMATS or not options.linear:
             return array
+        # Quantize, one matrix at a time.
         self.check_devices(options, array.shape)
         matrix = _quantize(array, self.weights)
         return matrix if self.placement is None else self.placement.place(options, matrix)
@@ -287,7 +290,7 @@ class Tensors:
         return self.blank(shape, self.dtype, like)
 
     def blank(self, shape: tuple[int, ...], dtype: DTypeLike, like: str | None) -> Any:
-        """An array of NumPy to be filled; or one that takes no memory, if `read` gives such arrays of tensor `like`."""
+        """An array of NumPy to be filled; or one without memory, if `read` gives such arrays of tensor `like`."""
         return np.empty(shape, dtype) if like is None or not self.defers(like) else Assembled(shape, dtype)
 
     def leave(self, *prefixes: str) -> None:
@@ -328,7 +331,7 @@ class Tensors:
 
 
 def is_finite(tensor: np.ndarray) -> bool:
-    """Whether no element is NaN or infinite, which all bits of its exponent being set would mean.
+    """Whether no element is NaN or infinite. In those all bits of the exponent are set.
 
     Integer operations on a few elements at a time take less time than reading them from a file.
     """

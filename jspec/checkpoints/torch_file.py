@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 _MOST_PICKLE_BYTES = 2**24
-"""Bound of the pickle, which only describes the tensors, and of the archive's directory."""
+"""Bound of the pickle, a description of the tensors, and of the archive's directory."""
 _MOST_VALUES = 2**19
 """Bound of the values in containers. Repeated references to one container count each time."""
 _MOST_BROADCAST = 2**20
@@ -55,7 +55,7 @@ class _Tensor(NamedTuple):
 
 
 class _Refused(pickle.UnpicklingError):
-    """The pickle contains something that is not supported."""
+    """The pickle contains something unsupported."""
 
 
 def read(path: str | Path) -> Any:
@@ -86,7 +86,7 @@ def read(path: str | Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Accepts only the names that rebuild tensors; the results have no attributes that a pickle could set."""
+    """Accept only the names of rebuilt tensors; a pickle can set no attributes of the results."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -117,7 +117,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _folder(archive: zipfile.ZipFile) -> str:
-    """The folder in the archive, with a trailing slash; torch names it after the file that it saves."""
+    """Find the folder in the archive, with a trailing slash; torch names it after the saved file."""
     names = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(names) != 1:
         raise _Refused("is a zip archive that torch.save did not write: it must have one data.pkl")
@@ -145,7 +145,7 @@ _END = struct.Struct("<12xI6x")
 
 
 def _read_entry(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The contents of a small file in the archive, which may be compressed and inflate to any size."""
+    """Read a small file in the archive. A compressed one could inflate to any size."""
     size = archive.getinfo(name).file_size
     if size > _MOST_PICKLE_BYTES:
         raise _Refused(f"has a {name} of {size} bytes: must have at most {_MOST_PICKLE_BYTES}")
@@ -189,7 +189,7 @@ def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np
     file = archive.fp
     assert file is not None
     file.seek(entry.header_offset)
-    # A local header of the zip format: 30 bytes, which end with the lengths of the name and of the extra field.
+    # A local header of the zip format: 30 bytes; the last four are the lengths of the name and of the extra field.
     mark, name_length, extra_length = struct.unpack("<4s22xHH", file.read(30))
     if mark != b"PK\x03\x04":
         raise ValueError(f"storage {storage.key} has no header")
@@ -198,12 +198,14 @@ def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np
 
 
 def _view(flat: np.ndarray, tensor: _Tensor) -> np.ndarray:
-    """The elements of a tensor, which must lie within its storage."""
+    """View the elements of a tensor. Refuse one beyond its storage."""
     shape, strides = tensor.shape, tensor.strides
     if len(shape) != len(strides) or min((tensor.offset, *shape, *strides)) < 0:
         raise ValueError(f"a tensor has shape {shape}, strides {strides} and offset {tensor.offset}")
+    # Nothing to read.
     if math.prod(shape) == 0:
         return np.empty(shape, flat.dtype)
+    # No element outside of the storage, and no broadcast to any size.
     if math.prod(shape) > max(flat.size, _MOST_BROADCAST):
         raise ValueError(f"a tensor of shape {shape} has a storage of only {flat.size} elements")
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -19,7 +19,7 @@ from jspec.models.sizes import tree_bytes
 from pallas_kernels import platform
 
 HEADROOM = 0.05
-"""Fraction of the device's memory that is reserved for activations and logits."""
+"""Fraction of the device's memory reserved for activations and logits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Need:
     """Bytes of the state of a generation.
 
     batch: number of sequences.
-    capacity: tokens per sequence that the caches can hold.
+    capacity: tokens per sequence in the caches.
     target, draft: bytes of the target's cache and of the drafter's state.
     options: bytes of the stop automaton and of the sampling parameters, for any capacity.
-    logits: bytes of the logits of whole texts, which models without keys and values compute in each forward.
+    logits: bytes of the logits of whole texts; models without keys and values compute them in each forward.
     """
 
     batch: int
@@ -77,13 +77,13 @@ def need(
 
 
 def logit_bytes(target: Target, drafter: Drafter, batch: int, capacity: int) -> int:
-    """Bytes of the logits of whole texts that a forward of the target or of a draft computes, one after the other."""
+    """Bytes of the logits of whole texts in a forward of the target or of a draft, one after the other."""
     models = (target, getattr(drafter, "model", None))
     return max(model.logit_bytes(batch, capacity) if isinstance(model, Decoder) else 0 for model in models)
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:
-    """Bytes that JAX can still allocate on a device, and its limit; None if they are unknown.
+    """Bytes free for JAX on a device, and its limit; None if they are unknown.
 
     device: None: the default device.
     """
@@ -108,19 +108,19 @@ def least_free(devices: Collection[Device] | None) -> tuple[int, int] | None:
 
 
 def usable_fraction() -> float:
-    """The fraction of the default device's memory that an engine uses by default.
+    """The fraction of the default device's memory for an engine, by default.
 
-    A CPU shares its memory with other programs, which an allocation failure would end, too.
+    A CPU shares its memory with other programs; an allocation failure would end them, too.
     """
     return 0.75 if jax.devices()[0].platform == "cpu" else 0.9
 
 
 def check_weights(name: str, shapes: PyTree, what: str = "weights", devices: Collection[Device] | None = None) -> None:
-    """Checks that weights fit into the free memory of a device, before any of them is made or read.
+    """Check that weights fit into the free memory of a device, before any of them is made or read.
 
     name: whose they are, for the message. what: what they are, if not weights.
-    shapes: `jax.ShapeDtypeStruct`s; arrays, which have their memory already, do not count.
-    devices: each of which needs that memory; None: the default device.
+    shapes: `jax.ShapeDtypeStruct`s; arrays do not count, as they have their memory.
+    devices: each of them needs the memory; None: the default device.
 
     Raises:
       ValueError: they do not fit; the message states what is needed and what is free.
@@ -148,7 +148,7 @@ def fit(
 ) -> int:
     """The capacity of a generation, in tokens per sequence: `preferred`, or `minimum` if that does not fit.
 
-    params: may be traced, which stands for weights on the default device.
+    params: if they are traced, they stand for weights on the default device.
     options: as in `Need`.
 
     Raises:
@@ -156,15 +156,18 @@ def fit(
     """
     weights = jax.tree.leaves(params.target)
     placed = weights and isinstance(weights[0], jax.Array) and not isinstance(weights[0], Tracer)
+    # The memory of the devices with the weights.
     memory = least_free(weights[0].sharding.addressable_devices if placed else None)
     if memory is None:
         return preferred
     free, limit = memory
     budget = free - int(HEADROOM * limit)
+    # The larger capacity, or the smaller.
     for capacity in (preferred, minimum):
         asked = need(params, target, drafter, batch, capacity, page_size, options)
         if asked.total <= budget:
             return capacity
+    # How much would fit.
     per_token = max(asked.growing / (batch * minimum), 1)
     left = max(0, int((budget - options) / per_token))
     raise ValueError(

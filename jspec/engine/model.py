@@ -77,7 +77,7 @@ class Model:
             check_same_devices(self.params, params)
 
     def by_group(self) -> "list[Model]":
-        """This model on each group of its devices alone. Weights that are there are not copied."""
+        """This model on each group of its devices alone, without copies of weights."""
         placement = self.placement
         if placement is None or placement.groups == 1:
             return [self]

@@ -56,11 +56,11 @@ def from_function(
       tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
       eos: ids that end a text.
       name: for messages; None: that of the function.
-      check: whether to run the function once on two short texts, to see that it is causal.
+      check: whether to run the function once on two short texts, to see if it is causal.
 
     Raises:
-      TypeError, ValueError: arguments of the wrong type, a result of another shape or dtype, or one that depends on
-        later tokens.
+      TypeError, ValueError: arguments of the wrong type, a result of another shape or dtype, or dependent on later
+        tokens.
     """
     if not callable(function):
         raise TypeError(f"function is of type {type(function).__name__}: must be f(params, tokens) -> logits")
@@ -70,6 +70,7 @@ def from_function(
     check = check_flag("check", check)
     _check_tokenizer(tokenizer)
     check_alive(params)
+    # The vocabulary is known from a trace, causality from a run.
     length = min(_CHECKED_TOKENS, max_length)
     size = _check_result(function, params, name, length)
     if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != size:
@@ -100,8 +101,8 @@ def from_module(
 
     Args:
       module: of `flax.nnx`, or of `flax.linen`: module(tokens [B, T]) -> logits [B, T, V]. Its weights are taken by
-        reference: they are `model.params.target`, which `model.with_params` replaces.
-      variables: of a module of linen, as `init` returns them; None for one of nnx, which holds its own.
+        reference: they are `model.params.target`, and `model.with_params` replaces them.
+      variables: of a module of linen, as `init` returns them; None for one of nnx, with its own.
       max_length, vocab_size, tokenizer, eos, name, check: as in `from_function`.
 
     Raises:
@@ -132,7 +133,7 @@ def from_target(
       name: for messages; None: that of its class.
 
     Raises:
-      TypeError, ValueError: arguments of the wrong type, or an attribute or method that is missing or wrong.
+      TypeError, ValueError: arguments of the wrong type, or a missing or wrong attribute or method.
     """
     kind = type(target).__name__
     if isinstance(target, type):
@@ -169,8 +170,8 @@ def from_named(
 ) -> Model:
     """Make a model of a supported family from arrays under the names of a library, without files.
 
-    The weights are fused by one program, which runs where the arrays are and compiles once per shape; it may be part of
-    a program of the caller's, with `generate_ids`. Does not check for NaN or infinity. A training loop updates with
+    One program fuses the weights, where the arrays are. It compiles once per shape, and may be part of a program of the
+    caller's, with `generate_ids`. Does not check for NaN or infinity. A training loop updates with
 
         model = model.with_params(jspec.from_named(config, arrays).params.target)
 
@@ -188,13 +189,13 @@ def from_named(
       name: for messages; None: that of the family.
       tensor, data, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are
         copied to these, and those on the same devices may be split in any way.
-      exact: as in `jspec.load`; a target that is exact already stays so.
-      weights: as in `jspec.load`; the program that fuses the weights quantizes them.
+      exact: as in `jspec.load`; an exact target stays so.
+      weights: as in `jspec.load`; the fusing program quantizes them.
       kv: as in `jspec.load`; a target with a narrow cache keeps it.
 
     Raises:
-      CheckpointError: a configuration that is not supported, or an array that is missing, not used, or of another shape
-        or dtype; the message has its name.
+      CheckpointError: an unsupported configuration, or a missing or unused array, or one of another shape or dtype; the
+        message has its name.
       TypeError, ValueError: other arguments of the wrong type, or a number of devices over which the model cannot be
         split.
     """
@@ -273,6 +274,7 @@ def _check_result(function: Function, params: PyTree, name: str, length: int) ->
       TypeError, ValueError: its result is not an array of logits, or it cannot be called.
     """
     tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    # Trace it.
     try:
         out = jax.eval_shape(function, params, tokens)
     except Exception as error:
@@ -280,6 +282,7 @@ def _check_result(function: Function, params: PyTree, name: str, length: int) ->
             f"function: {name}(params, tokens) fails for tokens of shape (2, {length}) and dtype int32: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
+    # Its result must be one array of logits.
     shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
     if shape is None or dtype is None:
         raise TypeError(f"function: {name} returns {type(out).__name__}; must return one array of logits")

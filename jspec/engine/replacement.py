@@ -15,6 +15,7 @@ def check_same_shapes(old: Any, new: Any) -> None:
     Raises:
       ValueError: another structure, shape or dtype, with the path of the leaf.
     """
+    # Structure first, then each leaf.
     olds, structure = jax.tree_util.tree_flatten_with_path(old)
     news, other = jax.tree_util.tree_flatten_with_path(new)
     if structure != other:

@@ -37,7 +37,7 @@ else:
 
 
 class RolloutConfig(Protocol):
-    """The fields of Tunix's configuration that are read; all others belong to engines of its own."""
+    """Fields of Tunix's configuration; all others belong to engines of its own."""
 
     max_tokens_to_generate: int
     temperature: float
@@ -49,7 +49,7 @@ class RolloutConfig(Protocol):
 
 
 class SpecialIds(Protocol):
-    """What is read of a trainer's tokenizer."""
+    """Methods of a trainer's tokenizer."""
 
     def pad_id(self) -> int:
         """The id that fills a row."""
@@ -150,12 +150,14 @@ class TunixRollout(Base):
         if kwargs:
             raise TypeError(f"{', '.join(sorted(kwargs))}: not supported")
         _check_eos(rollout_config, self.engine.model)
+        # Prompts keep all their tokens.
         prompt_ids = encode_prompts(self.engine.model, list(check_sequence("prompts", prompts, items="prompts")))[1]
         width = check_int("max_prompt_length", rollout_config.max_prompt_length, least=1)
         for i, ids in enumerate(prompt_ids):
             if len(ids) > width:
                 raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; must have at most max_prompt_length={width}")
         wants_logprobs = bool(getattr(rollout_config, "return_logprobs", False))
+        # Sample.
         out = self.engine.generate(
             prompt_ids,
             max_new_tokens=rollout_config.max_tokens_to_generate,
@@ -164,6 +166,7 @@ class TunixRollout(Base):
             logprobs=wants_logprobs,
         )
         assert isinstance(out, Generations)
+        # Rows of equal width, padded on the left.
         padded = np.full((len(prompt_ids), width), self._pad, np.int32)
         for row, ids in zip(padded, prompt_ids, strict=True):
             row[width - len(ids) :] = ids

@@ -7,8 +7,9 @@ import pytest
 import toy
 
 import jspec
-from jspec.checkpoints import language_model
+from jspec.checkpoints import language_model, source
 from jspec.checkpoints.language_model import CheckpointError
+from jspec.checkpoints.plan import Plan
 from jspec.core.package import ASSETS
 from jspec.engine import hub
 
@@ -61,6 +62,13 @@ def test_a_failed_download_is_an_error(monkeypatch):
         jspec.load("somebody/target")
 
 
+def test_each_directory_is_opened_once(directories, monkeypatch):
+    opened, read_fields = [], source.read_fields
+    monkeypatch.setattr(source, "read_fields", lambda path: opened.append(path) or read_fields(path))
+    jspec.load(directories / "target", draft=directories / "draft")
+    assert opened == [directories / "target" / "config.json", directories / "draft" / "config.json"]
+
+
 def test_unknown_names():
     with pytest.raises(
         ValueError,
@@ -72,7 +80,7 @@ def test_unknown_names():
         jspec.load("/no/such/place")
 
 
-def test_a_draft_with_another_tokenizer_is_an_error(directories):
+def test_a_draft_with_another_tokenizer_is_an_error(directories, monkeypatch):
     assets = ASSETS / "python-small"
     for name in ("target", "draft"):
         shutil.copy(assets / "tokenizer_config.json", directories / name)
@@ -83,5 +91,6 @@ def test_a_draft_with_another_tokenizer_is_an_error(directories):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
+    monkeypatch.setattr(Plan, "read", None)  # Known before any weight is read.
     with pytest.raises(ValueError, match="has a different tokenizer than"):
         jspec.load(directories / "target", draft=directories / "draft")
