@@ -127,11 +127,11 @@ def edit(directory, change):
     path.write_text(json.dumps(raw if changed is None else changed))
 
 
-def check_unused(directory, name, kind="text model"):
+def check_unused(directory, name):
     """Another tensor in the checkpoint of a directory is an error."""
     path = directory / "model.safetensors"
     save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
-    message = f"1 unused tensor(s) in the checkpoint; this {kind} does not read them: {name}"
+    message = f"1 unused tensor(s) in the checkpoint; this model does not read them: {name}"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         language_model.load(directory)
 

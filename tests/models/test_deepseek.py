@@ -123,7 +123,7 @@ def test_a_published_checkpoint_loads_completely(tmp_path, shared):
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_a_proj.bias", "model.layers.3.x", "model.layers.2.norm"])
 def test_an_unused_tensor_is_an_error(tmp_path, name):
     published(tmp_path)
-    check_unused(tmp_path, name, "model")
+    check_unused(tmp_path, name)
 
 
 def test_a_part_of_an_mtp_head_is_an_error(tmp_path):
