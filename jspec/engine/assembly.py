@@ -11,7 +11,7 @@ from jspec.core.types import RowSampling
 from jspec.engine import sizing
 from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest
-from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
+from jspec.engine.loop import MAX_IN_FLIGHT, MAX_ROUNDS
 from jspec.engine.method import choose_drafter, choose_method, knows_greedy
 from jspec.engine.model import Model
 from jspec.engine.options import EngineOptions, RequestOptions, check_grammar_options
@@ -25,11 +25,11 @@ class OneShape:
     """For requests known in advance: one program reads prompts and one runs rounds, on all slots.
 
     read: sequences and columns of the prefill program.
-    tier: of the sampling options in use (`jspec.engine.device.TIERS`).
+    option_set: of the sampling options in use (`jspec.engine.device.OPTION_SETS`).
     """
 
     read: tuple[int, int]
-    tier: int
+    option_set: int
 
 
 def assemble(
@@ -73,7 +73,7 @@ def assemble(
         max_rounds=MAX_ROUNDS,
         greedy_rule=greedy if accept is None or isinstance(accept, str) else method.accept,
         buckets=None if only is None else [sizes.slots],
-        least_tier=0 if only is None else only.tier,
+        least_option_set=0 if only is None else only.option_set,
     )
 
     return device, _scheduler(device, sizes, options, shares, only)
@@ -82,21 +82,21 @@ def assemble(
 def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: bool, only: OneShape | None) -> Scheduler:
     """Makes the scheduler of a device. shares: whether sequences share prefixes."""
     drafter = device.method.drafter
-    ahead, extra = lookahead(device.state, drafter), extra_rows(device.state, drafter)
-    narrowest = max(1, ahead or 0) + extra
+    later, extra = lookahead(device.state, drafter), extra_rows(device.state, drafter)
+    narrowest = max(1, later or 0) + extra
     if only is None:
         shapes = sizing.read_shapes(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
     else:
         shapes = [(only.read[0], max(only.read[1], narrowest))]
     return Scheduler(
         slots=sizes.slots,
-        pages=Pages(sizes.pages, sizes.page_size, ahead if shares else None, sizes.snapshots),
+        pages=Pages(sizes.pages, sizes.page_size, later if shares else None, sizes.snapshots),
         context=sizes.context,
         depth=drafter.depth,
-        further=extra,
+        extra_rows=extra,
         read_shapes=shapes,
         prefill_tokens=options.prefill_tokens,
-        flights=FLIGHTS,
+        max_in_flight=MAX_IN_FLIGHT,
     )
 
 

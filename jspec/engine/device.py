@@ -1,4 +1,4 @@
-"""The device's side of the engine: plans of the scheduler become calls of programs with arrays of the host."""
+"""Turns the scheduler's plans into calls of programs, with arrays of the host as arguments."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,23 +17,23 @@ from jspec.core.types import Accept, DecodeState, Params, RowSampling, TopTokens
 from jspec.engine.automaton_pool import AutomatonPool, GrammarPool, StopPool
 from jspec.engine.executor import Call, Executor, Window
 from jspec.engine.options import MAX_TOP_LOGPROBS
-from jspec.engine.plan import Admission, Burst, Landed, Read
+from jspec.engine.plan import Admission, Burst, Output, Read
 from jspec.engine.programs import Admitted, ReadPlan, Report
 from jspec.engine.request import Request
 from jspec.engine.result import top_pairs
-from jspec.engine.score import Chunk, Found
+from jspec.engine.score import Chunk, TokenScores
 from jspec.engine.slot_state import Sizes
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
-"""Slot counts for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
-about as long, because the weights are read once."""
-TIERS: tuple[tuple[str, ...], ...] = (
+"""Slot counts for which rounds are compiled; above them, every power of two. Rounds of few sequences take about equally
+long, because reading the weights dominates."""
+OPTION_SETS: tuple[tuple[str, ...], ...] = (
     (),
     ("temperature", "top_k", "top_p", "min_p"),
     tuple(field.name for field in dataclasses.fields(RowSampling) if field.name != "logit_bias"),
     tuple(field.name for field in dataclasses.fields(RowSampling)),
 )
-"""Sets of sampling options for which rounds are compiled: a burst runs the first set that has all options in use."""
+"""Sets of sampling options for which rounds are compiled: a burst runs the first set with all options in use."""
 
 
 _UNUSED = {
@@ -45,21 +45,21 @@ _UNUSED = {
     "logit_bias": 0.0,
     "min_new_tokens": 0,
 }
-"""Values of the sampling options that change nothing."""
+"""Neutral values of the sampling options."""
 EXECUTIONS = 2
 """How often `Device.warm_up` runs each program: on a GPU the second run captures its kernels in graphs."""
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
-"""How many of the most probable tokens a program records: the least of these that has all that were requested."""
+"""Numbers of most probable tokens that a program may record: it runs the smallest one that suffices."""
 _ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "grammar_state", "shared", "rounds")
 
 
 @dataclasses.dataclass(eq=False)
 class DeviceRequest(Request):
-    """A request with what the device needs to know of it.
+    """A request with its options on the device.
 
     logprobs: whether the log-probabilities of its tokens are recorded.
-    top_logprobs: how many of the most probable tokens are recorded with each.
-    start_state, start_grammar: of its stop automaton and of its grammar, in their pools.
+    top_logprobs: number of most probable tokens recorded with each.
+    start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
     """
 
     sampling: Sampling | None = None
@@ -73,32 +73,32 @@ class DeviceRequest(Request):
 
     @property
     def grammar(self) -> TokenGrammar | None:
-        """The texts that it may have; None: all."""
+        """Constrains its text; None: no constraint."""
         return None if self.sampling is None else self.sampling.grammar
 
 
 @dataclasses.dataclass(eq=False)
-class Flight:
-    """A program that has been dispatched: its report is on its way to the host.
+class InFlight:
+    """A dispatched program, whose report is being copied to the host.
 
-    places: the row of the report that belongs to each request.
+    places: the row of each request in the report.
     """
 
     plan: Read | Burst
     report: Report | Future[Report]
     places: dict[Request, int]
 
-    def land(self) -> "dict[Request, Landing]":
-        """Waits for the report; returns what each request got."""
+    def wait(self) -> "dict[Request, DeviceOutput]":
+        """Waits for the report; returns the output of each request."""
         report = self.report.result() if isinstance(self.report, Future) else jax.device_get(self.report)
-        return {request: _landing(request, report, row) for request, row in self.places.items()}
+        return {request: _output(request, report, row) for request, row in self.places.items()}
 
 
 @dataclasses.dataclass
-class Landing(Landed):
-    """What a request got.
+class DeviceOutput(Output):
+    """The output of a request.
 
-    origin, logprobs, top_logprobs, sampled_logprobs: of each new token; all but origin None if they are not recorded.
+    origin, logprobs, top_logprobs, sampled_logprobs: of each new token; all but origin None unless recorded.
     dropped: accepted tokens after the end, as in `GenerationStats`.
     """
 
@@ -112,17 +112,17 @@ class Landing(Landed):
 class Device:
     """Runs the plans of a scheduler.
 
-    method: its acceptance rule is that of bursts in which a sequence samples.
-    samples: whether every burst counts as one in which a sequence samples: `slot_state.always_samples`.
+    method: with the acceptance rule of bursts with sampling.
+    samples: whether every burst counts as one with sampling: `slot_state.always_samples`.
     max_rounds: of a burst.
-    greedy_rule: the acceptance rule of bursts in which no sequence samples.
+    greedy_rule: the acceptance rule of bursts without sampling.
     buckets: slot counts for which programs are compiled, ascending, the last of them all slots; None: `slot_buckets`.
-    least_tier: every program has at least the sampling options of this tier.
+    least_option_set: index of the smallest set of `OPTION_SETS` of any program.
 
     Attributes:
-      executor: what makes the calls, with weights and state.
-      relay: sends a call to other processes, before this one makes it. If none of the devices is here, it returns the
-        report, which will come from there. None: all devices are here.
+      executor: runs the calls; owns weights and state.
+      relay: sends a call to other processes before this one runs it. Returns a future for the report if no device is
+        local. None: all devices are local.
       stops, grammars: the stop automata of the requests, and the automata of their grammars.
     """
 
@@ -137,11 +137,11 @@ class Device:
         max_rounds: int,
         greedy_rule: Accept = greedy,
         buckets: Sequence[int] | None = None,
-        least_tier: int = 0,
+        least_option_set: int = 0,
     ):
         self.method, self.sizes, (self.stops, self.grammars) = method, sizes, pools
         self.relay: Callable[[Call], Future[Report] | None] | None = None
-        self._samples, self._least_tier = samples, least_tier
+        self._samples, self._least_tier = samples, least_option_set
         self._buckets = slot_buckets(sizes.slots) if buckets is None else buckets
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
@@ -158,7 +158,7 @@ class Device:
         return self.executor.state
 
     def hold(self, request: DeviceRequest) -> None:
-        """Puts the automata of a request into the pools, where they stay until `forget`.
+        """Inserts the automata of a request into the pools, until `forget`.
 
         Raises:
           ValueError, QueueFull: as `AutomatonPool.insert`.
@@ -171,7 +171,7 @@ class Device:
             raise
 
     def forget(self, request: DeviceRequest) -> None:
-        """Lets go of the automata of a request that has ended."""
+        """Frees the automata of an ended request."""
         self.stops.remove(request.stop, request.ignore_eos)
         self.grammars.remove(request.grammar)
 
@@ -182,7 +182,7 @@ class Device:
         self._call("release", mask)
 
     def replace(self, params: Params) -> None:
-        """Takes other weights."""
+        """Swaps the weights."""
         if self.executor.here:
             self.executor.offer(params)
         self._call("replace")
@@ -190,8 +190,9 @@ class Device:
     def admit(self, admissions: Sequence[Admission], least: int = 0) -> None:
         """Puts requests into slots.
 
-        least: the program has space for at least this many.
+        least: minimum size of the program.
         """
+        # Padded columns; slots out of range are padding.
         count = next(size for size in self._buckets if size >= max(least, len(admissions)))
         columns = {name: np.zeros(count, np.int32) for name in _ADMITTED}
         columns["slots"][:] = self.sizes.slots
@@ -200,10 +201,10 @@ class Device:
         branches = self.state.stats.branch_counts
         branch_counts = None if branches is None else np.zeros((count, *branches.shape[1:]), np.int32)
         seeds = np.zeros(count, np.uint32)
+        # One row per request.
         for row, admission in enumerate(admissions):
-            request = admission.request
+            request, known = admission.request, admission.tokens
             assert isinstance(request, DeviceRequest)
-            known = admission.known
             tokens[row, : len(known)] = known
             seeds[row] = request.seed
             if admission.accept_counts:
@@ -222,6 +223,7 @@ class Device:
             }
             for name, value in values.items():
                 columns[name][row] = value
+        # Dispatch, then restore snapshots of shared prefixes.
         arguments = {name: _argument(column) for name, column in columns.items()}
         new = Admitted(
             tokens=_argument(tokens),
@@ -235,104 +237,108 @@ class Device:
             if admission.restore is not None:
                 self._call("restore", np.int32(admission.slot), np.int32(admission.restore))
 
-    def read(self, plan: Read) -> Flight:
-        """Reads chunks of some prompts."""
-        seats = self._seats(plan.slots, plan.rows)
-        window = self._window(plan.requests, plan.table, seats)
-        columns = (plan.begin, plan.count, plan.ends, plan.known)
+    def read(self, plan: Read) -> InFlight:
+        """Prefills chunks of some prompts."""
+        layout = self._layout(plan.slots, plan.rows)
+        window = self._window(plan.requests, plan.table, layout)
+        columns = (plan.begin, plan.count, plan.ends, plan.resumed)
         kinds = (np.int32, np.int32, np.bool_, np.bool_)
-        read = ReadPlan(*(seats.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
+        read = ReadPlan(*(layout.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
         report = self._call("read", window, read, plan.size)
-        # One after the other: a later one may take the place of an earlier one.
+        # In order: a later snapshot may take the place of an earlier one.
         for slot, place in zip(plan.slots, plan.save, strict=True):
             if place is not None:
                 self._call("save", np.int32(slot), np.int32(place))
-        chosen = [x for x, ends, known in zip(plan.requests, plan.ends, plan.known, strict=True) if ends and not known]
-        return _take_off(plan, report, {x: seats.rows[plan.requests.index(x)] for x in chosen})
+        # Only requests with a new token have an output.
+        new = [index for index in range(len(plan.requests)) if plan.max_tokens(index)]
+        return _in_flight(plan, report, {plan.requests[index]: layout.rows[index] for index in new})
 
-    def burst(self, plan: Burst, least: int = 0) -> Flight:
+    def burst(self, plan: Burst, least: int = 0) -> InFlight:
         """Runs rounds.
 
-        least: the program has at least this many sequences.
+        least: minimum sequences of the program.
         """
-        seats = self._seats(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
-        window = self._window(plan.requests, plan.table, seats)
-        ceiling = seats.column(plan.ceiling, np.int32)
-        report = self._call("burst", window, ceiling, np.int32(plan.rounds), np.bool_(plan.want))
-        return _take_off(plan, report, dict(zip(plan.requests, seats.rows, strict=True)))
+        layout = self._layout(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
+        window = self._window(plan.requests, plan.table, layout)
+        row_limit = layout.column(plan.row_limit, np.int32)
+        report = self._call("burst", window, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early))
+        return _in_flight(plan, report, dict(zip(plan.requests, layout.rows, strict=True)))
 
-    def score(self, chunk: Chunk) -> Found:
-        """Dispatches a chunk of a score. Some of the devices must be here."""
+    def score(self, chunk: Chunk) -> TokenScores:
+        """Dispatches a chunk of a score. Some device must be local."""
         return self._call("score", chunk)
 
     def warm_up(self, shapes: Sequence[tuple[int, int]], request: DeviceRequest) -> None:
-        """Compiles all programs for requests with the options of one, and waits for them. All slots must be empty.
+        """Compiles all programs for the options of a request, and waits for them. All slots must be empty.
 
-        shapes: sequences and columns of the programs that read.
-        request: its options count, not its prompt. No program changes anything, as no sequence is there.
+        shapes: sequences and columns of the read programs.
+        request: only its options matter. No program changes anything, as there are no sequences.
         """
         for _ in range(EXECUTIONS):
             for size in self._buckets:
                 self.admit([], size)
             for rows, size in shapes:
-                nothing = {"begin": [0], "count": [0], "ends": [False], "known": [False], "save": [None]}
+                nothing = {"begin": [0], "count": [0], "ends": [False], "resumed": [False], "save": [None]}
                 self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing))
-            flights = [
-                self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, want=False), size)
+            bursts = [
+                self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, stop_early=False), size)
                 for size in self._buckets
             ]
             if self.sizes.snapshots:
-                # The snapshot may be in use, so it goes to an empty slot and back.
+                # A snapshot may be in use, so it is copied to an empty slot and back.
                 self._call("restore", np.int32(0), np.int32(0))
                 self._call("save", np.int32(0), np.int32(0))
             self.release(range(self.sizes.slots))
-            flights[-1].land()
+            bursts[-1].wait()
         if self.executor.here:
             jax.block_until_ready(self.state)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Makes a call in all processes that have devices; returns its report, or that which will come."""
+        """Runs a call in all processes with devices; returns its report, or a future for it."""
         call = Call(name, arguments)
-        coming = None if self.relay is None else self.relay(call)
-        return self.executor.run(call) if self.executor.here else coming
+        future = None if self.relay is None else self.relay(call)
+        return self.executor.run(call) if self.executor.here else future
 
-    def _seats(self, chosen: Sequence[int], size: int) -> "Seats":
-        """The rows of a program of this size for these slots; other slots, which stand still, fill it up."""
+    def _layout(self, slots: Sequence[int], size: int) -> "Layout":
+        """Assigns slots to rows of a program of this size, padded with other slots, which the program skips."""
         if size == self.sizes.slots:
-            return Seats(None, list(chosen), size)
-        others = (slot for slot in range(self.sizes.slots) if slot not in chosen)
-        filled = [*chosen, *(next(others) for _ in range(size - len(chosen)))]
-        return Seats(np.array(filled, np.int32), list(range(len(chosen))), size)
+            return Layout(None, list(slots), size)
+        others = (slot for slot in range(self.sizes.slots) if slot not in slots)
+        padded = [*slots, *(next(others) for _ in range(size - len(slots)))]
+        return Layout(np.array(padded, np.int32), list(range(len(slots))), size)
 
-    def _window(self, requests: Sequence[Request], pages: Sequence[Sequence[int]], seats: "Seats") -> Window:
-        """What the host adds to the state of some slots. What programs take of their options is kept on the devices."""
-        table = np.zeros((seats.size, self.sizes.pages_per_slot), np.int32)
-        samplings: list[Sampling | None] = [None] * seats.size
+    def _window(self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout") -> Window:
+        """Block tables and options of the slots of a program; copies changed options to the devices."""
+        table = np.zeros((layout.size, self.sizes.pages_per_slot), np.int32)
+        samplings: list[Sampling | None] = [None] * layout.size
         top: int | None = None
         constrained = False
-        for request, block_table, row in zip(requests, pages, seats.rows, strict=True):
+        # Rows of the requests, and the options in use.
+        for request, block_table, row in zip(requests, pages, layout.rows, strict=True):
             assert isinstance(request, DeviceRequest)
             table[row, : len(block_table)] = block_table
             samplings[row] = request.sampling
             if request.logprobs:
                 top = max(top or 0, request.top_logprobs)
             constrained |= request.grammar is not None
-        tier = TIERS[max(self._least_tier, *map(tier_of, samplings))]
-        greedy_rule = not tier and not self._samples
-        if not tier and self._samples:
-            tier = TIERS[1]
+        # The variant of the program.
+        options = OPTION_SETS[max(self._least_tier, *map(option_set_of, samplings))]
+        greedy_rule = not options and not self._samples
+        if not options and self._samples:
+            options = OPTION_SETS[1]
+        # Arrays that stay on the devices from burst to burst.
         self._keep_automaton("stop", self.stops)
         if constrained:
             self._keep_automaton("grammar", self.grammars)
-        if tier:
-            self._keep_sampling(samplings, tier)
+        if options:
+            self._keep_sampling(samplings, options)
         if top is not None:
             top = min(next(size for size in TOP_SIZES if size >= top), self.method.target.vocab_size)
         return Window(
-            seats.slots,
+            layout.slots,
             table,
             greedy=greedy_rule,
-            sampled=bool(tier),
+            sampled=bool(options),
             constrained=constrained,
             record=top,
         )
@@ -343,17 +349,17 @@ class Device:
             self._call("keep", name, automaton)
             self._last_automata[name] = automaton
 
-    def _keep_sampling(self, samplings: Sequence[Sampling | None], tier: tuple[str, ...]) -> None:
-        """Sends the columns of a tier. They rarely change from burst to burst."""
-        key = tuple(map(id, samplings)), tier
+    def _keep_sampling(self, samplings: Sequence[Sampling | None], options: tuple[str, ...]) -> None:
+        """Sends the columns of sampling options, which rarely change from burst to burst."""
+        key = tuple(map(id, samplings)), options
         if key != self._last_sampling[0]:
-            self._call("keep", "sampling", row_columns(samplings, tier, self.method.target.vocab_size))
-            self._last_sampling = key, tuple(samplings)  # Other objects must not get their identities.
+            self._call("keep", "sampling", row_columns(samplings, options, self.method.target.vocab_size))
+            self._last_sampling = key, tuple(samplings)  # Keep references, so that `id()` is not reused.
 
 
 @dataclasses.dataclass(frozen=True)
-class Seats:
-    """Which rows of a program belong to which slots.
+class Layout:
+    """The rows of a program by slot and by request.
 
     slots: the slot of each row; None: row i is slot i.
     rows: the row of each request.
@@ -379,23 +385,23 @@ def slot_buckets(num_slots: int) -> list[int]:
     return [*(size for size in sizes if size < num_slots), num_slots]
 
 
-def tier_of(sampling: Sampling | None) -> int:
-    """The index in `TIERS` of the smallest set with the options that are in use."""
+def option_set_of(sampling: Sampling | None) -> int:
+    """The index in `OPTION_SETS` of the smallest set with all options in use."""
     if sampling is None:
         return 0
     names = [field.name for field in dataclasses.fields(sampling) if field.name != "grammar"]
     values = {name: getattr(sampling, name) for name in names}
     used = {name for name, value in values.items() if value is not None and value != _UNUSED.get(name)}
-    return next(index for index, tier in enumerate(TIERS) if used <= set(tier))
+    return next(index for index, names in enumerate(OPTION_SETS) if used <= set(names))
 
 
-def row_columns(samplings: Sequence[Sampling | None], tier: tuple[str, ...], vocab_size: int) -> RowSampling:
-    """The options of a tier, one value per row; where a row does not use an option, the value that changes nothing."""
+def row_columns(samplings: Sequence[Sampling | None], options: tuple[str, ...], vocab_size: int) -> RowSampling:
+    """Columns of sampling options, one value per row; the neutral value in rows without the option."""
     row = per_row(samplings, len(samplings), vocab_size)
     columns = {}
-    for name in tier:
+    for name in options:
         column = None if row is None else getattr(row, name)
-        if column is None:
+        if column is None:  # No row uses the option.
             shape = (len(samplings), vocab_size) if name == "logit_bias" else (len(samplings),)
             kind = np.int32 if name in ("top_k", "min_new_tokens") else np.float32
             unused = {**_UNUSED, "top_k": vocab_size, "top_p": 1.0}[name]
@@ -405,20 +411,20 @@ def row_columns(samplings: Sequence[Sampling | None], tier: tuple[str, ...], voc
 
 
 def _argument(x: np.ndarray | np.int32) -> Array:
-    """A host array as an argument of a jitted program, which copies it to the device at the call."""
+    """A host array as an argument of a jitted program, copied to the device at the call."""
     return cast(Array, x)
 
 
-def _take_off(plan: Read | Burst, report: Report | Future[Report], places: dict[Request, int]) -> Flight:
-    """Starts the copy of a report to the host, which runs beside the next program."""
+def _in_flight(plan: Read | Burst, report: Report | Future[Report], places: dict[Request, int]) -> InFlight:
+    """Starts the copy of a report to the host, concurrent with the next program."""
     if places and not isinstance(report, Future):
         jax.tree.map(lambda x: x.copy_to_host_async(), report)
-    return Flight(plan, report, places)
+    return InFlight(plan, report, places)
 
 
-def _landing(request: Request, report: Report, row: int) -> Landing:
+def _output(request: Request, report: Report, row: int) -> DeviceOutput:
     assert isinstance(request, DeviceRequest)
-    count, recorded = int(report.length[row]) - len(request.known), report.recorded
+    count, recorded = int(report.length[row]) - len(request.all_tokens), report.recorded
     logprobs = top = sampled = None
     if recorded is not None:
         logprobs, sampled = recorded.logprobs[row, :count].tolist(), [0.0] * count
@@ -428,7 +434,7 @@ def _landing(request: Request, report: Report, row: int) -> Landing:
             columns = TopTokens(recorded.top.ids[row, :count], recorded.top.logprobs[row, :count])
             top = top_pairs(columns, request.top_logprobs)
     stats = report.stats
-    return Landing(
+    return DeviceOutput(
         length=int(report.length[row]),
         tokens=report.tokens[row, :count].tolist(),
         finish_code=int(report.finish_code[row]),

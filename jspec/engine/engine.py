@@ -35,7 +35,7 @@ from jspec.engine.options import (
 from jspec.engine.request import QueueFull
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, check_model, encode_prompts
-from jspec.engine.score import Chunk, Found, Scores, check_score, split
+from jspec.engine.score import Chunk, Scores, TokenScores, check_score, split
 
 T = TypeVar("T")
 _STUCK_SECONDS = 5.0
@@ -441,8 +441,8 @@ class Engine:
         if len(groups) > 1:
             index = choose(
                 [group.load for group in groups],
-                [group.known(request) for group in groups],
-                [group.given for group in groups],
+                [group.cached_tokens(request) for group in groups],
+                [group.assigned for group in groups],
                 groups[0].device.sizes.slots,
             )
         groups[index].expect(request)
@@ -460,7 +460,7 @@ class Engine:
             self._check_alive()
         return [future.result() for future in futures]
 
-    def _score(self, group: Group, chunk: Chunk) -> Found:
+    def _score(self, group: Group, chunk: Chunk) -> TokenScores:
         """Dispatches a chunk of a score, after the burst that is running."""
         call = partial(group.device.score, chunk)
         if self.model.placement is not None:

@@ -1,7 +1,7 @@
-"""What a group of devices has for its slots, and the calls of programs that replace it.
+"""Owns the on-device state of a group and runs the programs that update it.
 
-A call is the name of a method of `Executor` and arguments on the host. Where the devices belong to several processes,
-each process makes the same calls in the same order (`jspec.engine.lockstep`).
+A call is the name of a method of `Executor` and arguments on the host. If the devices belong to several processes, each
+process makes the same calls in the same order (`jspec.engine.lockstep`).
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from jspec.core.types import Accept, DecodeState, Params, RowSampling
 from jspec.core.xla_options import prefers_cublas
 from jspec.engine import programs
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
-from jspec.engine.score import Chunk, Found, Scorer
+from jspec.engine.score import Chunk, Scorer, TokenScores
 from jspec.engine.slot_state import Sizes, empty_snapshots, empty_state
 
 CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace", "score")
-"""The methods of `Executor` that a call may name."""
+"""Methods of `Executor` that are callable by name."""
 OFFER_SECONDS = 60.0
-"""How long weights may be missing in one process after another has them, before that is an error."""
+"""Timeout for new weights: how much later than process 0 a process may provide them."""
 
 
 class Call(NamedTuple):
@@ -40,11 +40,11 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Window:
-    """What the host gives a program about the R slots that it works on, beside what the executor keeps.
+    """Arguments of a program that change with every call, for the R slots it works on.
 
     slots, table: as in `jspec.engine.programs.View`.
-    greedy: whether the acceptance rule is the one of bursts in which no sequence samples.
-    sampled, constrained: whether the sampling options and the grammars that are kept are in use.
+    greedy: whether no sequence samples, so that the greedy acceptance rule applies.
+    sampled, constrained: whether the sampling options and the grammars on the devices are in use.
     record: as in `Method`.
     """
 
@@ -60,14 +60,14 @@ _empty_state = jax.jit(empty_state, static_argnames=("method", "sizes", "samples
 
 
 class Executor:
-    """Makes calls. All arguments of the constructor are those of `jspec.engine.device.Device`.
+    """Runs calls. The arguments are those of `jspec.engine.device.Device`.
 
     Attributes:
-      here: whether this process has some of the devices. Otherwise there are only the shapes of weights and state.
+      here: whether some device is local. Otherwise weights and state are shapes only.
       params: the weights.
       state: the decode state of all slots, replaced by every program.
-      snapshots: what the target's cache has kept of prefixes outside of pages, by place.
-      replaced: how often the weights have been replaced.
+      snapshots: slot states of prefixes in the target's cache.
+      replaced: number of weight swaps so far.
     """
 
     def __init__(
@@ -79,33 +79,33 @@ class Executor:
         self.replaced, self._scorer = 0, Scorer(method.target, method.placement)
         self._offers: queue.SimpleQueue[Params] = queue.SimpleQueue()
         self.here = self._placement is None or bool(self._placement.devices)
-        # Without devices of its own a process has the shapes of the state.
+        # The state; only its shapes if no device is local.
         empty = _empty_state if self.here else _empty_state.eval_shape
         self.state: DecodeState = empty(params, method=method, sizes=sizes, samples=samples)
         places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
-        # A drafter that samples its drafts reads the temperature, which the state of the slots does not have.
+        # Nodes of a round's tree. A drafter that samples reads the temperature, which the state of the slots lacks.
         sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = draft_shape(params, state, method)[1]
 
-    def run(self, call: Call) -> Report | Found | None:
-        """Makes a call; returns its report, or what a score has found."""
+    def run(self, call: Call) -> Report | TokenScores | None:
+        """Runs a call; returns its report or scores."""
         if call.name not in CALLS:
             raise ValueError(f"call={call.name!r}: must be one of {', '.join(CALLS)}")
         return getattr(self, call.name)(*call.arguments)
 
     def offer(self, params: Params) -> None:
-        """Weights for the next `replace`."""
+        """Provides weights for the next `replace`."""
         self._offers.put(params)
 
     # The calls
 
     def replace(self) -> None:
-        """Takes the weights that were offered, and waits for them.
+        """Swaps in the offered weights; waits for them.
 
         Raises:
-          TimeoutError: there are none after `OFFER_SECONDS`.
+          TimeoutError: none are offered within `OFFER_SECONDS`.
         """
         try:
             self.params = self._offers.get(timeout=OFFER_SECONDS)
@@ -117,7 +117,7 @@ class Executor:
         self.replaced += 1
 
     def keep(self, name: str, value: PyTree) -> None:
-        """Copies to the devices what programs take from now on: `stop`, `grammar` or `sampling`."""
+        """Copies an argument of later programs to the devices: `stop`, `grammar` or `sampling`."""
         placement = self._placement
         if placement is not None and placement.spans_processes:
             self._inputs[name] = jax.tree.map(placement.copy, value)
@@ -146,21 +146,21 @@ class Executor:
         self.state, report = programs.read(self.params, self.state, view, plan, method=method, size=size)
         return report
 
-    def burst(self, window: Window, ceiling: Int[np.ndarray, " R"], rounds: np.int32, want: np.bool_) -> Report:
+    def burst(self, window: Window, row_limit: Int[np.ndarray, " R"], rounds: np.int32, stop_early: np.bool_) -> Report:
         """`programs.burst`."""
         method, view = self._view(window)
         many = prefers_cublas(self.params, len(window.table) * self._nodes)
         program = programs.burst.variant(many=many, devices=method.devices)
-        arguments = view, ceiling, rounds, want
+        arguments = view, row_limit, rounds, stop_early
         self.state, report = program(self.params, self.state, *arguments, method=method, max_rounds=self.max_rounds)
         return report
 
-    def score(self, chunk: Chunk) -> Found:
+    def score(self, chunk: Chunk) -> TokenScores:
         """`Scorer.read`, beside the slots."""
         return self._scorer.read(self.params.target, chunk)
 
     def _view(self, window: Window) -> tuple[Method, View]:
-        """The method of a program and what it gets from the host about its slots."""
+        """The method of a program, and its view of the slots."""
         view = View(
             cast("Array | None", window.slots),
             cast(Array, window.table),
@@ -173,6 +173,6 @@ class Executor:
 
 
 def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:
-    """A context in which what the host makes goes to a device of this placement, not by way of another one."""
+    """A context in which arrays of the host go to a device of this placement directly."""
     devices = [] if placement is None else placement.devices
     return jax.default_device(devices[0]) if devices else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""A group of devices of an engine, with its own slots, pages and queue, and a thread that talks to the devices."""
+"""A group of devices of an engine, with its own slots, pages and queue, and a thread to drive the devices."""
 
 import threading
 import time
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from jspec.core import stopping
 from jspec.core.types import Params
-from jspec.engine.balance import known_tokens
-from jspec.engine.device import Device, DeviceRequest, Landing
+from jspec.engine.balance import cached_tokens
+from jspec.engine.device import Device, DeviceOutput, DeviceRequest
 from jspec.engine.executor import on_own_device
 from jspec.engine.handle import Handle, wake
 from jspec.engine.loop import Loop
@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 
 class Group:
-    """Runs requests on the devices of a model. Groups know nothing of each other, so none waits for another.
+    """Runs requests on the devices of a model. Groups are independent, so none waits for another.
 
     model: on these devices alone.
-    fail: is called in the group's thread with an error of the devices; calls `stop`.
+    fail: called in the group's thread with an error of the devices; calls `stop`.
 
     Attributes:
-      load: requests that have been given to it and have not ended.
-      given: requests that have been given to it.
-      waiting: those of them without a slot, retracted ones aside.
+      load: assigned requests that have not ended.
+      assigned: requests assigned so far.
+      waiting: requests never admitted so far.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Group:
         fail: Callable[[BaseException], None],
     ):
         self.model, self.device, self.scheduler = model, device, scheduler
-        self.load = self.given = self.waiting = 0
+        self.load = self.assigned = self.waiting = 0
         self._last: DeviceRequest | None = None
         self._loop = Loop(device, scheduler, burst_seconds=burst_seconds)
         self._handles: dict[DeviceRequest, Handle] = {}
@@ -62,23 +62,23 @@ class Group:
         """Starts the thread."""
         self._thread.start()
 
-    def known(self, request: DeviceRequest) -> int:
-        """Tokens of a prompt that need not be read here."""
-        return known_tokens(self.scheduler.pages, request, self._last)
+    def cached_tokens(self, request: DeviceRequest) -> int:
+        """Tokens of a prompt in the prefix cache."""
+        return cached_tokens(self.scheduler.pages, request, self._last)
 
     def expect(self, request: DeviceRequest) -> None:
-        """Counts a request that will be submitted here, or withdrawn."""
+        """Assigns a request, before it is submitted or withdrawn."""
         with self._wake:
-            self.load, self.given, self.waiting = self.load + 1, self.given + 1, self.waiting + 1
+            self.load, self.assigned, self.waiting = self.load + 1, self.assigned + 1, self.waiting + 1
             self._last = request
 
     def withdraw(self, request: DeviceRequest) -> None:
-        """The opposite of `expect`."""
+        """Undoes `expect`."""
         with self._wake:
-            self.load, self.given, self.waiting = self.load - 1, self.given - 1, self.waiting - 1
+            self.load, self.assigned, self.waiting = self.load - 1, self.assigned - 1, self.waiting - 1
 
     def submit(self, requests: Sequence[DeviceRequest]) -> list[Handle]:
-        """Puts expected requests into the queue, all at once, whose automata are in the pools of the device."""
+        """Puts expected requests into the queue, all at once. Their automata must be in the pools of the device."""
         drafter = self.device.method.drafter
         handles = [Handle(request, self.model.tokenizer, self._cancel, drafter) for request in requests]
 
@@ -93,31 +93,31 @@ class Group:
         return handles
 
     def ask(self, function: Callable[[], T]) -> "Future[T]":
-        """Lets the thread call a function before its next turn. The result never comes if the group has ended."""
+        """Calls a function in the thread, before its next turn. If the group has ended, the result never comes."""
         future: Future[T] = Future()
         self._call(lambda: future.set_result(function()))
         return future
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Ends all requests, with an error or as cancelled, and then the thread."""
+        """Ends all requests, cancelled or with an error, and then the thread."""
         with self._wake:
             self._error = self._error or error
             self._closing = True
             self._wake.notify()
 
     def abandon(self, error: BaseException) -> None:
-        """Ends all requests with an error at once: the thread may be waiting for a process that is gone."""
+        """Ends all requests with an error at once, as the thread may be waiting for a lost process."""
         self.stop(error)
         for handle in list(self._handles.values()):
             wake(handle.end(self._error))
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the end of the thread, unless it is this one. timeout: seconds; None: no limit."""
+        """Waits for the end of the thread, unless called in it. timeout: seconds; None: no limit."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def metrics(self) -> Metrics:
-        """Counters since the start, and what is there now."""
+        """Counters since the start, and the present state."""
         scheduler, counters = self.scheduler, self._counters
         rounds, accepted = counters.rounds, counters.accepted_by_position
         return Metrics(
@@ -144,7 +144,7 @@ class Group:
         )
 
     def _call(self, function: Callable[[], None]) -> bool:
-        """Lets the thread call a function before its next turn. False: it has ended, or is about to."""
+        """Calls a function in the thread, before its next turn. False: the thread has ended, or is about to."""
         with self._wake:
             if self._closing:
                 return False
@@ -165,15 +165,15 @@ class Group:
     # In the thread, through `ask`
 
     def replace(self, params: Params) -> None:
-        """Takes other weights, and forgets which pages have rows of the old ones."""
+        """Swaps the weights, and empties the prefix cache."""
         self.device.replace(params)
         self.scheduler.forget()
 
     def warm_up(self, request: DeviceRequest) -> bool:
-        """As `Device.warm_up`. False: nothing is done, as requests are there."""
+        """As `Device.warm_up`. False: there are requests, so nothing is done."""
         if self._handles:
             return False
-        # What is in the air of requests that have ended.
+        # Programs of ended requests are still in flight.
         while not self.scheduler.idle:
             self._turn()
         self.device.warm_up(self.scheduler.shapes, request)
@@ -189,6 +189,7 @@ class Group:
         except BaseException as error:
             self._fail(error)
         finally:
+            # No request is left without an end.
             self.stop()
             self._take_calls(wait=False)
             for handle in self._handles.values():
@@ -196,7 +197,7 @@ class Group:
             self._handles.clear()
 
     def _take_calls(self, *, wait: bool = True) -> bool:
-        """Does what other threads have asked for; waits for something to do. False: the group is closing."""
+        """Runs calls of other threads; waits for something to do. False: the group is closing."""
         with self._wake:
             while wait and self.scheduler.idle and not self._calls and not self._closing:
                 self._wake.wait()
@@ -207,23 +208,25 @@ class Group:
         return not self._closing
 
     def _turn(self) -> None:
-        """A turn of the loop; hands out what it brought."""
+        """Runs a turn of the loop; delivers its outputs."""
         admissions, results = self._loop.turn()
         now = time.monotonic()
+        # Metrics of admissions.
         for admission in admissions:
             self._count_admission(admission.request, now)
+        # Outputs, and one wake-up for all of them.
         waiters = []
-        for request, landing in results:
+        for request, output in results:
             handle = self._handles[request]
-            self._count_tokens(handle, landing, now)
-            waiters += handle.deliver(landing, now)
-            # One turn may bring several reports of a request; `request` is already as the last one has it.
-            if landing.finish_code != stopping.RUNNING:
+            self._count_tokens(handle, output, now)
+            waiters += handle.deliver(output, now)
+            # One turn may bring several outputs of a request; `request` already reflects the last one.
+            if output.finish_code != stopping.RUNNING:
                 self._end(handle)
         wake(waiters)
 
     def _end(self, handle: Handle) -> None:
-        """Forgets a request that has ended."""
+        """Removes an ended request."""
         del self._handles[handle.request]
         self.device.forget(handle.request)
         self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
@@ -242,18 +245,19 @@ class Group:
             with self._wake:
                 self.waiting -= 1
 
-    def _count_tokens(self, handle: Handle, landing: Landing, now: float) -> None:
+    def _count_tokens(self, handle: Handle, output: DeviceOutput, now: float) -> None:
+        # Differences of the request's counters since its last output.
         counters, times, old = self._counters, handle.times, handle.counted
-        counters.new_tokens += len(landing.tokens)
-        counters.rounds += landing.rounds - old[0]
-        drafted = drafted_tokens(self.device.method.drafter, landing.rounds, landing.branch_counts)
+        counters.new_tokens += len(output.tokens)
+        counters.rounds += output.rounds - old[0]
+        drafted = drafted_tokens(self.device.method.drafter, output.rounds, output.branch_counts)
         counters.drafted += drafted - old[2]
-        for index, count in enumerate(landing.accept_counts):
+        for index, count in enumerate(output.accept_counts):
             counters.accept_counts[index] += count - old[1][index]
-        handle.counted = landing.rounds, landing.accept_counts, drafted
-        if not landing.tokens:
+        handle.counted = output.rounds, output.accept_counts, drafted
+        if not output.tokens:
             return
         if times.last_token is None:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
-            counters.observe("inter_token", (now - times.last_token) / len(landing.tokens), len(landing.tokens))
+            counters.observe("inter_token", (now - times.last_token) / len(output.tokens), len(output.tokens))

@@ -1,4 +1,4 @@
-"""A request in the hands of its user: pieces as they come, the result, and cancelling."""
+"""The caller's handle to a request: streaming, result, cancellation."""
 
 import asyncio
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.core import stopping
 from jspec.core.types import Drafter
-from jspec.engine.device import DeviceRequest, Landing
+from jspec.engine.device import DeviceOutput, DeviceRequest
 from jspec.engine.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ class EngineError(RuntimeError):
 
 @dataclasses.dataclass(eq=False)
 class Times:
-    """When things happened to a request, in seconds of `time.monotonic`; None: not yet."""
+    """Times of a request, in seconds of `time.monotonic`; None: not yet."""
 
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -30,19 +30,19 @@ class Times:
     last_token: float | None = None
     ended: float | None = None
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    """When tokens came, and how many at once."""
+    """Time and number of tokens of each arrival."""
 
 
 class Handle:
     """A submitted request.
 
-    Iterating, with `for` or `async for`, gives a `Piece` for each report of the device that has new tokens of this
-    request, from the first one on, whenever the iteration begins.
+    Iterating, with `for` or `async for`, gives a `Piece` for each output of the device with new tokens, always from the
+    first one on.
 
     Attributes:
-      request: what the scheduler knows of it.
-      times: when things happened to it.
-      counted: rounds, accept counts and drafts that the engine's own counters have.
+      request: the scheduler's view.
+      times: of its events.
+      counted: rounds, accept counts and drafts already in the engine's counters.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Handle:
                 self._waiters.remove(waiter)
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Waits for its end; returns what was generated. A cancelled request returns what there was by then.
+        """Waits for its end; returns the generation, up to the cancellation if it was cancelled.
 
         timeout: seconds; None: no limit.
 
@@ -121,7 +121,7 @@ class Handle:
         return self.generation()
 
     def generation(self) -> Generation:
-        """What has been generated so far."""
+        """The generation so far."""
         request = self.request
         counts = np.zeros((1, self._drafter.depth + 1), np.int32)
         if request.accept_counts:
@@ -151,32 +151,32 @@ class Handle:
         )
 
     def cancel(self) -> None:
-        """Ends it; its slot and its pages are free at once. No effect on a request that has ended."""
+        """Ends it; frees its slot and pages at once. No effect on an ended request."""
         self._cancel(self)
 
     # The engine's side. `deliver` and `end` return the waiters to wake, so that a loop is woken once per report.
 
-    def deliver(self, landing: Landing, now: float) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
-        """Takes in what a report brought, and the end if it brought that."""
-        tokens, ends = landing.tokens, landing.finish_code != stopping.RUNNING
+    def deliver(self, output: DeviceOutput, now: float) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+        """Appends an output, and the end if it has one."""
+        tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:
-            self._origin += landing.origin
-            self._logprobs += landing.logprobs or []
-            self._top_logprobs += landing.top_logprobs or []
-            self._sampled_logprobs += landing.sampled_logprobs or []
+            self._origin += output.origin
+            self._logprobs += output.logprobs or []
+            self._top_logprobs += output.top_logprobs or []
+            self._sampled_logprobs += output.sampled_logprobs or []
             self.times.first_token = self.times.first_token or now
             self.times.last_token = now
             self.times.arrivals.append((now, len(tokens)))
         text = ""
         if self._stream is not None:
             text = self._stream.push(tokens) + (self._stream.finish() if ends else "")
-        reason = FINISH_REASONS.get(landing.finish_code)
+        reason = FINISH_REASONS.get(output.finish_code)
         with self._changed:
             if tokens or text:
-                logprobs = landing.logprobs if self.request.logprobs else None
-                self._pieces.append(Piece(0, text, tokens, logprobs, reason, landing.top_logprobs))
+                logprobs = output.logprobs if self.request.logprobs else None
+                self._pieces.append(Piece(0, text, tokens, logprobs, reason, output.top_logprobs))
             if ends:
-                self._dropped = landing.dropped
+                self._dropped = output.dropped
                 self._finish, self._ended, self.times.ended = reason, True, now
             self._changed.notify_all()
             return list(self._waiters)
@@ -205,6 +205,6 @@ def wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None
         for event in events:
             event.set()
 
-    for loop, each in events.items():
+    for loop, waiting in events.items():
         if not loop.is_closed():
-            loop.call_soon_threadsafe(set_all, each)
+            loop.call_soon_threadsafe(set_all, waiting)

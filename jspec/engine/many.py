@@ -9,7 +9,7 @@ from jspec.core.sampling import each_of, per_row
 from jspec.engine import memory
 from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.batches import split
-from jspec.engine.device import DeviceRequest, tier_of
+from jspec.engine.device import DeviceRequest, option_set_of
 from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
 from jspec.engine.method import choose_drafter, choose_method
@@ -60,7 +60,7 @@ def generate_many(
 
     # All requests are known, so one program of each kind is enough.
     columns = min(bucket(max(map(len, prompts))), PREFILL_TOKENS)
-    tier = max(map(tier_of, each_of(options.sampling, count)))
+    option_set = max(map(option_set_of, each_of(options.sampling, count)))
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
     engine = EngineOptions(
@@ -75,7 +75,7 @@ def generate_many(
         model,
         engine.for_model(model),
         free=memory.least_free(None if placement is None else placement.devices),
-        only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), tier),
+        only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), option_set),
     )
     began = time.monotonic()
     requests = make_requests(device, scheduler, prompts, options)

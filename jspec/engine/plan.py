@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the device side: plans there, reports back.
+"""Messages between the scheduler and the device: plans in, outputs back.
 
 Lists of a program have an entry per request.
 """
@@ -10,16 +10,16 @@ from jspec.engine.request import Request
 
 @dataclasses.dataclass
 class Admission:
-    """A request gets a slot. The sequence takes part in no round before its last read."""
+    """A request gets a slot. Its first round follows its last read."""
 
     request: Request
     slot: int
     begin: int
-    """Tokens that it shares: their rows are in its first pages, of all caches."""
+    """Tokens of the shared prefix; their rows are in the first pages, in all caches."""
     restore: int | None
-    """The place of the snapshot of those tokens, for a recurrent target; None: its state begins as zeros."""
-    known: list[int]
-    """Its prompt and the tokens that it had when it was retracted."""
+    """The snapshot after these tokens, for a recurrent target; None: the state begins with zeros."""
+    tokens: list[int]
+    """Prompt and, after a preemption, the tokens generated before it."""
     resumed: bool
     rounds: int
     accept_counts: list[int]
@@ -28,55 +28,55 @@ class Admission:
 
 @dataclasses.dataclass(eq=False)
 class Read:
-    """A program that reads a chunk of each of some sequences."""
+    """A program: prefills a chunk of each of some sequences."""
 
     requests: list[Request]
     slots: list[int]
     begin: list[int]
     count: list[int]
     ends: list[bool]
-    """Whether the sequence runs from here on."""
-    known: list[bool]
-    """Whether it was resumed, so that nothing is chosen where it ends."""
+    """Whether prefill ends: the sequence runs rounds afterwards."""
+    resumed: list[bool]
+    """Whether the next token is known from before a preemption, so none is chosen."""
     rows: int
     size: int
-    """The shape of the program: sequences and columns, at least as many as there are."""
+    """Shape of the program: sequences and columns, padding included."""
     table: list[list[int]]
     save: list[int | None]
-    """Where to put a snapshot of the state after the chunk, if anywhere."""
+    """The snapshot in which to save the state after the chunk; None: it is not saved."""
 
-    def most(self, index: int) -> int:
-        """Tokens that request `index` gets at most."""
-        return int(self.ends[index] and not self.known[index])
+    def max_tokens(self, index: int) -> int:
+        """Maximum new tokens of request `index`."""
+        return int(self.ends[index] and not self.resumed[index])
 
 
 @dataclasses.dataclass(eq=False)
 class Burst:
-    """A program that runs rounds."""
+    """A program: runs rounds."""
 
     requests: list[Request]
     slots: list[int]
     table: list[list[int]]
-    ceiling: list[int]
-    """Rows that the pages hold, at least limit + further where they hold all that the sequence can have. A sequence is
-    held where min(length + depth, limit) + further is more."""
+    row_limit: list[int]
+    """Rows of its pages; at least limit + extra_rows if these are all it can need. A sequence is held if
+    min(length + depth, limit) + extra_rows exceeds it."""
     rounds: int
     per_round: int
-    """Tokens of a round at most: depth + 1."""
-    want: bool
-    """Whether to stop early where a sequence has ended, because a request waits."""
+    """Maximum tokens of a round: depth + 1."""
+    stop_early: bool
+    """Whether to stop once a sequence ends, because a request waits."""
 
-    def most(self, index: int) -> int:
-        """Tokens that request `index` gets at most."""
+    def max_tokens(self, index: int) -> int:
+        """Maximum new tokens of request `index`."""
         return self.rounds * self.per_round
 
 
 @dataclasses.dataclass
 class Plan:
-    """What to dispatch, in this order. False where there is nothing."""
+    """What to dispatch, in this order. False if there is nothing."""
 
     released: list[int]
-    """Slots whose sequences are gone."""
+    """Slots to empty."""
     admissions: list[Admission]
     read: Read | None
     burst: Burst | None
@@ -86,13 +86,13 @@ class Plan:
 
 
 @dataclasses.dataclass
-class Landed:
-    """What a flight reports of one request."""
+class Output:
+    """What a program reports of one request."""
 
     length: int
     """Tokens of the sequence, prompt included."""
     tokens: list[int]
-    """The new ones since the last report, in order."""
+    """New tokens since the last report, in order."""
     finish_code: int
     rounds: int
     """Rounds since the request was submitted."""

@@ -1,12 +1,12 @@
-"""The device programs of the engine. All take and give one donated state of S slots, which never leaves the device.
+"""The device programs of the engine. Each takes and returns one donated state of S slots, which stays on the device.
 
-`admit` puts sequences into slots, `read` reads chunks of their prompts, `burst` runs rounds, `release` empties slots.
-`save` and `restore` copy what is not in pages, such as recurrent states, to snapshots and back. `read` and `burst` work
-on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. What comes back to the host is a
-`Report`: small arrays of its own, never parts of the state, which the next program may already be changing.
+`admit` puts sequences into slots, `read` prefills chunks of their prompts, `burst` runs rounds, `release` empties
+slots. `save` and `restore` copy slot states, such as recurrent states, to snapshots and back. `read` and `burst` work
+on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. They return a `Report`: small arrays
+of their own, never parts of the state, which the next program may already be changing.
 
-With a `placement` every device runs each program on its own part of the weights and pools; all decide alike, and a
-report is the same on all of them.
+With a `placement` every device runs each program on its own part of the weights and pools; all decide alike, and their
+reports are equal.
 """
 
 import dataclasses
@@ -37,24 +37,24 @@ from jspec.engine.slot_state import EMPTY, WAITING, all_caches, extra_rows, seed
 
 @struct
 class Report:
-    """What the host learns of R slots after a program."""
+    """The report of a program to the host, for R slots."""
 
     length: Int[Array, " R"]
     finish_code: Int[Array, " R"]
     tokens: Int[Array, "R W"]
-    """The tokens that the program has appended, from the first column on."""
+    """New tokens, from the first column on."""
     origin: Int8[Array, "R W"]
     recorded: Recorded | None
-    """What is recorded of these tokens, [R, W]."""
+    """Log-probabilities of these tokens, [R, W]."""
     stats: Stats
 
 
 @struct
 class View:
-    """What a program gets from the host about the R slots that it works on.
+    """The host's part of the state of the R slots of a program.
 
     slots: None: all of them, in order.
-    table: the pages of each; unused entries are 0.
+    table: block tables; unused entries are 0.
     stop, grammar: shared by all sequences, one state per sequence; the grammar may be empty.
     """
 
@@ -71,8 +71,8 @@ class Admitted:
 
     tokens: known tokens, padded.
     length: number of known tokens.
-    shared: rows that they share with earlier sequences; reading begins there.
-    rounds, accept_counts, branch_counts: what the sequence counted before it was retracted; zeros at first.
+    shared: rows of the shared prefix, after which prefill begins.
+    rounds, accept_counts, branch_counts: counters from before a preemption, or zeros.
     """
 
     slots: Int[Array, " n"]
@@ -92,11 +92,12 @@ class Admitted:
 @partial(jax.jit, static_argnames=("method",), donate_argnames=("s",))
 @on_devices
 def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
-    """The state with sequences in slots; they stand still until their prompts are read."""
+    """Puts sequences into slots, where they wait for their prefill."""
 
     def write(buffer: Array, values: Array) -> Array:
         return buffer.at[new.slots].set(values.astype(buffer.dtype), mode="drop")
 
+    # Random keys are written as integers.
     keys = jax.random.wrap_key_data(
         write(jax.random.key_data(s.key), jax.random.key_data(seeds_to_keys(new.seed))), impl=jax.random.key_impl(s.key)
     )
@@ -124,7 +125,7 @@ def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
 
 
 def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
-    """The drafter's state, cleared in the slots of new sequences, where it has the rows that they share."""
+    """The drafter's state with cleared slots for new sequences and their shared prefixes."""
     branching = optional.as_branching(drafter)
     if branching is None:
         return optional.resumed(drafter, state, new.slots, new.shared)
@@ -140,7 +141,7 @@ def save(
     place: Int[Array, ""],
     placement: sharding.Placement | None = None,
 ) -> list[PyTree]:
-    """The snapshots, one of which is replaced by the slot state of the target's cache."""
+    """Copies the slot state of the target's cache to a snapshot."""
 
     def saved(snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""]) -> list[PyTree]:
         states = [part.state_of(slot) for part in all_caches(cache)]
@@ -157,7 +158,7 @@ def restore(
     place: Int[Array, ""],
     placement: sharding.Placement | None = None,
 ) -> DecodeState:
-    """The state whose target's cache has a snapshot as the slot state of a sequence."""
+    """Copies a snapshot to the slot state of the target's cache."""
 
     def restored(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""]) -> DecodeState:
         states = iter(jax.tree.map(lambda x: x[place], snapshots))
@@ -169,7 +170,7 @@ def restore(
 
 @partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
 def release(s: DecodeState, mask: Bool[Array, " S"], placement: sharding.Placement | None = None) -> DecodeState:
-    """The state with these slots empty. Programs run in order, so their pages may be given away at once."""
+    """Empties slots. Programs run in order, so their pages may be allocated again at once."""
 
     def released(s: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
         finish_code = jnp.where(mask, EMPTY, s.finish_code)
@@ -180,16 +181,16 @@ def release(s: DecodeState, mask: Bool[Array, " S"], placement: sharding.Placeme
 
 @struct
 class ReadPlan:
-    """What `read` reads of each of R slots: `count` tokens from `begin` on.
+    """The chunk of each of R slots in `read`: `count` tokens from `begin` on.
 
-    ends: all that is known is then read, and the sequence takes part in rounds from there on.
-    known: sequences that were retracted: their next token is known, so none is chosen.
+    ends: whether prefill ends there, so that the sequence runs rounds afterwards.
+    resumed: whether the next token is known from before a preemption, so none is chosen.
     """
 
     begin: Int[Array, " R"]
     count: Int[Array, " R"]
     ends: Bool[Array, " R"]
-    known: Bool[Array, " R"]
+    resumed: Bool[Array, " R"]
 
 
 @partial(jax.jit, static_argnames=("method", "size"), donate_argnames=("s",))
@@ -197,12 +198,14 @@ class ReadPlan:
 def read(
     params: Params, s: DecodeState, view: View, plan: ReadPlan, *, method: Method, size: int
 ) -> tuple[DecodeState, Report]:
-    """The state after at most `size` more tokens of each slot of the view are read."""
+    """Prefills at most `size` more tokens of each slot of the view."""
+    # Slots whose prefill ends are running from here on.
     part = _part(s, view, method)
     before = part.length
     finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
     part = dataclasses.replace(part, finish_code=finish)
-    active = plan.ends & ~plan.known
+    # A resumed sequence has its next token.
+    active = plan.ends & ~plan.resumed
     part = read_columns(params, part, plan.begin, plan.count, active, method=method, size=size)
     return _whole(s, view, part), _report(part, before, 1)
 
@@ -213,22 +216,23 @@ def burst(
     params: Params,
     s: DecodeState,
     view: View,
-    ceiling: Int[Array, " R"],
+    row_limit: Int[Array, " R"],
     rounds: Int[Array, ""],
-    want: Bool[Array, ""],
+    stop_early: Bool[Array, ""],
     *,
     method: Method,
     max_rounds: int,
 ) -> tuple[DecodeState, Report]:
-    """The state after at most `rounds` rounds of the view's slots.
+    """Runs at most `rounds` rounds of the view's slots.
 
-    A sequence whose pages hold fewer rows than one more round may commit is held: it waits and its tokens are never
-    cut, so where rounds begin and end does not depend on memory.
+    A sequence is held if its pages have fewer rows than another round may commit: it waits, and its tokens are never
+    truncated, so rounds do not depend on memory.
 
-    ceiling: rows that the pages of each sequence hold.
-    want: stop after the first round in which a sequence ends.
-    max_rounds: an upper bound on `rounds`, which sets the width of the report.
+    row_limit: rows of each sequence's pages.
+    stop_early: stop after the first round in which a sequence ends.
+    max_rounds: upper bound of `rounds`; sets the width of the report.
     """
+    # The view, and bounds of its rounds.
     part = _part(s, view, method)
     before, first = part.length, part.finish_code
     until = part.round_index + rounds
@@ -236,11 +240,11 @@ def burst(
 
     def held(part: DecodeState) -> Bool[Array, " R"]:
         rows = jnp.minimum(part.length + depth, part.limit) + extra
-        return (part.finish_code == stopping.RUNNING) & (rows > ceiling)
+        return (part.finish_code == stopping.RUNNING) & (rows > row_limit)
 
     def moves(part: DecodeState) -> Bool[Array, ""]:
         live = (part.finish_code == stopping.RUNNING) & ~held(part)
-        ended = want & (part.finish_code != first).any()
+        ended = stop_early & (part.finish_code != first).any()
         return live.any() & (part.round_index < until) & ~ended
 
     part = run_while(params, part, moves, method=method, held=held)
@@ -248,7 +252,7 @@ def burst(
 
 
 def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
-    """The state of the view's slots, with what the host holds for them."""
+    """The state of the view's slots, with the host's part."""
     part = slots.with_table(slots.take(s, view.slots), view.table)
     return dataclasses.replace(
         part,
@@ -260,7 +264,7 @@ def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
 
 
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
-    """The state with the view's slots written back, without what the host holds."""
+    """Writes the view's slots back, without the host's part."""
     stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
     part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
@@ -268,7 +272,7 @@ def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
 
 
 def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
-    """What the host learns of a view, with the first `width` tokens after position `before`."""
+    """The report of a view, with the first `width` tokens after position `before`."""
     index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
 
     def window(buffer: PyTree) -> PyTree:

@@ -1,14 +1,14 @@
 """Continuous batching on the host: requests in, plans for the device out, reports back in. No JAX and no clock.
 
-A plan lists device programs that are dispatched at once and in its order; `Scheduler.plan` must not be called again
-before that. The device runs programs in the order of their dispatch, and this order is all the protection that slots
-and pages need: who gets a page that has just been given back is dispatched after whatever still writes it.
+A plan lists programs, which must be dispatched in its order before `Scheduler.plan` is called again. The device runs
+programs in dispatch order, and this order alone keeps slots and pages safe: the next user of a freed page is dispatched
+after the last program that writes it.
 
-Reads and bursts are *flights*: they are in the air until their report has landed. The next plan does not need it: a
-sequence's length on the device is known within bounds, and its pages are counted for the longest it can be.
+A read or a burst is *in flight* until its report arrives. The next plan does not wait for it: the length of a sequence
+on the device is known within bounds, and pages are allocated for the longest case.
 
-A round takes place only where the pages of a sequence hold all rows that it may write; otherwise the device lets the
-sequence stand still, which is called *held*. So lack of pages never changes what a round accepts.
+A sequence runs a round only if its pages hold all rows that the round may write; otherwise the device skips it, and the
+sequence is *held*. So lack of pages never changes what a round accepts.
 """
 
 import heapq
@@ -19,31 +19,30 @@ from collections.abc import Mapping, Sequence
 from jspec.core.checks import check_int
 from jspec.engine import sharing
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Admission, Burst, Landed, Plan, Read
+from jspec.engine.plan import Admission, Burst, Output, Plan, Read
 from jspec.engine.request import Phase, Request
 from jspec.engine.victims import victims
 
 OVERHEAD = 256
-"""Columns that cost as much as a program itself does, whatever its columns: about as many as a processor computes while
-it reads the weights. It only weighs one program against another."""
+"""Fixed cost of a program, in columns: about as many as a processor computes while it reads the weights."""
 FULL = 0.75
-"""Share of the slots from which on rounds run although others could be read."""
+"""Share of running slots from which bursts take precedence over reads."""
 MAX_SKIPPED = 3
-"""Bursts in a row that are left out so that slots fill up."""
+"""Bursts in a row that may be skipped to fill the slots."""
 
 
 class Scheduler:
-    """Decides who is read, who runs and who has to leave.
+    """Decides which requests prefill, run or are preempted.
 
-    slots: sequences that the device holds at most.
+    slots: maximum number of sequences on the device.
     pages: the pages of the pools.
     context: the largest limit of a request.
-    depth: tokens of the drafter's longest chain; a round brings up to depth + 1 tokens.
-    further: rows that the drafter's cache is ahead of the target's.
-    read_shapes: (sequences, columns) of the programs that read. The first chunk of a sequence has `further` tokens less
-      than columns, and as many as `pages.reread` must fit.
-    prefill_tokens: a read while something runs has at most this many columns in all, or is of the smallest shape.
-    flights: reads, and bursts, in the air at most; while there are as many, `plan` plans no further one.
+    depth: tokens of the drafter's longest chain; a round appends up to depth + 1 tokens.
+    extra_rows: rows of the drafter's cache beyond those of the target's.
+    read_shapes: (sequences, columns) of the read programs. The first chunk of a sequence has `extra_rows` tokens less
+      than columns, and `pages.min_prefill` tokens must fit.
+    prefill_tokens: columns of a read while other sequences run, in all; or the read has the smallest shape.
+    max_in_flight: reads, and bursts, in flight at most; `plan` then adds no other one.
 
     Raises:
       ValueError, TypeError: an invalid argument.
@@ -56,42 +55,40 @@ class Scheduler:
         pages: Pages,
         context: int,
         depth: int,
-        further: int,
+        extra_rows: int,
         read_shapes: Sequence[tuple[int, int]],
         prefill_tokens: int,
-        flights: int = 2,
+        max_in_flight: int = 2,
     ):
         self.pages = pages
         self.slots = check_int("slots", slots, least=1)
         self.context = check_int("context", context, least=2)
         self.depth = check_int("depth", depth, least=0)
-        self.further = check_int("further", further, least=0)
-        self.flights = check_int("flights", flights, least=1)
-        self.preemptions = 0
+        self.extra_rows = check_int("extra_rows", extra_rows, least=0)
+        self.max_in_flight = check_int("max_in_flight", max_in_flight, least=1)
         prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
         if not read_shapes:
             raise ValueError("read_shapes=(): must have at least one shape")
         for rows, size in read_shapes:
             check_int("read_shapes: sequences", rows, least=1)
-            check_int("read_shapes: columns", size, least=pages.reread + self.further)
-        # Smaller programs first: of two that read as much the cheaper one is taken.
+            check_int("read_shapes: columns", size, least=pages.min_prefill + self.extra_rows)
+        # Smaller programs first, so that of two equally useful ones the cheaper one is chosen.
         self._shapes = sorted(read_shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
         small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
         self._small_shapes = small or self._shapes[:1]
+        # Requests, by phase; `_queue` and `_admitted` (in slots) have the oldest first.
         self._arrivals = 0
-        self._skipped = 0
-        self._patience = 0.0
-        """What slots have cost, in columns, whose requests wait for a read that is worth its cost."""
         self._queue: list[Request] = []
-        """Waiting requests, oldest first."""
-        self._seated: list[Request] = []
-        """Requests in slots, oldest first."""
-        self._retracted: set[Request] = set()
-        self._free_slots = list(range(self.slots))
+        self._admitted: list[Request] = []
+        self._preempted: set[Request] = set()
+        self._free_slots = list(range(self.slots))  # a heap
         self._released: list[int] = []
-        self._air: deque[Read | Burst] = deque()
+        self._in_flight: deque[Read | Burst] = deque()
+        self.preemptions = self._skipped = 0
+        self._patience = 0.0
+        """Cost so far, in columns, of slots whose requests wait for a read worth its cost."""
 
-    # What users ask for
+    # Called for users
 
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
@@ -126,8 +123,7 @@ class Scheduler:
             )
 
     def cancel(self, request: Request) -> None:
-        """Ends a request in any phase; nothing happens if it has ended. Its slot and pages are free at once, and what
-        is in flight of it is dropped when it lands.
+        """Ends a request in any phase, unless it has ended; frees its slot and pages and drops its reports in flight.
 
         Raises:
           ValueError: it was never submitted.
@@ -141,14 +137,12 @@ class Scheduler:
             self._leave(request, Phase.CANCELLED)
 
     def forget(self) -> None:
-        """Drops the names of all pages, because the weights have changed. What is read or running goes on over rows of
-        the old weights, and its pages are never named.
-        """
+        """Empties the prefix cache after a change of weights; pages of admitted requests have rows of the old ones."""
         self.pages.forget()
-        for request in self._seated:
-            request.named = None
+        for request in self._admitted:
+            request.registered = None
 
-    # What the engine does, turn by turn
+    # Called in every turn of the engine
 
     def plan(self, rounds: int) -> Plan:
         """The next programs.
@@ -156,70 +150,69 @@ class Scheduler:
         rounds: most rounds of the burst, at least 1.
         """
         check_int("rounds", rounds, least=1)
-        bursting = sum(isinstance(flight, Burst) for flight in self._air) < self.flights
-        reading = sum(isinstance(flight, Read) for flight in self._air) < self.flights
+        bursting = sum(isinstance(program, Burst) for program in self._in_flight) < self.max_in_flight
+        reading = sum(isinstance(program, Read) for program in self._in_flight) < self.max_in_flight
         before = self.preemptions
-        if bursting:
-            for request in list(self._seated):
+        if bursting:  # Pages for running requests, the oldest first; younger ones may be preempted.
+            for request in list(self._admitted):
                 if request.phase is Phase.RUNNING:
-                    self._grow(request, rounds, retract=True)
-        # Whoever has just been retracted would otherwise come back at once.
+                    self._grow(request, rounds, preempt=True)
+        # A request that was just preempted would otherwise return at once.
         admissions = self._admit() if reading and self.preemptions == before else []
         read = self._plan_read(rounds) if reading else None
         burst = self._plan_burst(rounds, read is not None) if bursting else None
         released, self._released = self._released, []
         return Plan(released, admissions, read, burst)
 
-    def landed(self, flight: Read | Burst, results: Mapping[Request, Landed]) -> list[Request]:
-        """Takes in the report of the oldest flight in the air. Returns the requests that got tokens or ended.
+    def update(self, program: Read | Burst, outputs: Mapping[Request, Output]) -> list[Request]:
+        """Processes the report of the oldest program in flight. Returns the requests with new tokens or an end.
 
-        results: what it reports of its requests; of a read only of those that it chose a token for. Reports of
-          requests that have been cancelled are dropped.
+        outputs: by request; of a read, only those for which it chose a token. Those of cancelled requests are dropped.
 
         Raises:
-          ValueError: another flight is older, or a report does not continue what has landed.
+          ValueError: another program is older, or an output does not continue its request.
         """
-        if not self._air or self._air[0] is not flight:
-            raise ValueError("flight: must be the oldest one in the air")
-        self._air.popleft()
+        if not self._in_flight or self._in_flight[0] is not program:
+            raise ValueError("program: must be the oldest one in flight")
+        self._in_flight.popleft()
         changed: list[Request] = []
-        for index, request in enumerate(flight.requests):
-            request.flights -= 1
-            request.flying -= flight.most(index)
-            if flight.most(index) and not request.ended:
-                if request not in results:
-                    raise ValueError(f"results: lacks request {index} of the flight")
-                if self._take_in(request, results[request]):
+        for index, request in enumerate(program.requests):
+            request.in_flight -= 1
+            request.tokens_in_flight -= program.max_tokens(index)
+            if program.max_tokens(index) and not request.ended:
+                if request not in outputs:
+                    raise ValueError(f"outputs: lacks request {index} of the program")
+                if self._process(request, outputs[request]):
                     changed.append(request)
-            if request.phase is Phase.RETRACTED and not request.flights:
-                self._retracted.remove(request)
+            if request.phase is Phase.PREEMPTED and not request.in_flight:  # It may return.
+                self._preempted.remove(request)
                 self._enqueue(request)
         return changed
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Sequences and columns of the programs that read."""
+        """Sequences and columns of the read programs."""
         return list(self._shapes)
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left, nothing is in the air and nothing has to be released."""
-        return not (self._queue or self._seated or self._retracted or self._released or self._air)
+        """Whether no request is left, nothing is in flight and no slot has to be released."""
+        return not (self._queue or self._admitted or self._preempted or self._released or self._in_flight)
 
     @property
     def running(self) -> int:
         """Requests in slots."""
-        return len(self._seated)
+        return len(self._admitted)
 
     @property
     def waiting(self) -> int:
         """Requests without a slot."""
-        return len(self._queue) + len(self._retracted)
+        return len(self._queue) + len(self._preempted)
 
     @property
     def held(self) -> int:
-        """Running requests whose pages are too few for another round, as far as reports have landed."""
-        return sum(request.phase is Phase.RUNNING and self._lacks(request) > 0 for request in self._seated)
+        """Running requests whose pages are too few for another round, as of the last report."""
+        return sum(request.phase is Phase.RUNNING and self._lacks(request) > 0 for request in self._admitted)
 
     def check(self) -> None:
         """Checks that no page and no slot is lost or doubled.
@@ -227,147 +220,152 @@ class Scheduler:
         Raises:
           AssertionError: it is.
         """
-        self.pages.check([request.pages for request in self._seated])
-        taken = [request.slot for request in self._seated if request.slot is not None]
+        self.pages.check([request.pages for request in self._admitted])
+        taken = [request.slot for request in self._admitted if request.slot is not None]
         assert sorted([*taken, *self._free_slots]) == list(range(self.slots)), "a slot is lost or doubled"
-        assert len(taken) == len(self._seated), "a request in a slot has none"
-        phases = (self._seated, (Phase.READING, Phase.RUNNING)), (self._queue, (Phase.WAITING,))
-        for requests, allowed in (*phases, (self._retracted, (Phase.RETRACTED,))):
+        assert len(taken) == len(self._admitted), "a request in a slot has none"
+        phases = (self._admitted, (Phase.READING, Phase.RUNNING)), (self._queue, (Phase.WAITING,))
+        for requests, allowed in (*phases, (self._preempted, (Phase.PREEMPTED,))):
             assert all(request.phase in allowed for request in requests), "a request is in the wrong place"
-        for requests in (self._seated, self._queue):
+        for requests in (self._admitted, self._queue):
             assert requests == sorted(requests, key=lambda request: request.order), "requests are out of order"
-        for request in (*self._queue, *self._retracted):
+        for request in (*self._queue, *self._preempted):  # Requests without a slot.
             assert request.slot is None and not request.pages, "a request without a slot has pages"
-        assert not any(request.flights for request in self._queue), "a waiting request is in the air"
+        assert not any(request.in_flight for request in self._queue), "a waiting request is in flight"
 
     # Admission
 
     def _admit(self) -> list[Admission]:
-        """Requests that get slots: as many as the next read has room for."""
+        """Admits requests, as many as the next read has room for."""
         shapes = self._allowed_shapes()
         most_rows, most_columns = max(rows for rows, _ in shapes), max(rows * size for rows, size in shapes)
-        reading = [request for request in self._seated if request.phase is Phase.READING]
-        left = sum(request.reading - request.read for request in reading)
+        reading = [request for request in self._admitted if request.phase is Phase.READING]
+        left = sum(request.prefill_length - request.prefilled for request in reading)
         rows, place = len(reading), 0
         admissions: list[Admission] = []
         while (
             place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
         ):
             request = self._queue[place]
-            if sharing.waits(request):
+            if sharing.waits(request):  # for a prefix
                 place += 1
                 continue
-            found = self.pages.match(request.known, request.reading - self.pages.reread, request.salt)
-            request.waits = sharing.reader(self.pages, self._seated, request, found)
-            if request.waits is not None:
-                self.pages.give(found)
+            # Look up the prefix cache, and prompts that are being read.
+            most = request.prefill_length - self.pages.min_prefill
+            prefix = self.pages.match(request.all_tokens, most, request.salt)
+            request.waits_for = sharing.reader(self.pages, self._admitted, request, prefix)
+            if request.waits_for is not None:
+                self.pages.give(prefix)
                 continue
-            if not self._seat(request, found):
+            if not self._try_admit(request, prefix):  # Younger requests do not overtake it.
                 break
             self._queue.pop(place)
-            rows, left = rows + 1, left + request.reading - request.read
+            rows, left = rows + 1, left + request.prefill_length - request.prefilled
             admissions.append(self._admission(request))
         return admissions
 
-    def _seat(self, request: Request, found: list[int]) -> bool:
-        """Gives a request a slot, pages for what it reads and for one round. False where these are not there; the pages
-        found are given back then.
+    def _try_admit(self, request: Request, prefix: list[int]) -> bool:
+        """Gives a request a slot and the pages of its prefill and of one round. False if pages are too few: the pages
+        of the prefix are given back.
 
-        A page for each sequence that is already there is left, so that they do not retract it at once.
+        Leaves one page for each admitted sequence, so that these do not preempt it at once.
         """
-        # Where the pages of a recurrent target go on after its last snapshot, two texts part at their end.
-        usable = self.pages.usable(found)
-        need = self.pages.holding(self._rows(request, request.reading + 1)) - usable
-        parts, found = found[usable:], found[:usable]
-        self.pages.give(parts)
-        if self.pages.available < need + len(self._seated):
-            self.pages.give(found)
+        # Of a recurrent target, two prompts diverge where the cached pages go on after the last snapshot.
+        usable = self.pages.usable(prefix)
+        need = self.pages.holding(self._rows(request, request.prefill_length + 1)) - usable
+        beyond, prefix = prefix[usable:], prefix[:usable]
+        self.pages.give(beyond)
+        if self.pages.available < need + len(self._admitted):
+            self.pages.give(prefix)
             return False
-        request.cuts = {usable + len(parts)} if parts else set()
+        request.save_points = {usable + len(beyond)} if beyond else set()
         taken = self.pages.take(need)
         assert taken is not None
-        request.pages = found + taken
-        request.named = len(found)
-        request.hit = request.read = len(found) * self.pages.size
+        request.pages = prefix + taken
+        request.registered = len(prefix)
+        request.cached = request.prefilled = len(prefix) * self.pages.size
         request.slot = heapq.heappop(self._free_slots)
         request.phase = Phase.READING
-        insort(self._seated, request, key=lambda other: other.order)
-        if not request.retracts:
-            self.pages.queries += request.reading
-            self.pages.hits += request.hit
+        insort(self._admitted, request, key=lambda other: other.order)
+        if not request.preemptions:  # Metrics count the first admission only.
+            self.pages.queries += request.prefill_length
+            self.pages.hits += request.cached
         return True
 
     def _admission(self, request: Request) -> Admission:
         assert request.slot is not None
-        hit, snapshots = self.pages.holding(request.hit), self.pages.snapshots
+        hit, snapshots = self.pages.holding(request.cached), self.pages.snapshots
         return Admission(
             request=request,
             slot=request.slot,
-            begin=request.hit,
+            begin=request.cached,
             restore=snapshots.use(request.pages[hit - 1]) if snapshots is not None and hit else None,
-            known=list(request.known),
+            tokens=list(request.all_tokens),
             resumed=request.resumed,
             rounds=request.rounds,
             accept_counts=list(request.accept_counts),
             branch_counts=request.branch_counts,
         )
 
-    # Reading
+    # Prefill
 
     def _allowed_shapes(self) -> list[tuple[int, int]]:
-        decodes = any(request.phase is Phase.RUNNING for request in self._seated)
+        decodes = any(request.phase is Phase.RUNNING for request in self._admitted)
         return self._small_shapes if decodes else self._shapes
 
     def _plan_read(self, rounds: int) -> Read | None:
-        """A chunk of the oldest request that is being read, and of others where there is room."""
-        requests = [request for request in self._seated if request.phase is Phase.READING]
+        """A chunk of the oldest request in prefill, and of others if there is room."""
+        requests = [request for request in self._admitted if request.phase is Phase.READING]
         if not requests:
             return None
         rows, size = max(self._allowed_shapes(), key=lambda shape: self._worth(requests, shape))
         if self._postpones(requests, (rows, size), rounds):
             return None
         self._patience = 0.0
+        # The chunk of each request.
         requests = requests[:rows]
         count = [self._chunk(request, size) for request in requests]
-        ends = [request.read + number == request.reading for request, number in zip(requests, count, strict=True)]
-        flight = Read(
+        lengths = zip(requests, count, strict=True)
+        ends = [request.prefilled + number == request.prefill_length for request, number in lengths]
+        read = Read(
             requests=requests,
             slots=[request.slot for request in requests if request.slot is not None],
-            begin=[request.read for request in requests],
+            begin=[request.prefilled for request in requests],
             count=count,
             ends=ends,
-            known=[request.resumed for request in requests],
+            resumed=[request.resumed for request in requests],
             rows=rows,
             size=size,
             table=[list(request.pages) for request in requests],
             save=[],
         )
+        # The state of each request after it.
         for request, number, last in zip(requests, count, ends, strict=True):
-            request.read += number
+            request.prefilled += number
             if last:
                 request.phase = Phase.RUNNING
-            self._name_pages(request, request.read)
-            flight.save.append(sharing.snapshot(self.pages, request, size))
-        self._dispatch(flight)
-        return flight
+            self._register_pages(request, request.prefilled)
+            read.save.append(sharing.snapshot(self.pages, request, size))
+        self._dispatch(read)
+        return read
 
     def _tokens(self, requests: list[Request], shape: tuple[int, int]) -> int:
-        """Tokens that a read of this shape reads."""
+        """Tokens that a read of this shape prefills."""
         rows, size = shape
         return sum(self._chunk(request, size) for request in requests[:rows])
 
     def _worth(self, requests: list[Request], shape: tuple[int, int]) -> float:
-        """Tokens that a read of this shape reads for its cost."""
+        """Tokens that a read of this shape prefills, per cost."""
         return self._tokens(requests, shape) / (shape[0] * shape[1] + OVERHEAD)
 
     def _postpones(self, requests: list[Request], shape: tuple[int, int], rounds: int) -> bool:
-        """Whether to wait with a read until more slots are free, so that it has fewer empty columns.
+        """Whether to delay a read until more slots are free, so that it has fewer empty columns.
 
-        Only where all slots are taken and requests wait for them, so that nobody's first token is later than it has to
-        be, and until the slots have cost as much as the empty columns would: at most twice what is best is lost.
+        Only if all slots are taken and requests wait, so that no first token is delayed without need, and until the
+        idle slots have cost as much as the empty columns would: at most twice the optimal cost.
         """
-        running = [request for request in self._seated if request.phase is Phase.RUNNING]
-        if not self._queue or self._free_slots or not running or self._seated[0].phase is Phase.READING:
+        running = [request for request in self._admitted if request.phase is Phase.RUNNING]
+        if not self._queue or self._free_slots or not running or self._admitted[0].phase is Phase.READING:
             return False
         empty = shape[0] * shape[1] + OVERHEAD - self._tokens(requests, shape)
         if self._patience >= empty:
@@ -378,88 +376,88 @@ class Scheduler:
     def _chunk(self, request: Request, size: int) -> int:
         """Tokens of a request in a read of `size` columns.
 
-        The drafter's cache gets `further` rows more than the target's in a sequence's first chunk.
+        In the first chunk of a sequence, the drafter's cache gets `extra_rows` rows more than the target's.
         """
-        first = request.read == request.hit
-        count = min(size - self.further * first, request.reading - request.read)
-        to_cuts = [pages * self.pages.size - request.read for pages in request.cuts]
-        if self.pages.snapshots is not None and request.read + count < request.reading:
-            # A state can only be saved at the end of a page.
-            to_cuts.append(count - (request.read + count) % self.pages.size)
-        return min([count, *(number for number in to_cuts if number >= self.pages.reread)])
+        first = request.prefilled == request.cached
+        count = min(size - self.extra_rows * first, request.prefill_length - request.prefilled)
+        ends = [pages * self.pages.size - request.prefilled for pages in request.save_points]
+        # A state can only be saved at the end of a page.
+        if self.pages.snapshots is not None and request.prefilled + count < request.prefill_length:
+            ends.append(count - (request.prefilled + count) % self.pages.size)
+        return min([count, *(number for number in ends if number >= self.pages.min_prefill)])
 
-    # Rounds
+    # Decode
 
     def _reads_first(self, running: int, reading: bool) -> bool:
-        """Whether to read on instead of running rounds of few sequences, which take nearly as long as those of many.
+        """Whether to skip a burst of few sequences, which takes nearly as long as one of many.
 
-        reading: whether this plan reads.
+        reading: whether this plan has a read.
         """
         fills = reading and bool(self._queue) and running < FULL * self.slots
         self._skipped = self._skipped + 1 if fills and self._skipped < MAX_SKIPPED else 0
         return self._skipped > 0
 
     def _plan_burst(self, rounds: int, reading: bool) -> Burst | None:
-        """Rounds of all running requests, those included that are read to their end just before it."""
-        requests = [request for request in self._seated if request.phase is Phase.RUNNING]
+        """A burst over all running requests, including those whose prefill ends just before it."""
+        requests = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not requests or self._reads_first(len(requests), reading):
             return None
         for request in requests:
-            self._grow(request, rounds, retract=False)
-        flight = Burst(
+            self._grow(request, rounds, preempt=False)
+        burst = Burst(
             requests=requests,
             slots=[request.slot for request in requests if request.slot is not None],
             table=[list(request.pages) for request in requests],
-            ceiling=[self._ceiling(request) for request in requests],
+            row_limit=[self._row_limit(request) for request in requests],
             rounds=rounds,
             per_round=self.depth + 1,
-            want=bool(self._queue),
+            stop_early=bool(self._queue),
         )
-        self._dispatch(flight)
-        return flight
+        self._dispatch(burst)
+        return burst
 
     def _rows(self, request: Request, length: int) -> int:
-        """Rows that the pages of a sequence of this length must hold for a round to take place."""
-        return min(length + self.depth + self.further, self._all_rows(request))
+        """Cache rows a sequence of this length needs to run one round."""
+        return min(length + self.depth + self.extra_rows, self._all_rows(request))
 
     def _all_rows(self, request: Request) -> int:
-        """Rows of a sequence at most: its last token is in no cache, and the drafter's may be further."""
-        return request.limit - 1 + self.further
+        """Maximum cache rows of a sequence: none for its last token, and the drafter's extra ones."""
+        return request.limit - 1 + self.extra_rows
 
-    def _ceiling(self, request: Request) -> int:
-        """Rows that the pages of a sequence hold. Where these are all that it can have, nothing holds it."""
+    def _row_limit(self, request: Request) -> int:
+        """Rows of the pages of a sequence. With all the pages it can need, nothing holds it."""
         rows = len(request.pages) * self.pages.size
-        return rows if rows < self._all_rows(request) else max(rows, request.limit + self.further)
+        return rows if rows < self._all_rows(request) else max(rows, request.limit + self.extra_rows)
 
     def _lacks(self, request: Request) -> int:
-        """Pages that a request lacks for a round after what has landed."""
+        """Pages that a request lacks for one round, as of the last report."""
         return self.pages.holding(self._rows(request, request.length)) - len(request.pages)
 
-    def _grow(self, request: Request, rounds: int, *, retract: bool) -> None:
-        """Takes pages for what is in the air and for another burst, as far as there are any.
+    def _grow(self, request: Request, rounds: int, *, preempt: bool) -> None:
+        """Allocates pages for everything in flight and for another burst, as far as available.
 
-        Where they are too few even for one round after what has landed, younger requests are retracted. Before that
-        the request is merely held, which costs less than to read another one again.
+        If they are too few even for one round after the last report, younger requests are preempted. Until then the
+        request is only held, which is cheaper than another prefill.
         """
-        longest = request.length + request.flying + rounds * (self.depth + 1)
-        wanted = self.pages.holding(min(longest + self.further, self._all_rows(request))) - len(request.pages)
-        if wanted > 0:
-            request.pages += self.pages.take(min(wanted, self.pages.available)) or []
-        lacking = self._lacks(request)
-        if retract and lacking > 0:
-            for victim in victims(self.pages, self._seated, request, lacking):
-                self._retract(victim)
+        longest = request.length + request.tokens_in_flight + rounds * (self.depth + 1)
+        missing = self.pages.holding(min(longest + self.extra_rows, self._all_rows(request))) - len(request.pages)
+        if missing > 0:
+            request.pages += self.pages.take(min(missing, self.pages.available)) or []
+        lacking = self._lacks(request)  # for one round
+        if preempt and lacking > 0:
+            for victim in victims(self.pages, self._admitted, request, lacking):
+                self._preempt(victim)
             request.pages += self.pages.take(lacking) or []
 
-    # Retracting
+    # Preemption
 
-    def _retract(self, request: Request) -> None:
-        """Takes a request out of its slot; it comes back when all that is in the air of it has landed."""
+    def _preempt(self, request: Request) -> None:
+        """Takes a request out of its slot; it returns to the queue when nothing of it is in flight."""
         self.preemptions += 1
-        request.retracts += 1
-        self._leave(request, Phase.RETRACTED)
-        if request.flights:
-            self._retracted.add(request)
+        request.preemptions += 1
+        self._leave(request, Phase.PREEMPTED)
+        if request.in_flight:
+            self._preempted.add(request)
         else:
             self._enqueue(request)
 
@@ -472,38 +470,39 @@ class Scheduler:
     def _leave(self, request: Request, phase: Phase) -> None:
         """Takes a request's slot and pages, if it has any."""
         request.phase = phase
-        self._retracted.discard(request)
+        self._preempted.discard(request)
         if request.slot is not None:
-            del self._seated[bisect_left(self._seated, request.order, key=lambda other: other.order)]
+            del self._admitted[bisect_left(self._admitted, request.order, key=lambda other: other.order)]
             self._released.append(request.slot)
             heapq.heappush(self._free_slots, request.slot)
             request.slot = None
             self.pages.give(request.pages)
             request.pages = []
 
-    def _dispatch(self, flight: Read | Burst) -> None:
-        self._air.append(flight)
-        for index, request in enumerate(flight.requests):
-            request.flights += 1
-            request.flying += flight.most(index)
+    def _dispatch(self, program: Read | Burst) -> None:
+        self._in_flight.append(program)
+        for index, request in enumerate(program.requests):
+            request.in_flight += 1
+            request.tokens_in_flight += program.max_tokens(index)
 
-    def _name_pages(self, request: Request, rows: int) -> None:
-        """Names pages of a request; `rows` of its rows are written, or will be before any later program."""
-        if request.named is not None:
-            request.named = self.pages.name(request.known, rows, request.pages, request.named, request.salt)
+    def _register_pages(self, request: Request, rows: int) -> None:
+        """Adds complete pages of a request to the prefix cache. rows: written before any later program."""
+        if (registered := request.registered) is not None:
+            names = request.all_tokens, rows, request.pages, registered, request.salt
+            request.registered = self.pages.register(*names)
 
-    def _take_in(self, request: Request, report: Landed) -> bool:
-        """Takes in what has landed of a request. Returns whether it got tokens or ended."""
-        if report.length != request.length + len(report.tokens):
+    def _process(self, request: Request, output: Output) -> bool:
+        """Appends the new tokens of a request. Returns whether it got tokens or ended."""
+        if output.length != request.length + len(output.tokens):
             raise ValueError(
-                f"results: a sequence of {request.length} tokens and {len(report.tokens)} new ones has {report.length}"
+                f"outputs: a sequence of {request.length} tokens and {len(output.tokens)} new ones has {output.length}"
             )
-        request.append(report.tokens)
-        request.rounds, request.accept_counts = report.rounds, list(report.accept_counts)
-        request.branch_counts = report.branch_counts
-        if report.finish_code:
-            request.finish_code = report.finish_code
+        request.append(output.tokens)
+        request.rounds, request.accept_counts = output.rounds, list(output.accept_counts)
+        request.branch_counts = output.branch_counts
+        if output.finish_code:
+            request.finish_code = output.finish_code
             self._leave(request, Phase.DONE)
-        elif request.phase is Phase.RUNNING:
-            self._name_pages(request, request.length - 1)
-        return bool(report.tokens or report.finish_code)
+        elif request.phase is Phase.RUNNING:  # The last token has no row yet.
+            self._register_pages(request, request.length - 1)
+        return bool(output.tokens or output.finish_code)

@@ -28,8 +28,8 @@ LOGITS_BYTES = 2**28
 """Bound of the logits of one program in bytes; it limits the tokens of a chunk."""
 COMPARED = ("prompts", "top_k", "page_size", "target")
 """Arguments that must be equal in all processes."""
-Found: TypeAlias = tuple[Float[Array, "B size"], TopTokens | None]
-"""The log-probability of the token after each one read, and the most probable tokens there."""
+TokenScores: TypeAlias = tuple[Float[Array, "B size"], TopTokens | None]
+"""Log-probability of the token after each token read, and the most probable tokens there."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -183,7 +183,7 @@ class Scorer:
         self._target, self._placement = target, placement
         self._cache: Cache | None = None
 
-    def read(self, params: PyTree, chunk: Chunk) -> Found:
+    def read(self, params: PyTree, chunk: Chunk) -> TokenScores:
         """Dispatch a chunk. params: weights of the target."""
         static = {"target": self._target, "placement": self._placement}
         cache = _empty_cache(params, shape=chunk.cache, **static) if chunk.first else self._cache
@@ -235,7 +235,7 @@ class Batch:
             grouped = groups.stack(self._placement, arrays)
             yield Chunk(*grouped, cache, self._top_k, start == 0, start + self._size >= end)
 
-    def collect(self, scores: Found) -> None:
+    def collect(self, scores: TokenScores) -> None:
         """Wait for the scores of a chunk and copy them to the host. All processes must call this in the same order."""
         self._parts.append(groups.unstack(self._placement, fetch(scores), len(self._prompts)))
 
@@ -271,7 +271,7 @@ def _read(
     target: Target,
     top_k: int,
     placement: Placement | None,
-) -> tuple[Cache, Found]:
+) -> tuple[Cache, TokenScores]:
     """Read `count` tokens of each sequence from position `begin` on.
 
     Returns the cache after them, the log-probability of the token after each, and the most probable tokens there.
@@ -284,7 +284,7 @@ def _read(
         following: Int[Array, "B size"],
         begin: Int[Array, " B"],
         count: Int[Array, " B"],
-    ) -> tuple[Cache, Found]:
+    ) -> tuple[Cache, TokenScores]:
         out = target.forward(params, tree.chain(tokens), cache, begin)
         cache = commit_rows(cache, out.rows, begin, None, count, after=out.logits)
         top = logprobs.most_probable(out.logits, top_k) if top_k else None

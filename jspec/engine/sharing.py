@@ -1,4 +1,4 @@
-"""What a request waits for because it can share it, and where the state of a recurrent target is saved."""
+"""Prefix sharing: waiting for another request's prefill, and placing snapshots."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,25 +7,26 @@ from jspec.engine.request import Phase, Request
 
 
 def waits(request: Request) -> bool:
-    """Whether a request still waits for the pages that an older one is reading."""
-    if request.waits is None:
+    """Whether a request still waits for pages of an older one in prefill."""
+    if request.waits_for is None:
         return False
-    other, pages = request.waits
-    return other.phase is Phase.READING and other.named is not None and other.named < pages
+    other, pages = request.waits_for
+    return other.phase is Phase.READING and other.registered is not None and other.registered < pages
 
 
 def reader(
-    pages: Pages, seated: Iterable[Request], request: Request, found: Sequence[int]
+    pages: Pages, admitted: Iterable[Request], request: Request, prefix: Sequence[int]
 ) -> tuple[Request, int] | None:
-    """An older request that is reading pages after those found, and how many of its pages are worth waiting for.
+    """Finds an older request whose prefill reaches pages after a matched prefix; returns it and the pages to wait for.
 
-    Samples of one prompt arrive together: one of them reads, and the others share its pages. Where the target is
-    recurrent, the read is cut where they part, and the state saved there.
+    Samples of one prompt arrive together: one of them is read, and the others share its pages. For a recurrent target,
+    the read ends where they diverge, and a snapshot is saved there.
     """
-    place = len(found)
-    for other in seated:
+    place = len(prefix)
+    for other in admitted:
         older = other.phase is Phase.READING and other.order < request.order
-        if older and other.named == place and other.salt == request.salt and other.pages[:place] == found:
+        # It has the same prefix so far.
+        if older and other.registered == place and other.salt == request.salt and other.pages[:place] == prefix:
             shared = place
             while _shares(pages, request, other, shared):
                 shared += 1
@@ -35,34 +36,36 @@ def reader(
 
 
 def _shares(pages: Pages, request: Request, other: Request, page: int) -> bool:
-    """Whether `other` will name this page of its own and `request` will match it."""
+    """Whether `other` will register this page, and `request` will match it."""
     begin, end = page * pages.size, (page + 1) * pages.size
-    if pages.ahead is None or end > min(request.reading - pages.reread, other.reading - max(0, pages.ahead - 1)):
+    if pages.lookahead is None or end > min(
+        request.prefill_length - pages.min_prefill, other.prefill_length - max(0, pages.lookahead - 1)
+    ):
         return False
-    wanted = request.known[begin : end + pages.ahead]
-    return len(wanted) == pages.size + pages.ahead and wanted == other.known[begin : end + pages.ahead]
+    depends = request.all_tokens[begin : end + pages.lookahead]
+    return len(depends) == pages.size + pages.lookahead and depends == other.all_tokens[begin : end + pages.lookahead]
 
 
 def _cut(pages: Pages, other: Request, shared: int) -> bool:
-    """Sees to it that the state of `other` after these pages is saved, if it has one. False where it is too late."""
+    """Plans a snapshot of `other` after these pages, if the target is recurrent. False: its prefill is past them."""
     if pages.snapshots is None:
         return True
-    if other.read >= shared * pages.size:
+    if other.prefilled >= shared * pages.size:
         return False
-    other.cuts.add(shared)
+    other.save_points.add(shared)
     return True
 
 
 def snapshot(pages: Pages, request: Request, size: int) -> int | None:
-    """A place for the state of a request after the chunk that has just been planned, if it is worth one.
+    """Allocates a snapshot of a request after the chunk just planned, if it is worth one.
 
-    It is where a text parts from another, and before the last chunk of a prompt that needs several.
+    Worth one: the point where two prompts diverge, and the beginning of the last of several chunks.
 
     size: columns of the read.
     """
-    whole, rest = divmod(request.read, pages.size)
-    if pages.snapshots is None or pages.ahead is None or rest or request.named is None:
+    whole, rest = divmod(request.prefilled, pages.size)
+    if pages.snapshots is None or pages.lookahead is None or rest or request.registered is None:
         return None
-    if whole not in request.cuts and not 0 < request.reading - request.read <= size:
+    if whole not in request.save_points and not 0 < request.prefill_length - request.prefilled <= size:
         return None
-    return pages.snapshot(request.known, request.pages[:whole], request.salt)
+    return pages.snapshot(request.all_tokens, request.pages[:whole], request.salt)

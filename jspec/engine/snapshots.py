@@ -1,12 +1,11 @@
-"""Snapshots of recurrent states, on the host: which there are and which one makes room.
+"""Snapshots of slot states, on the host: allocation and eviction.
 
-A recurrent state cannot be shared by rows, as pages can; what can be shared is a copy of it at one point of a text. A
-snapshot is the state after the last token of a page and belongs to that page: the page's name is the name of the text,
-and a snapshot without its page would be of no use to targets that have both kinds of layers. Committed states only are
-copied, so nothing of a rejected draft is ever in one.
+A recurrent state cannot be shared by rows, as pages can, but a copy at one point of a text can. A snapshot is the state
+after the last token of a page and belongs to that page, whose key identifies the text; targets with both kinds of
+layers need the page as well. Only committed states are copied, so no snapshot contains a rejected draft.
 
-Few are worth their memory (Marconi, arXiv 2411.19379): one where two texts part, which is known when the second one is
-admitted, and one before the last chunk of a long prompt.
+Few snapshots are worth their memory (Marconi, arXiv 2411.19379): one where two prompts diverge, known only when the
+second is admitted, and one before the last chunk of a long prompt.
 """
 
 from collections import OrderedDict
@@ -16,7 +15,7 @@ from jspec.core.checks import check_int
 
 
 class Snapshots:
-    """The places of the device's pool of states, and the pages that they belong to.
+    """The places of the device's pool of slot states, and the page of each.
 
     count: places, at least 1.
     """
@@ -31,16 +30,16 @@ class Snapshots:
         return page in self._place_of
 
     def __len__(self) -> int:
-        """Places that belong to pages."""
+        """Number of snapshots."""
         return len(self._place_of)
 
     def use(self, page: int) -> int:
-        """The place of a page's snapshot, which there must be."""
+        """The place of a page's snapshot, which must exist."""
         self._place_of.move_to_end(page)
         return self._place_of[page]
 
     def add(self, page: int) -> int:
-        """A place for a page's snapshot; the least recently used one loses its own where none is free."""
+        """Allocates the snapshot of a page. If no place is free, evicts the least recently used one."""
         if not self._free:
             _, place = self._place_of.popitem(last=False)
             self._free.append(place)
@@ -48,21 +47,21 @@ class Snapshots:
         return self._place_of[page]
 
     def drop(self, page: int) -> None:
-        """The page is gone, and its snapshot, if it has one, with it."""
+        """Frees the snapshot of a page, if it has one."""
         place = self._place_of.pop(page, None)
         if place is not None:
             self._free.append(place)
 
     def clear(self) -> None:
-        """Drops all."""
+        """Frees all."""
         self._free.extend(self._place_of.values())
         self._place_of.clear()
 
     def check(self, pages: Container[int]) -> None:
-        """Checks that no place is lost or doubled, and that a snapshot's page is one of `pages`.
+        """Checks that no place is lost or doubled, and that every snapshot belongs to one of `pages`.
 
         Raises:
-          AssertionError: it is, or one is not.
+          AssertionError: otherwise.
         """
         places = sorted([*self._free, *self._place_of.values()])
         assert places == list(range(self.count)), "a snapshot is lost or doubled"

@@ -1,4 +1,4 @@
-"""Who leaves when pages run out."""
+"""Chooses which sequences to preempt when pages run out."""
 
 from collections.abc import Sequence
 
@@ -6,26 +6,27 @@ from jspec.engine.pages import Pages
 from jspec.engine.request import Request
 
 
-def victims(pages: Pages, seated: Sequence[Request], request: Request, need: int) -> list[Request]:
-    """The youngest requests that must leave for `need` pages; none where all younger ones do not have them.
+def victims(pages: Pages, admitted: Sequence[Request], request: Request, need: int) -> list[Request]:
+    """Chooses the youngest requests to preempt for `need` pages; none if all younger ones together have too few.
 
-    seated: requests in slots, oldest first.
-    request: the one that needs the pages; older ones never leave for it.
+    admitted: requests in slots, oldest first.
+    request: needs the pages; no older request is preempted for it.
     """
 
-    def enough(leaving: Sequence[Request]) -> bool:
-        return pages.available + pages.freed_by(victim.pages for victim in leaving) >= need
+    def enough(preempted: Sequence[Request]) -> bool:
+        return pages.available + pages.freed_by(victim.pages for victim in preempted) >= need
 
-    chosen: list[Request] = []
-    for victim in reversed(seated):
+    # From the youngest on, until the pages suffice.
+    preempted: list[Request] = []
+    for victim in reversed(admitted):
         if victim is request:
             return []
-        chosen.append(victim)
-        if enough(chosen):
+        preempted.append(victim)
+        if enough(preempted):
             break
-    # Some give nothing, because they share their pages.
-    for victim in reversed(chosen):
-        others = [other for other in chosen if other is not victim]
+    # Spare those who would free nothing, because they share their pages.
+    for victim in reversed(preempted):
+        others = [other for other in preempted if other is not victim]
         if enough(others):
-            chosen = others
-    return chosen
+            preempted = others
+    return preempted

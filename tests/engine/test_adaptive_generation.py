@@ -110,7 +110,7 @@ def test_generate_ids_gives_the_same_and_its_counters():
 
 @pytest.mark.slow
 def test_an_engine_gives_the_same():
-    """Sequences come, go, share prefixes and, as pages are few, are retracted; their rounds are counted once."""
+    """Sequences come, go, share prefixes and, as pages are few, are preempted; their rounds are counted once."""
     prompts = [*PROMPTS, PROMPTS[2] + [3, 4], PROMPTS[2] * 2, PROMPTS[1]]
     sampling = [*SAMPLING, *SAMPLING]
     seeds = list(range(len(prompts)))
@@ -121,7 +121,7 @@ def test_an_engine_gives_the_same():
         out = engine.generate(prompts, max_new_tokens=NEW, sampling=sampling, seed=seeds)
         metrics = engine.metrics()
     assert out.tokens == wanted.tokens
-    assert metrics.preemptions > 0, "nothing was retracted"
+    assert metrics.preemptions > 0, "nothing was preempted"
     assert metrics.prefix_hits > 0, "nothing was shared"
     for one in out:
         np.testing.assert_array_equal(one.stats.branches.counts.sum(1), one.stats.accept_counts)

@@ -8,7 +8,7 @@ from jspec.engine.request import Request
 
 
 @pytest.mark.parametrize(
-    ("loads", "known", "given", "slots", "chosen"),
+    ("loads", "cached", "assigned", "slots", "group"),
     [
         ([2, 1, 3], [0, 0, 0], [0, 0, 0], 8, 1),
         ([1, 1, 1], [0, 0, 0], [9, 7, 8], 8, 1),
@@ -22,18 +22,18 @@ from jspec.engine.request import Request
         ([2, 1], [8, 0], [0, 0], 1, 0),
     ],
 )
-def test_a_group_that_knows_the_prompt_gets_it_unless_it_is_busier(loads, known, given, slots, chosen):
-    assert balance.choose(loads, known, given, slots) == chosen
+def test_a_group_that_knows_the_prompt_gets_it_unless_it_is_busier(loads, cached, assigned, slots, group):
+    assert balance.choose(loads, cached, assigned, slots) == group
 
 
 def test_known_tokens_are_those_in_pages_and_of_the_last_request():
-    pages = Pages(9, 4, ahead=1)
+    pages = Pages(9, 4, lookahead=1)
     text = list(range(20))
     own = pages.take(3)
-    pages.name(text[:13], 12, own, 0, "salt")
+    pages.register(text[:13], 12, own, 0, "salt")
 
     def known(prompt, last=None, salt="salt"):
-        return balance.known_tokens(pages, Request(prompt, 1, salt=salt), last and Request(last, 1, salt="salt"))
+        return balance.cached_tokens(pages, Request(prompt, 1, salt=salt), last and Request(last, 1, salt="salt"))
 
     users = list(pages._users)
     # A prompt is read from its last token on, and a page needs the token after it.
@@ -44,5 +44,5 @@ def test_known_tokens_are_those_in_pages_and_of_the_last_request():
     assert known([5, *text[1:]], last=[5, *text[1:11], 3, 4]) == 8
     assert known(text[:5], last=text) == 4
     assert pages._users == users
-    pages.ahead = None
+    pages.lookahead = None
     assert known(text, last=text) == 0

@@ -197,7 +197,7 @@ def given_requests(count):
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [None, 12], ids=["all", "few"])
 def test_an_engine_gives_the_tokens_of_generate(model, pages):
-    """With few pages sequences are retracted, and continue where they were in their grammars."""
+    """With few pages sequences are preempted, and continue where they were in their grammars."""
     prompts, samplings = given_requests(10)
     options = dict(drafter="ngram", max_new_tokens=40)
     alone = jspec.generate(model, prompts, sampling=samplings, **options)

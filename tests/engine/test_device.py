@@ -17,7 +17,7 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
         request = DeviceRequest(encode("def f(x):\n    "), 20)
         request.seed, request.start_state = 41, engine.groups[0].device.stops.add(("return",))
         request.append(encode("retu"))
-        admission = Admission(request, 2, 0, None, list(request.known), True, rounds=3, accept_counts=[3])
+        admission = Admission(request, 2, 0, None, list(request.all_tokens), True, rounds=3, accept_counts=[3])
         engine.groups[0].device.admit([admission])
         s, stop = engine.groups[0].device.state, jax.device_get(engine.groups[0].device.stops.automaton)
     state = int(s.stop.state[2])
@@ -27,4 +27,4 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
         state, start = (int(stop.table[at, stop.token_class[stop.map_of_state[at], token]]) for at in (state, start))
     assert state < 0 <= start, "the end of the stop string was found, and only after its beginning"
     np.testing.assert_array_equal(jax.random.key_data(s.key[2]), jax.random.key_data(jax.random.key(41)))
-    assert (int(s.length[2]), int(s.stats.rounds[2])) == (len(request.known), 3)
+    assert (int(s.length[2]), int(s.stats.rounds[2])) == (len(request.all_tokens), 3)

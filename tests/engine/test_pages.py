@@ -101,7 +101,7 @@ def walk(seed, steps):
                 own += new
                 tokens += rng.choices(range(2), k=rng.randint(0, 4))
                 rows = min(len(own) * size, rng.choice([len(tokens), rng.randint(0, len(tokens))]))
-                sequence[2] = pages.name(tokens, rows, own, named, salt)
+                sequence[2] = pages.register(tokens, rows, own, named, salt)
                 reference.name(tokens, rows, own, salt)
         elif kind < 0.98:
             _, own, _, _ = sequences.pop(rng.randrange(len(sequences)))
@@ -132,7 +132,7 @@ def test_a_shared_page_is_free_when_both_users_give_it():
     """A page that two sequences share becomes available when both give it."""
     pages = Pages(9, 2, 0)
     first = pages.take(2)
-    pages.name([1, 2, 3, 4], 4, first, 0)
+    pages.register([1, 2, 3, 4], 4, first, 0)
     second = pages.match([1, 2, 3, 4], 4)
     assert first == second
     assert [pages.freed_by(each) for each in ([first], [second], [first, second])] == [0, 0, 2]
@@ -141,9 +141,9 @@ def test_a_shared_page_is_free_when_both_users_give_it():
 def test_shares_nothing_without_ahead():
     pages = Pages(9, 2, None)
     own = pages.take(2)
-    assert pages.name([1, 2, 3, 4], 4, own, 0) == 0 and pages.match([1, 2, 3, 4], 4) == []
+    assert pages.register([1, 2, 3, 4], 4, own, 0) == 0 and pages.match([1, 2, 3, 4], 4) == []
     pages.give(own)
-    assert pages.available == 8 and pages.reread == 1
+    assert pages.available == 8 and pages.min_prefill == 1
 
 
 def test_check_finds_losses():
@@ -160,7 +160,7 @@ def test_check_finds_losses():
     [
         ((1, 4, 0), "count=1: must be at least 2"),
         ((9, 0, 0), "size=0: must be at least 1"),
-        ((9, 4, -1), "ahead=-1: must be at least 0"),
+        ((9, 4, -1), "lookahead=-1: must be at least 0"),
     ],
 )
 def test_invalid_values(values, message):

@@ -8,7 +8,7 @@ import pytest
 
 import jspec
 from jspec.core.sampling import Sampling
-from jspec.engine.device import TIERS, TOP_SIZES, slot_buckets
+from jspec.engine.device import OPTION_SETS, TOP_SIZES, slot_buckets
 from jspec.engine.engine import Engine
 from jspec.engine.sizing import read_shapes
 
@@ -65,7 +65,7 @@ def test_the_number_of_programs_follows_from_the_sizes(case, compiled):
         stop = engine.groups[0].device.stops.automaton
         tables = len(stop.table).bit_length() + len(stop.token_class).bit_length() - 1
     shapes = read_shapes(SIZES["slots"], SIZES["context"], SIZES["prefill_tokens"], 1)
-    options = len(TIERS) * (1 + len(TOP_SIZES)) * tables if case == "all" else 1
+    options = len(OPTION_SETS) * (1 + len(TOP_SIZES)) * tables if case == "all" else 1
     sizes = slot_buckets(SIZES["slots"])
     got = {name: compiled(name) for name in ("burst", "read", "admit", "release")}
     assert 0 < got["burst"] <= len(sizes) * options

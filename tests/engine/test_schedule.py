@@ -4,15 +4,24 @@ import pytest
 from storm import storms
 
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Landed, Read
+from jspec.engine.plan import Output, Read
 from jspec.engine.request import Phase, Request
 from jspec.engine.schedule import OVERHEAD, Scheduler
 
 
 def test_every_event_of_a_schedule_leaves_all_rows_right():
     happened = storms(range(40), 150)
-    events = ["retracts", "resumed", "holds", "hits", "restored", "refused", "cancelled waiting", "cancelled reading"]
-    for event in [*events, "cancelled running", "cancelled retracted", "cancelled done", "cancelled cancelled"]:
+    events = [
+        "preemptions",
+        "resumed",
+        "holds",
+        "hits",
+        "restored",
+        "refused",
+        "cancelled waiting",
+        "cancelled reading",
+    ]
+    for event in [*events, "cancelled running", "cancelled preempted", "cancelled done", "cancelled cancelled"]:
         assert happened[event] > 0, event
 
 
@@ -25,7 +34,7 @@ def test_all_rows_are_right_over_a_million_turns(first):
 
 def scheduler(**changes):
     keywords = dict(
-        slots=2, pages=Pages(9, 4, 0), context=32, depth=3, further=0, read_shapes=[(1, 8)], prefill_tokens=8
+        slots=2, pages=Pages(9, 4, 0), context=32, depth=3, extra_rows=0, read_shapes=[(1, 8)], prefill_tokens=8
     )
     return Scheduler(**{**keywords, **changes})
 
@@ -36,12 +45,12 @@ def scheduler(**changes):
         ({"slots": 0}, "slots=0: must be at least 1"),
         ({"context": 1}, "context=1: must be at least 2"),
         ({"depth": -1}, "depth=-1: must be at least 0"),
-        ({"further": -1}, "further=-1: must be at least 0"),
-        ({"flights": 0}, "flights=0: must be at least 1"),
+        ({"extra_rows": -1}, "extra_rows=-1: must be at least 0"),
+        ({"max_in_flight": 0}, "max_in_flight=0: must be at least 1"),
         ({"prefill_tokens": 0}, "prefill_tokens=0: must be at least 1"),
         ({"read_shapes": []}, "read_shapes=(): must have at least one shape"),
         ({"read_shapes": [(0, 8)]}, "read_shapes: sequences=0: must be at least 1"),
-        ({"read_shapes": [(1, 1)], "further": 1}, "read_shapes: columns=1: must be at least 2"),
+        ({"read_shapes": [(1, 1)], "extra_rows": 1}, "read_shapes: columns=1: must be at least 2"),
         ({"read_shapes": [(1, 2)], "pages": Pages(9, 4, 3)}, "read_shapes: columns=2: must be at least 3"),
     ],
 )
@@ -67,7 +76,7 @@ def test_refuses_what_never_fits():
     scheduling.submit(Request([1] * 20, 12))
     with pytest.raises(ValueError, match="33 tokens long, the context is 32: .* or raise context"):
         scheduling.submit(Request([1] * 20, 13))
-    scheduling = scheduler(pages=Pages(8, 4, 0), further=1)
+    scheduling = scheduler(pages=Pages(8, 4, 0), extra_rows=1)
     scheduling.submit(Request([1] * 20, 8))
     with pytest.raises(ValueError, match="8 pages of 4 rows, there are 7: .* or raise pages"):
         scheduling.submit(Request([1] * 20, 9))
@@ -84,10 +93,10 @@ def test_refuses_misuse():
     with pytest.raises(ValueError, match="rounds=0: must be at least 1"):
         scheduling.plan(0)
     plan = scheduling.plan(2)
-    with pytest.raises(ValueError, match="must be the oldest one in the air"):
-        scheduling.landed(plan.burst, {})
+    with pytest.raises(ValueError, match="must be the oldest one in flight"):
+        scheduling.update(plan.burst, {})
     with pytest.raises(ValueError, match="lacks request 0"):
-        scheduling.landed(plan.read, {})
+        scheduling.update(plan.read, {})
 
 
 def test_samples_of_a_prompt_share_its_pages():
@@ -132,22 +141,22 @@ def test_second_text_saves_the_state_where_it_parts():
             if plan.read.ends == [True]:
                 scheduling.cancel(request)
                 break
-            scheduling.landed(plan.read, {})
-        while scheduling._air:
-            scheduling.landed(scheduling._air[0], {})
+            scheduling.update(plan.read, {})
+        while scheduling._in_flight:
+            scheduling.update(scheduling._in_flight[0], {})
     assert begins == [(0, None), (0, None), (8, 0)]
     assert saved == [(0, 11, None), (0, 8, 0), (8, 3, None), (8, 3, None)]
 
 
 def test_chunks_end_with_pages_where_states_are_saved():
-    """Also where the drafter is further, so that the first chunk has a token less than columns."""
+    """Also if the drafter has extra rows, so that the first chunk has a token less than columns."""
     for snapshots, counts in [(3, [4, 8, 7]), (0, [7, 8, 4])]:
         pages = Pages(60, 4, 0, snapshots=snapshots)
-        scheduling = scheduler(pages=pages, further=1, read_shapes=[(1, 8)])
+        scheduling = scheduler(pages=pages, extra_rows=1, read_shapes=[(1, 8)])
         scheduling.submit(Request(range(19), 4))
         reads = [scheduling.plan(1).read]
         while not reads[-1].ends[0]:
-            scheduling.landed(reads[-1], {})
+            scheduling.update(reads[-1], {})
             reads.append(scheduling.plan(1).read)
         assert [read.count for read in reads] == [[count] for count in counts]
         assert [read.save for read in reads] == [[None], [0 if snapshots else None], [None]]
@@ -166,12 +175,12 @@ def turns_until_read(waiting):
     for _ in range(1 + waiting):
         scheduling.submit(Request([1], 20))
     for turn in range(100):
-        while scheduling._air:
-            flight, results = scheduling._air[0], {}
+        while scheduling._in_flight:
+            flight, results = scheduling._in_flight[0], {}
             for request in flight.requests:
                 new = [0] * (isinstance(flight, Read) or request.length < request.limit - 1)
-                results[request] = Landed(request.length + len(new), new, 0, 0, [])
-            scheduling.landed(flight, results)
+                results[request] = Output(request.length + len(new), new, 0, 0, [])
+            scheduling.update(flight, results)
         plan = scheduling.plan(1)
         if plan.read is not None:
             return turn
@@ -213,7 +222,7 @@ def test_states_before_the_last_chunk_are_saved(changed):
     for _ in range(3):
         plan = scheduling.plan(1)
         saved += plan.read.save
-        scheduling.landed(plan.read, {}) if plan.burst is None else None
+        scheduling.update(plan.read, {}) if plan.burst is None else None
         if changed:
             scheduling.forget()
     assert saved == [None, None if changed else 0, None]
@@ -231,6 +240,6 @@ def test_higher_priorities_come_first():
         for request in requests:
             if request.phase is Phase.RUNNING:
                 scheduling.cancel(request)
-        while scheduling._air:
-            scheduling.landed(scheduling._air[0], {})
+        while scheduling._in_flight:
+            scheduling.update(scheduling._in_flight[0], {})
     assert order == [1, 3, 0, 2]

@@ -86,7 +86,7 @@ STORMS = {
     "wide": Storm(),
     "tiny_pool": Storm(count=14, pages=13, eos=(EOS,), seed=4),
     "cancels": Storm(count=14, pages=13, cancels=0.15, seed=2),
-    "rows": Storm(pages=14, flights=1, seed=3),
+    "rows": Storm(pages=14, max_in_flight=1, seed=3),
     "few_snapshots": Storm(snapshots=1, cancels=0.1, seed=21),
 }
 OTHERS = "wide", "cancels", "rows"

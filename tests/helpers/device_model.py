@@ -11,7 +11,7 @@ class Slot:
     """A sequence on the device."""
 
     def __init__(self, admission, truth):
-        self.request, self.tokens, self.truth = admission.request, list(admission.known), truth
+        self.request, self.tokens, self.truth = admission.request, list(admission.tokens), truth
         self.limit = self.request.limit
         self.begin, self.resumed = admission.begin, admission.resumed
         self.ready, self.ended = False, False
@@ -27,12 +27,12 @@ class Device:
     """Runs flights in the order of their dispatch, at their dispatch, and returns their reports.
 
     users: the scheduler's count of users per page, for the check that shared pages are not written.
-    ahead, further: of the drafter, as it truly is.
+    ahead, extra_rows: of the drafter, as it truly is.
     truths: the tokens of each request, prompt included, up to where it ends.
     """
 
-    def __init__(self, rng, *, slots, count, size, depth, ahead, further, truths, users):
-        self.rng, self.size, self.depth, self.further = rng, size, depth, further
+    def __init__(self, rng, *, slots, count, size, depth, ahead, extra_rows, truths, users):
+        self.rng, self.size, self.depth, self.extra_rows = rng, size, depth, extra_rows
         self.ahead, self.truths, self.users = ahead or 0, truths, users
         self.slots = [None] * slots
         self.target, self.draft = [None] * (count * size), [None] * (count * size)
@@ -78,7 +78,7 @@ class Device:
             self.extend(slot)
             self.target[self.place(slot, table, row)] = slot.target[row]
         slot.rows = rows
-        last = rows + self.further - max(0, self.ahead - 1)
+        last = rows + self.extra_rows - max(0, self.ahead - 1)
         for row in range(slot.draft_rows, last):
             self.extend_draft(slot)
             self.draft[self.place(slot, table, row)] = slot.draft[row]
@@ -88,7 +88,7 @@ class Device:
     def place(self, slot, table, row):
         index, offset = divmod(row, self.size)
         assert index < len(table), "a row has no page"
-        assert len(table) <= -(-(slot.limit - 1 + self.further) // self.size), "a sequence has pages for nothing"
+        assert len(table) <= -(-(slot.limit - 1 + self.extra_rows) // self.size), "a sequence has pages for nothing"
         page = table[index]
         assert self.users[page] == 1, "a shared page is written"
         assert page in slot.request.pages, "a page of somebody else is written"
@@ -108,7 +108,7 @@ class Device:
         self.verify(slot, flight.table[index])
         return slot
 
-    def read(self, flight, landed):
+    def read(self, flight, output):
         assert 1 <= len(flight.requests) <= flight.rows
         results = {}
         for index, request in enumerate(flight.requests):
@@ -117,11 +117,11 @@ class Device:
             known = len(slot.tokens)
             assert not slot.ready and begin == slot.rows, "a chunk does not follow the one before"
             first = begin == slot.begin
-            assert 1 <= count <= flight.size - self.further * first, "a chunk of a wrong size"
+            assert 1 <= count <= flight.size - self.extra_rows * first, "a chunk of a wrong size"
             assert not (first and begin) or count >= self.ahead, "a head of the drafter has nothing to read"
             assert begin + count <= known - slot.resumed, "a chunk beyond what is known"
             ends = begin + count == known - slot.resumed
-            assert flight.ends[index] == ends and flight.known[index] == slot.resumed
+            assert flight.ends[index] == ends and flight.resumed[index] == slot.resumed
             if ends:
                 slot.ready = True
                 if not slot.resumed:
@@ -131,7 +131,7 @@ class Device:
                 self.states[flight.save[index]] = slot.target[-1]
                 self.events["snapshots"] += 1
             if ends and not slot.resumed:
-                results[request] = self.report(slot, landed)
+                results[request] = self.report(slot, output)
         self.events["reads"] += 1
         self.events["read rows"] += len(flight.requests)
         return results
@@ -143,7 +143,7 @@ class Device:
         slot.ended = len(slot.tokens) == len(slot.truth)
         return len(new)
 
-    def burst(self, flight, landed):
+    def burst(self, flight, output):
         slots = [self.of(flight, index) for index in range(len(flight.requests))]
         ended = [slot.ended for slot in slots]
         assert all(slot.ready for slot in slots), "a burst before the prompt is read"
@@ -152,7 +152,7 @@ class Device:
             for index, slot in enumerate(slots):
                 if slot.ended:
                     continue
-                if min(len(slot.tokens) + self.depth, slot.limit) + self.further > flight.ceiling[index]:
+                if min(len(slot.tokens) + self.depth, slot.limit) + self.extra_rows > flight.row_limit[index]:
                     self.events["holds"] += 1
                     continue
                 still = False
@@ -160,13 +160,13 @@ class Device:
                 slot.rounds += 1
                 slot.counts[kept - 1] += 1
                 self.write(slot, flight.table[index], len(slot.tokens) - 1)
-            if still or (flight.want and ended != [slot.ended for slot in slots]):
+            if still or (flight.stop_early and ended != [slot.ended for slot in slots]):
                 break
         self.events["bursts"] += 1
-        return {slot.request: self.report(slot, landed) for slot in slots}
+        return {slot.request: self.report(slot, output) for slot in slots}
 
-    def report(self, slot, landed):
+    def report(self, slot, output):
         new, slot.reported = slot.tokens[slot.reported :], len(slot.tokens)
         code = (3 if len(slot.tokens) == slot.limit else 1) if slot.ended else 0
         counts = [slot.counts[kept] for kept in range(self.depth + 1)]
-        return landed(len(slot.tokens), new, code, slot.rounds, counts)
+        return output(len(slot.tokens), new, code, slot.rounds, counts)

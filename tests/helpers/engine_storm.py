@@ -159,14 +159,14 @@ class Storm:
     """A schedule: how requests arrive and leave, and how the engine is set up.
 
     pages: those that the scheduler gives away. The pools have `POOL` in all storms, which share programs so; the others
-      count as free. snapshots: for a target that keeps more than pages. flights: 1: every report lands before the
-      next plan, so that drafter's rows can be compared.
+      count as free. snapshots: for a target that keeps more than pages. max_in_flight: 1: every report is collected
+      before the next plan, so that the drafter's rows can be compared.
     """
 
     count: int = 12
     pages: int = POOL
     snapshots: int = 3
-    flights: int = 2
+    max_in_flight: int = 2
     cancels: float = 0.0
     eos: tuple[int, ...] = ()
     share: bool = True
@@ -178,7 +178,7 @@ class Storm:
 def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str, int]:
     """Runs a storm; every request must get what it gets alone, from the reference if there is one.
 
-    Returns counts of what happened: retracts, shared tokens, restored snapshots, compared rows, turns.
+    Returns counts of what happened: preemptions, shared tokens, restored snapshots, compared rows, turns.
     """
     given = requests(storm.count, storm.seed, setup)
     wanted = alone(reference or setup, given, storm.eos)
@@ -204,15 +204,15 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         pages=Pages(storm.pages, PAGE, ahead if storm.ahead is None else storm.ahead, snapshots),
         context=CONTEXT,
         depth=setup.drafter.depth,
-        further=slot_state.extra_rows(device.state, setup.drafter),
+        extra_rows=slot_state.extra_rows(device.state, setup.drafter),
         read_shapes=[(2, CHUNK)],
         prefill_tokens=2 * CHUNK,
-        flights=storm.flights,
+        max_in_flight=storm.max_in_flight,
     )
-    loop = Loop(device, scheduler, burst_seconds=1.0, flights=storm.flights)
+    loop = Loop(device, scheduler, burst_seconds=1.0, max_in_flight=storm.max_in_flight)
     rng = np.random.default_rng(storm.seed)
     todo, origin = list(given), {request: [] for request in given}
-    counts = {"retracts": 0, "shared": 0, "restored": 0, "rows": 0, "turns": 0}
+    counts = {"preemptions": 0, "shared": 0, "restored": 0, "rows": 0, "turns": 0}
     while todo or not loop.idle:
         counts["turns"] += 1
         assert counts["turns"] < 2000, "stuck"
@@ -237,14 +237,14 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         for request, landing in results:
             origin[request] += landing.origin
         scheduler.check()
-        if storm.flights == 1:
+        if storm.max_in_flight == 1:
             counts["rows"] += compare_rows(device, given, wanted)
     for index, request in enumerate(given):
-        counts["retracts"] += request.retracts
+        counts["preemptions"] += request.preemptions
         if request.phase is Phase.CANCELLED:
             assert request.tokens == wanted.tokens[index][: len(request.tokens)], f"request {index}"
             continue
-        assert request.tokens == wanted.tokens[index], f"request {index}, retracted {request.retracts} times"
+        assert request.tokens == wanted.tokens[index], f"request {index}, preempted {request.preemptions} times"
         assert request.finish_code == wanted.finish_codes[index]
         assert (request.rounds, request.accept_counts) == (wanted.rounds[index], wanted.accept_counts[index]), index
         assert len(origin[request]) == len(request.tokens)
@@ -266,7 +266,7 @@ def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> i
         if request.phase is not Phase.RUNNING or not caches:
             continue
         # The last rows of MTP heads are those of drafts until the tokens are known.
-        count = max(0, len(request.known) - 1 - 3)
+        count = max(0, len(request.all_tokens) - 1 - 3)
         for cache, rows in zip(caches, wanted.rows[index], strict=True):
             pages = [*request.pages, 0]
             got = rows_of(cache, pages)[:, :, :count]

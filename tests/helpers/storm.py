@@ -1,4 +1,4 @@
-"""Random schedules for the scheduler, against the model of the device: arrivals, cancels, retracts, late reports."""
+"""Random schedules for the scheduler, against the model of the device: arrivals, cancels, preemptions, late reports."""
 
 import random
 from collections import Counter, deque
@@ -6,12 +6,12 @@ from collections import Counter, deque
 from device_model import Device
 
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Landed
+from jspec.engine.plan import Output
 from jspec.engine.request import Phase, Request
 from jspec.engine.schedule import MAX_SKIPPED, Scheduler
 
 DRAFTERS = [(None, 0), (None, 1), (0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
-"""(ahead, further); a drafter has one of them at most. ahead None: nothing is shared."""
+"""(ahead, extra_rows); a drafter has one of them at most. ahead None: nothing is shared."""
 
 
 class Storm:
@@ -23,24 +23,24 @@ class Storm:
     def __init__(self, seed, *, scheduler=Scheduler, pages=Pages, drafters=DRAFTERS):
         rng = self.rng = random.Random(seed)
         size, depth, slots = rng.randint(1, 5), rng.randint(0, 4), rng.randint(1, 5)
-        ahead, further = rng.choice(drafters)
+        ahead, extra_rows = rng.choice(drafters)
         self.context = rng.randint(6, 40)
-        largest = -(-(self.context - 1 + further) // size)
+        largest = -(-(self.context - 1 + extra_rows) // size)
         count = 1 + max(1, rng.choice([largest - 1, largest, largest + 1, largest + 2, largest * slots]))
         snapshots = 0 if ahead is None else rng.choice([0, 0, 0, 0, 1, 20])
         self.pages = pages(count, size, ahead, snapshots)
-        narrow = max(1, ahead or 0) + further
+        narrow = max(1, ahead or 0) + extra_rows
         shapes = [(rng.randint(1, 4), rng.randint(narrow, 9)) for _ in range(rng.randint(1, 3))]
-        self.flights = rng.randint(1, 3)
+        self.max_in_flight = rng.randint(1, 3)
         self.scheduler = scheduler(
             slots=slots,
             pages=self.pages,
             context=self.context,
             depth=depth,
-            further=further,
+            extra_rows=extra_rows,
             read_shapes=shapes,
             prefill_tokens=rng.randint(1, 30),
-            flights=self.flights,
+            max_in_flight=self.max_in_flight,
         )
         self.truths = {}
         self.device = Device(
@@ -50,7 +50,7 @@ class Storm:
             size=size,
             depth=depth,
             ahead=ahead,
-            further=further,
+            extra_rows=extra_rows,
             truths=self.truths,
             users=self.pages._users,
         )
@@ -80,7 +80,7 @@ class Storm:
 
     def submit(self):
         request = self.new_request()
-        need = -(-(request.limit - 1 + self.device.further) // self.device.size)
+        need = -(-(request.limit - 1 + self.device.extra_rows) // self.device.size)
         fits = request.limit <= self.context and need < self.pages.count
         try:
             self.scheduler.submit(request)
@@ -94,9 +94,9 @@ class Storm:
         self.delivered[request] = 0
 
     def cancel(self):
-        retracted = [request for request in self.alive if request.phase is Phase.RETRACTED]
+        preempted = [request for request in self.alive if request.phase is Phase.PREEMPTED]
         request = self.rng.choice(
-            retracted or (self.alive if self.rng.random() < 0.9 or not self.ended else self.ended)
+            preempted or (self.alive if self.rng.random() < 0.9 or not self.ended else self.ended)
         )
         before, tokens = request.phase, list(request.tokens)
         self.scheduler.cancel(request)
@@ -107,9 +107,9 @@ class Storm:
         assert request.tokens == tokens and request.slot is None and not request.pages
         self.events[f"cancelled {before.value}"] += 1
 
-    def land(self):
+    def collect(self):
         flight, results = self.air.popleft()
-        changed = self.scheduler.landed(flight, results)
+        changed = self.scheduler.update(flight, results)
         assert len(set(changed)) == len(changed) and set(changed) <= set(flight.requests)
         for request in changed:
             assert request.phase is not Phase.CANCELLED, "tokens of a cancelled request"
@@ -123,7 +123,7 @@ class Storm:
 
     def finish(self, request):
         truth = self.truths[request]
-        assert request.known == truth and request.tokens == truth[len(request.prompt) :], "wrong tokens"
+        assert request.all_tokens == truth and request.tokens == truth[len(request.prompt) :], "wrong tokens"
         assert request.finish_code == (3 if len(truth) == request.limit else 1)
         assert sum(request.accept_counts) == request.rounds, "rounds are lost"
         assert sum((i + 1) * n for i, n in enumerate(request.accept_counts)) == len(request.tokens) - 1
@@ -135,7 +135,7 @@ class Storm:
         """A plan, its programs, and what has landed by then."""
         first = min((r for r in self.alive if r.slot is not None), key=lambda request: request.order, default=None)
         plan = self.scheduler.plan(self.rng.randint(1, 4))
-        assert first is None or first.slot is not None, "the oldest request is retracted"
+        assert first is None or first.slot is not None, "the oldest request is preempted"
         self.device.release(plan.released)
         for admission in plan.admissions:
             self.device.admit(admission)
@@ -143,14 +143,14 @@ class Storm:
             self.events["restored"] += admission.restore is not None
             self.events["resumed"] += admission.resumed
         if plan.read is not None:
-            self.air.append((plan.read, self.device.read(plan.read, Landed)))
+            self.air.append((plan.read, self.device.read(plan.read, Output)))
         if plan.burst is not None:
-            self.air.append((plan.burst, self.device.burst(plan.burst, Landed)))
+            self.air.append((plan.burst, self.device.burst(plan.burst, Output)))
         assert plan or self.air or not self.alive, "nothing moves"
         self.scheduler.check()
-        while self.air and (not plan or len(self.air) > self.flights or self.rng.random() < 0.3):
+        while self.air and (not plan or len(self.air) > self.max_in_flight or self.rng.random() < 0.3):
             plan = True
-            self.land()
+            self.collect()
         assert self.scheduler.waiting + self.scheduler.running == len(self.alive)
         self.oldest()
 
@@ -160,10 +160,10 @@ class Storm:
         if not seated:
             return
         first = min(seated, key=lambda request: request.order)
-        progress = first, first.read, len(first.tokens)
+        progress = first, first.prefilled, len(first.tokens)
         self.still = self.still + 1 if progress == self.progress else 0
         self.progress = progress
-        assert self.still <= 2 * self.flights + 3 + MAX_SKIPPED, "the oldest request does not progress"
+        assert self.still <= 2 * self.max_in_flight + 3 + MAX_SKIPPED, "the oldest request does not progress"
 
     def run(self, turns):
         """`turns` turns with arrivals, and as many more as it takes. Returns what happened."""
@@ -171,7 +171,7 @@ class Storm:
         while done < turns or not self.scheduler.idle:
             if done < turns and rng.random() < self.arrival:
                 self.submit()
-            often = 0.5 if self.cancels and self.scheduler._retracted else self.cancels
+            often = 0.5 if self.cancels and self.scheduler._preempted else self.cancels
             if self.alive and rng.random() < often:
                 self.cancel()
             if rng.random() < self.forgets:
@@ -185,7 +185,7 @@ class Storm:
             delivered, begin = self.delivered[request], len(request.prompt)
             assert request.tokens == self.truths[request][begin : begin + delivered], "tokens are not delivered once"
         self.events["turns"] = done
-        self.events["retracts"] = self.scheduler.preemptions
+        self.events["preemptions"] = self.scheduler.preemptions
         return self.events
 
 

@@ -67,7 +67,7 @@ def standing(engine, monkeypatch):
 
 
 def given(engine):
-    return [group.given for group in engine.groups]
+    return [group.assigned for group in engine.groups]
 
 
 def forget(engine):
@@ -257,7 +257,7 @@ def test_a_server_over_groups(monkeypatch):
 
     def make_server(service, bound, grace):
         engine, client = service._engine, testclient.TestClient(service.app())
-        assert [group.given for group in engine.groups] == [2, 2]
+        assert [group.assigned for group in engine.groups] == [2, 2]
         before = machine.compilations()
 
         def ask(index):

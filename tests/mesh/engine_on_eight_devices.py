@@ -43,10 +43,10 @@ TIGHT = dict(count=14, pages=13)
 STORMS = {
     "ngram": ("greedy", Storm(count=8, seed=1, eos=(7,))),
     "experts and copies of heads": ("sampled", Storm(seed=2, cancels=0.1, **TIGHT)),
-    "latents": ("greedy", Storm(seed=3, flights=1, **TIGHT)),
+    "latents": ("greedy", Storm(seed=3, max_in_flight=1, **TIGHT)),
     "snapshots of windows": ("sampled", Storm(snapshots=2)),
-    "states": ("greedy", Storm(seed=3, flights=1, count=10)),
-    "eagle tree, split": ("sampled", Storm(seed=5, flights=1, cancels=0.1, **TIGHT)),
+    "states": ("greedy", Storm(seed=3, max_in_flight=1, count=10)),
+    "eagle tree, split": ("sampled", Storm(seed=5, max_in_flight=1, cancels=0.1, **TIGHT)),
     "standalone chain, whole": ("rejection", Storm(seed=7, cancels=0.1, **TIGHT)),
 }
 """Name -> how tokens are chosen, and a schedule."""
@@ -71,14 +71,14 @@ def setups(load, name, kind):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else slow) for name in CASES])
 def test_a_storm_gives_each_request_what_one_device_gives_it(name, load):
-    """Arrivals, cancels, prefix hits, pools that force retracts; rows of the drafter where every report lands first."""
+    """Arrivals, cancels, prefix hits, pools that force preemptions; rows of the drafter with one program in flight."""
     kind, storm = STORMS[name]
     over, one = setups(load, name, kind)
     counts = engine_storm.run(over, storm, one)
     assert counts["shared"]
-    assert counts["retracts"] or name not in RETRACTS
+    assert counts["preemptions"] or name not in RETRACTS
     assert counts["restored"] or name != "states"
-    assert counts["rows"] or storm.flights > 1
+    assert counts["rows"] or storm.max_in_flight > 1
     assert counts["restored"] or "snapshots" not in name
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     model = load(data=count, tensor=jax.local_device_count())
     with jspec.Engine(model, **OPTIONS) as engine:
         apart = described(engine.generate(PROMPTS, **GIVEN)) if engine.leads else {}
-        given = [group.given for group in engine.groups]
+        given = [group.assigned for group in engine.groups]
     found: dict[str, Any] = {
         "apart": apart,
         "given": given,
