@@ -268,8 +268,8 @@ MUTANTS = tuple(
         (
             "a window of one more in a chain",
             "jspec.cache.window:window_mask",
-            "own - window.length",
-            "own - window.length - 1",
+            "node - window.length",
+            "node - window.length - 1",
             _WINDOWS,
         ),
         (

@@ -1,4 +1,4 @@
-"""What a model remembers of committed tokens: one module per kind of cache."""
+"""Caches of committed tokens: one module per kind."""
 
 from jspec.cache.dsa import DsaCache
 from jspec.cache.hybrid import HybridCache, LayerKeys

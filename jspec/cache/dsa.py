@@ -1,7 +1,7 @@
 """Paged cache of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
-Besides its latent row, a token has a key for the indexer of each layer: a light attention that selects the `top_k` of
-all tokens, those of the round's tree included, that a node attends to. Both are committed together.
+Besides its latent row, a token has a key for the indexer of each layer. The indexer is a light attention: it selects
+the `top_k` tokens for a node to attend to, among all tokens and the round's tree. A commit writes both rows.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from pallas_kernels.attention import row_mask
 DsaRows = tuple[tuple[Float[Array, "B M W"], Float[Array, "B M I"]], ...]
 """Latent rows and indexer keys of a round's nodes, for each layer."""
 MAX_MATERIALIZED_SCORES = 1 << 28
-"""Scores of all indexer heads that are materialized together; beyond that, as for prompts, one head at a time."""
+"""Most scores of all indexer heads to materialize at once; with more, as for prompts, one head at a time."""
 
 
 @struct
 class IndexQuery:
-    """Queries of an indexer: J heads, which share keys of I features, and the weight of each head's score."""
+    """Queries of an indexer: J heads with shared keys of I features, and the weight of each head's score."""
 
     heads: Float[Array, "B N J I"]
     weights: Float[Array, "B N J"]
@@ -39,7 +39,7 @@ class DsaCache:
     latent: MlaCache
     index: MlaCache
     top_k: int = dataclasses.field(metadata={"static": True})
-    """Maximum tokens that a node attends to."""
+    """Maximum tokens a node attends to."""
 
     @classmethod
     def empty(
@@ -67,8 +67,8 @@ class DsaCache:
         if top_k < 1:
             raise ValueError(f"top_k={top_k}: must be at least 1")
         latent, index = (
-            MlaCache.empty(batch, capacity, page_size, layers=layers, width=each, dtype=kind)
-            for each, kind in ((width, dtype), (index_width, index_dtype or dtype))
+            MlaCache.empty(batch, capacity, page_size, layers=layers, width=features, dtype=kind)
+            for features, kind in ((width, dtype), (index_width, index_dtype or dtype))
         )
         return cls(latent, index, top_k)
 
@@ -84,7 +84,7 @@ class DsaCache:
         keys: Float[Array, "B M I"],
         query: IndexQuery,
     ) -> Float[Array, "B N H V"]:
-        """Like `MlaCache.attend`, over the tokens that the indexer selects for each node among the visible ones.
+        """Like `MlaCache.attend`, over the visible tokens selected by the indexer for each node.
 
         keys: the indexer's keys of the round's rows.
         query: the indexer's queries.
@@ -113,7 +113,7 @@ class DsaCache:
         self, rows: DsaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        parts = (tuple((each,) for each in part) for part in zip(*rows, strict=True))
+        parts = (tuple((layer,) for layer in part) for part in zip(*rows, strict=True))
         latent, index = (
             cache.commit(part, start, path, length)
             for cache, part in zip((self.latent, self.index), parts, strict=True)
@@ -130,7 +130,7 @@ class DsaCache:
         return dataclasses.replace(self, latent=latent, index=index)
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """The same pools under one other table: a page has its latent rows and its indexer keys."""
+        """The same pools under another table; a page has latent rows and indexer keys."""
         return dataclasses.replace(self, latent=self.latent.with_table(table), index=self.index.with_table(table))
 
     def pooled(self, pages: int) -> Self:
@@ -157,6 +157,7 @@ def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N
 
     if weights.size * keys.shape[1] <= MAX_MATERIALIZED_SCORES:
         return of_heads(heads, weights)
+    # One head at a time.
     total = jnp.zeros((*weights.shape[:2], keys.shape[1]), jnp.float32)
-    each = jnp.moveaxis(heads, 2, 0)[:, :, :, None], jnp.moveaxis(weights, 2, 0)[:, :, :, None]
-    return lax.scan(lambda total, head: (total + of_heads(*head), None), total, each)[0]
+    by_head = jnp.moveaxis(heads, 2, 0)[:, :, :, None], jnp.moveaxis(weights, 2, 0)[:, :, :, None]
+    return lax.scan(lambda total, head: (total + of_heads(*head), None), total, by_head)[0]

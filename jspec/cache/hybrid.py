@@ -1,9 +1,8 @@
-"""Cache of models whose layers differ: in heads, in head dimension, in how far back they see, in whose keys they read,
-or in the kind of state they keep.
+"""Cache of models with different layers: in heads, head dimension, window, shared keys or kind of state.
 
-Layers with equal specs form a group with one cache; a layer that shares another layer's keys and values has none of its
-own. A model whose layers are all alike has one group. A spec creates its own cache with `empty`, so a new kind of cache
-is a module of its own.
+Layers with equal specs form a group with one cache; a layer with another layer's keys and values has none of its own. A
+model of equal layers has one group. A spec creates its own cache with `empty`, so a new kind of cache is a module of
+its own.
 """
 
 import dataclasses
@@ -42,9 +41,9 @@ class LayerSpec(Protocol):
 class LayerKeys:
     """The shape of the keys and values of a layer.
 
-    window: positions that a token sees, its own included; None: all.
-    latent: the first features of a row that are also its value; None: keys and values are separate.
-    kv: the format in which they are stored, of `narrow.KV_FORMATS`; None: the precision of the model's weights.
+    window: positions visible to a token, its own included; None: all.
+    latent: number of first features of a row that are also its value; None: keys and values are separate.
+    kv: storage format, of `narrow.KV_FORMATS`; None: the precision of the model's weights.
     """
 
     kv_heads: int
@@ -63,7 +62,7 @@ class LayerKeys:
         return self.width * (itemsize if self.kv is None else KV_FORMATS[self.kv].itemsize)
 
     def split(self, devices: int) -> Self:
-        """Those that one device keeps, where heads are split over that many."""
+        """The part of one device, with heads split over this many."""
         return dataclasses.replace(self, kv_heads=held_heads(self.kv_heads, devices) // devices)
 
     def empty(
@@ -83,11 +82,11 @@ class LayerKeys:
 
 @struct
 class HybridCache:
-    """What is remembered of committed tokens, by group of layers. A forward reads it; only `commit` writes it."""
+    """Keys, values or states of committed tokens, by group of layers. A forward reads it; only `commit` writes it."""
 
     groups: tuple[Group, ...]
     places: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
-    """For each layer of the model: the group that it reads, and its index in that group."""
+    """For each layer of the model: its group, and its index in the group."""
 
     @classmethod
     def empty(
@@ -96,21 +95,21 @@ class HybridCache:
         """An empty cache for `batch` sequences of at most `capacity` tokens each.
 
         Args:
-          layers: for each layer of the model its spec, or the index of the earlier layer whose keys it shares.
+          layers: for each layer of the model its spec, or the index of an earlier layer with shared keys.
 
         Raises:
-          ValueError: a layer that shares the keys of a layer without keys, or `page_size` or a window below 1.
+          ValueError: a layer shares the keys of a layer without keys, or `page_size` or a window is below 1.
         """
         specs: list[LayerSpec] = []
         sizes: list[int] = []
         places: list[tuple[int, int]] = []
         for index, layer in enumerate(layers):
-            if isinstance(layer, int):
+            if isinstance(layer, int):  # shared keys
                 if not 0 <= layer < index or isinstance(layers[layer], int):
                     raise ValueError(f"layer {index} shares the keys of layer {layer}, which has none before it")
                 places.append(places[layer])
                 continue
-            if layer not in specs:
+            if layer not in specs:  # a new group
                 specs.append(layer)
                 sizes.append(0)
             group = specs.index(layer)
@@ -123,9 +122,9 @@ class HybridCache:
         return cls(tuple(groups), tuple(places))
 
     def attend(self, layer: int, *inputs: PyTree, **options: PyTree) -> PyTree:
-        """`attend` of the group that a layer of the model reads, which defines the inputs.
+        """`attend` of the group of a layer of the model, with the inputs of that group.
 
-        Keys and values are those of the layer that made them.
+        A layer with shared keys reads those of the other layer.
         """
         group, index = self.places[layer]
         return self.groups[group].attend(index, *inputs, **options)
@@ -139,13 +138,13 @@ class HybridCache:
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on.
 
-        rows: for each layer of the model what its group's `commit` takes; None for a layer that shares another's keys.
+        rows: for each layer of the model, as its group's `commit` takes them; None for a layer with shared keys.
         """
         groups: list[Group] = []
         for index, group in enumerate(self.groups):
             placed = zip(self.places, rows, strict=True)
-            own = tuple(row for (owner, _), row in placed if owner == index and row is not None)
-            groups.append(group.commit(own, start, path, length))
+            group_rows = tuple(row for (owner, _), row in placed if owner == index and row is not None)
+            groups.append(group.commit(group_rows, start, path, length))
         return dataclasses.replace(self, groups=tuple(groups))
 
     def take(self, slots: Int[Array, " R"]) -> Self:
@@ -172,4 +171,4 @@ class HybridCache:
     def with_state(self, slot: Int[Array, ""], state: tuple[PyTree, ...]) -> Self:
         """Each group's `with_state`."""
         groups = zip(self.groups, state, strict=True)
-        return dataclasses.replace(self, groups=tuple(group.with_state(slot, own) for group, own in groups))
+        return dataclasses.replace(self, groups=tuple(group.with_state(slot, part) for group, part in groups))

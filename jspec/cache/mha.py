@@ -65,9 +65,9 @@ class MhaCache(PagedCache):
         Raises:
           ValueError: `page_size` below 1.
         """
-        each = pages.pages_for(capacity, page_size)
-        pool = jnp.zeros((layers, 2, batch * each, page_size, kv_heads, platform.row_width(head_dim)), dtype)
-        return cls(pool, pages.contiguous_table(batch, each))
+        per_sequence = pages.pages_for(capacity, page_size)
+        pool = jnp.zeros((layers, 2, batch * per_sequence, page_size, kv_heads, platform.row_width(head_dim)), dtype)
+        return cls(pool, pages.contiguous_table(batch, per_sequence))
 
     def attend(
         self,

@@ -1,7 +1,7 @@
 """Paged cache of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); all layers share one pool.
 
-A token has one row per layer, which serves all heads: the latent, from which their keys and values are projected,
-followed by a rotated key that they share.
+A token has one row per layer for all heads: the latent, to be projected to their keys and values, followed by a rotated
+key shared by them.
 """
 
 import dataclasses
@@ -49,17 +49,17 @@ class MlaCache(PagedCache):
         """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
 
         Args:
-          width: W; the pool has more elements per row where the platform wants that (`platform.row_width`).
+          width: W; a row of the pool is wider on some platforms (`platform.row_width`).
 
         Raises:
           ValueError: `page_size` below 1.
         """
-        each = pages.pages_for(capacity, page_size)
-        pool = jnp.zeros((layers, 1, batch * each, page_size, platform.row_width(width)), dtype)
-        return cls(pool, pages.contiguous_table(batch, each))
+        per_sequence = pages.pages_for(capacity, page_size)
+        pool = jnp.zeros((layers, 1, batch * per_sequence, page_size, platform.row_width(width)), dtype)
+        return cls(pool, pages.contiguous_table(batch, per_sequence))
 
     def committed(self, layer: int, width: int) -> Float[Array, "B S W"]:
-        """The first `width` features of a layer's rows at all S positions that have pages, committed or not."""
+        """The first `width` features of a layer's rows at all S positions with pages, committed or not."""
         rows = self.pool.at[layer, 0, self.page_table].get(mode="clip")
         return rows.reshape(len(self.page_table), -1, rows.shape[-1])[..., :width]
 
@@ -85,7 +85,7 @@ class MlaCache(PagedCache):
 
         Args:
           q: queries, D features: P unrotated ones, then the rotated ones.
-          prefix_mask: the committed positions that each node attends to; None: all.
+          prefix_mask: committed positions each node attends to; None: all.
           exact: as in `MhaCache.attend`; in the space of latents also without a prefix.
 
         Raises:
@@ -97,8 +97,9 @@ class MlaCache(PagedCache):
                 raise ValueError("exact=True: requires prefix_mask=None, since exact attention reads all positions")
             return self._attend_exactly(layer, q, rows, up, start, mask, scale)
         split = up.keys.shape[1]
-        if start is None:
+        if start is None:  # Without a prefix, materialize keys and values.
             return _expanded(q, rows, up, mask, scale)
+        # Attend in the space of latents, and project back.
         latent = _each_head("bnhp,hpc->bnhc", q[..., :split], up.keys)
         seen = mla_attention(
             latent,
@@ -124,7 +125,7 @@ class MlaCache(PagedCache):
         mask: Bool[Array, "#B N M"] | None,
         scale: float,
     ) -> Float[Array, "B N H V"]:
-        """One head of keys, which are the rows, and also the values: the first features of a result are a latent."""
+        """Attends with one head whose keys and values are the rows: the first features of the result are a latent."""
         _, split, rank = up.keys.shape
         latent = _each_head_exactly(q[..., :split], up.keys)
         queries = self._padded(jnp.concatenate([latent, q[..., split:]], axis=-1), rows)
@@ -137,12 +138,12 @@ class MlaCache(PagedCache):
         self, rows: MlaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        padded = tuple((narrowed(self._padded(each, each), self.pool.dtype),) for (each,) in rows)
+        padded = tuple((narrowed(self._padded(latent, latent), self.pool.dtype),) for (latent,) in rows)
         pool = kv_compact(self.pool, padded, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
 
     def _padded(self, x: Array, rows: Array) -> Array:
-        """Zeros after what `x` has in the last axis, as many as the pool has after the features of `rows`."""
+        """Pads the last axis of `x` with zeros, as the pool pads the features of `rows`."""
         extra = self.pool.shape[-1] - rows.shape[-1]
         return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
 

@@ -1,7 +1,7 @@
-"""Keys and values of fewer bits than the model's: the formats of pools, and the rounding that every reader sees.
+"""Keys and values with fewer bits than the model: formats of pools, and the rounding common to all readers.
 
-Attention reads a round's own rows before they are committed. It rounds them first, so that a token is read as the same
-values in the round that drafts it and in all later ones, and drafted output equals plain output.
+Attention reads a round's own rows before they are committed. It rounds them first, so that a token has the same values
+in its own round and in all later ones, and drafted output equals plain output.
 """
 
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from jaxtyping import Array, Float
 KV_FORMATS: dict[str, np.dtype] = {"fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 """Name -> type of the elements of a pool (FP8 formats, arXiv 2209.05433).
 
-A checkpoint may have a scale for the keys of a layer and one for its values, by which they are divided before they are
-rounded (github.com/vllm-project/compressed-tensors); without it the scale is 1.
+A checkpoint may have one scale for the keys of a layer and one for its values; they are divided by it before rounding
+(github.com/vllm-project/compressed-tensors). The default is 1.
 """
 
 
 def check_kv(kv: object) -> None:
-    """Raises ValueError if this is neither the name of a format nor None."""
+    """Raises ValueError unless `kv` is the name of a format or None."""
     if kv is not None and (not isinstance(kv, str) or kv not in KV_FORMATS):
         raise ValueError(
             f"kv={kv!r}: must be {' or '.join(map(repr, KV_FORMATS))}, or None for the precision of weights"
@@ -27,14 +27,14 @@ def check_kv(kv: object) -> None:
 
 
 def stored_dtype(kv: str | None, dtype: DTypeLike) -> DTypeLike:
-    """The type of a pool's elements. dtype: that without a format."""
+    """The type of a pool's elements. dtype: the type without a format."""
     return dtype if kv is None else KV_FORMATS[kv]
 
 
 def narrowed(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """`x` in the type of a pool: rounded to nearest even, and the largest value of a narrow type beyond its range.
+    """Converts `x` to the type of a pool: rounds to nearest even, and clips to the range of a narrow type.
 
-    A conversion alone gives NaN there. NaN stays NaN.
+    A conversion alone gives NaN beyond the range. NaN stays NaN.
     """
     kind = jnp.dtype(dtype)
     if kind not in KV_FORMATS.values():
@@ -50,11 +50,10 @@ def divided(
     scales: Float[Array, "2"],
     kv: str,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B R K D"], Float[Array, "B R K D"]]:
-    """Queries, keys and values for attention over a pool that has keys and values divided by a scale each.
+    """Scales queries, keys and values for attention over a pool with scaled keys and values.
 
-    Keys and values are rounded to the pool's format here, once, whatever their type. Queries are multiplied by the
-    scale of the keys, as their products with keys are to be; what attention returns is still to be multiplied by that
-    of the values.
+    Rounds keys and values to the pool's format, once, whatever their type. Multiplies queries by the scale of the keys
+    instead of their products; the caller multiplies the result of attention by the scale of the values.
 
     scales: of keys, and of values. kv: a key of `KV_FORMATS`.
     """
@@ -71,5 +70,5 @@ def multiplied(x: Float[Array, "*shape"], scale: Float[Array, ""]) -> Float[Arra
 
 
 def as_stored(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """The values that a pool of this type gives back for `x`, in the type of `x`; with a wide pool `x` itself."""
+    """Rounds `x` to the type of a pool and back; with a wide pool, returns `x` itself."""
     return narrowed(x, dtype).astype(x.dtype) if jnp.dtype(dtype) in KV_FORMATS.values() else x

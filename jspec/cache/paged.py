@@ -1,4 +1,4 @@
-"""What caches with one pool of pages share: how sequences of an engine come and go."""
+"""Base of caches with one pool of pages: slots and block tables of an engine."""
 
 import dataclasses
 from typing import Self
@@ -10,7 +10,7 @@ from jspec.core.struct import struct
 
 
 def pad_last(x: Float[Array, "*axes D"], width: int) -> Float[Array, "*axes W"]:
-    """The same features, with zeros after them where a pool has more per row (`platform.row_width`)."""
+    """Pads features with zeros to the row width of a pool (`platform.row_width`)."""
     extra = width - x.shape[-1]
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
 
@@ -35,7 +35,7 @@ class PagedCache:
         return dataclasses.replace(self, page_table=table)
 
     def pooled(self, pages: int) -> Self:
-        """An empty pool of `pages` pages; the tables point to page 0, which belongs to nobody."""
+        """An empty pool of `pages` pages; the tables point to the reserved page 0."""
         layers, planes, _, *rest = self.pool.shape
         pool = jnp.zeros((layers, planes, pages, *rest), self.pool.dtype)
         return dataclasses.replace(self, pool=pool, page_table=jnp.zeros_like(self.page_table))

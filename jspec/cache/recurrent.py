@@ -73,7 +73,7 @@ class RecurrentLayer:
 
 @struct
 class RecurrentState:
-    """What L layers remember of one sequence."""
+    """The slot state of L layers."""
 
     layer_states: tuple[Float[Array, "Hv K V"], ...] = leaf(split=-3)
     windows: Float[Array, "L W C"] = leaf(split=-1)
@@ -81,7 +81,7 @@ class RecurrentState:
 
 @struct
 class RecurrentCache:
-    """What L layers remember of committed tokens."""
+    """States of L layers after the committed tokens."""
 
     layer_states: tuple[Float[Array, "B Hv K V"], ...] = leaf(split=-3)
     """One float32 array per layer, because a matrix product would copy a layer out of a larger array."""

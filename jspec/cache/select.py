@@ -1,6 +1,6 @@
-"""The largest scores of each row, found by counting: a sort would keep a GPU from running the loop as one graph.
+"""The largest scores of each row, selected by counting: a sort would keep a GPU from running the loop as one graph.
 
-A threshold is found four bits at a time: each pass counts, for 15 candidates at once, how many scores reach them.
+A threshold is computed four bits at a time: each pass counts, for 15 candidates at once, how many scores reach them.
 """
 
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ def largest(scores: Float[Array, "B N S"], visible: Bool[Array, "#B #N S"], k: i
 
 def _kth(keys: UInt32[Array, "B N S"], k: Int[Array, "B N 1"], bits: int) -> UInt32[Array, "B N 1"]:
     """The k-th largest key of each row: the largest integer that k keys reach; 0 if there is none."""
-    found = jnp.zeros(k.shape, jnp.uint32)
+    largest_key = jnp.zeros(k.shape, jnp.uint32)
     for shift in reversed(range(0, bits, _BITS_PER_PASS)):
         # The candidates ascend, so the number of candidates that enough keys reach is the next digit.
         digits = jnp.arange(1, 1 << _BITS_PER_PASS, dtype=jnp.uint32) << jnp.uint32(shift)
-        candidates = found[..., None] | digits[None, None, None]
+        candidates = largest_key[..., None] | digits[None, None, None]
         reached = (keys[:, :, :, None] >= candidates).sum(2, keepdims=True, dtype=jnp.int32)
-        found = found | ((reached >= k[..., None]).sum(-1, dtype=jnp.uint32) << jnp.uint32(shift))
-    return found
+        largest_key = largest_key | ((reached >= k[..., None]).sum(-1, dtype=jnp.uint32) << jnp.uint32(shift))
+    return largest_key

@@ -1,12 +1,12 @@
-"""Paged cache of sliding-window attention, which stores of each sequence only what a window can still reach.
+"""Paged cache of sliding-window attention: stores only rows within reach of a window.
 
-The pages of a sequence form a ring, hidden by the page table: it has an entry for every page of the context, and the
+The pages of a sequence form a ring, hidden by the block table: it has an entry for every page of the context, and the
 entries repeat. So positions stay absolute, and kernels do not know about rings.
 
 Position t is stored in row t mod R of a ring of R rows, where R is the window rounded up to whole pages. After n
 committed rows no query is before position n - 1, the last of them, so none sees a position before n - window. The
-commit of row n - 1 has overwritten rows up to n - 1 - R, which is before n - window because R >= window. Of a commit of
-more than R rows only the last R are written, so each gets a slot of its own.
+commit of row n - 1 has overwritten rows up to n - 1 - R, and this is before n - window because R >= window. Of a commit
+of more than R rows only the last R are written, so each gets a slot of its own.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from pallas_kernels.kv_compact import kv_compact
 
 @struct
 class Ring:
-    """What a sliding-window cache keeps of one sequence."""
+    """The slot state of a sliding-window cache."""
 
     ring: Float[Array, "L 2 pages page K padded"] = leaf(split=-2, ndim=7)
-    """Split over devices where an engine keeps one in each of several places."""
+    """Split over devices, also as snapshots with one more axis."""
 
 
 @struct
@@ -42,7 +42,7 @@ class SlidingCache(PagedCache):
     pool: Float[Array, "L 2 P page K padded"] = leaf(split=-2)
     """Zeros follow the D features of a head, if it has more elements."""
     window: int = dataclasses.field(metadata={"static": True})
-    """Positions that a token sees, its own included."""
+    """Positions visible to a token, its own included."""
 
     @classmethod
     def empty(
@@ -64,10 +64,10 @@ class SlidingCache(PagedCache):
         """
         if window < 1:
             raise ValueError(f"window={window}: must be at least 1, the token itself")
-        each = pages.pages_for(capacity, page_size)
-        ring = min(each, pages.pages_for(window, page_size))
+        per_sequence = pages.pages_for(capacity, page_size)
+        ring = min(per_sequence, pages.pages_for(window, page_size))
         pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, platform.row_width(head_dim)), dtype)
-        return cls(pool, pages.cyclic_table(batch, each, ring), window)
+        return cls(pool, pages.cyclic_table(batch, per_sequence, ring), window)
 
     def attend(
         self,
@@ -101,11 +101,11 @@ class SlidingCache(PagedCache):
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
-        """Like `MhaCache.commit`; rows that no later window reaches may be omitted."""
+        """Like `MhaCache.commit`; omits rows out of reach of later windows."""
         page_size, rows = self.pool.shape[3], stored_rows(rows, self.pool)
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]
-        if columns > ring:
+        if columns > ring:  # Only the last `ring` rows fit.
             omitted = jnp.maximum(length - ring, 0)
             last = omitted[:, None] + jnp.arange(ring, dtype=jnp.int32)[None]
             path = last if path is None else jnp.take_along_axis(path, last, axis=1, mode="clip")
@@ -122,7 +122,7 @@ class SlidingCache(PagedCache):
         return self
 
     def state_of(self, slot: Int[Array, ""]) -> Ring:
-        """The ring of a sequence, which has forgotten what is before the window."""
+        """The ring of a sequence, without rows before the window."""
         return Ring(self.pool[:, :, self._ring(slot)])
 
     def with_state(self, slot: Int[Array, ""], state: Ring) -> Self:

@@ -1,4 +1,4 @@
-"""Cache of a model that keeps nothing but the tokens, and computes everything anew in each forward."""
+"""Cache of tokens only, for models that compute everything anew in each forward."""
 
 import dataclasses
 from typing import Self
@@ -12,7 +12,7 @@ from jspec.core.struct import struct
 
 @struct
 class TokenCache:
-    """The committed tokens of each sequence. It has no pages; what follows the committed tokens is never read."""
+    """The committed tokens of each sequence. It has no pages; columns after the committed tokens are never read."""
 
     tokens: Int[Array, "B C"]
 
@@ -20,11 +20,11 @@ class TokenCache:
         self, rows: Int[Array, "B R"], start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` tokens along `path` (None: a chain) at positions from `start[b]` on."""
-        kept = tree.take_path(rows, path)
-        column = jnp.arange(kept.shape[1], dtype=jnp.int32)[None]
+        accepted = tree.take_path(rows, path)
+        column = jnp.arange(accepted.shape[1], dtype=jnp.int32)[None]
         # A column outside the array is dropped.
         at = jnp.where(column < length[:, None], start[:, None] + column, self.tokens.shape[1])
-        return dataclasses.replace(self, tokens=put_tokens(self.tokens, at, kept))
+        return dataclasses.replace(self, tokens=put_tokens(self.tokens, at, accepted))
 
     # Slots: see `jspec.core.slots`
 

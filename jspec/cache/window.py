@@ -1,4 +1,4 @@
-"""Attention within a window of each token: of a layer with a sliding window, and of a draft that a drafter narrows."""
+"""Attention within a window of each token: sliding-window layers, and drafts with a limited window."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +11,11 @@ from pallas_kernels.paged_attention import paged_attention
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Which positions a token sees.
+    """The positions visible to a token.
 
-    length: the last ones, its own included.
-    keep_first: those at the beginning of the sequence, in addition (StreamingLLM, arXiv 2309.17453, section 3.2).
+    length: number of last positions, its own included.
+    keep_first: number of additional positions at the beginning of the sequence (StreamingLLM, arXiv 2309.17453, section
+      3.2).
     """
 
     length: int
@@ -23,7 +24,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Windowed:
-    """A cache to read, whose layers see no more than a window. It is no state: commits go to the cache itself."""
+    """A view of a cache for reading, limited to a window. Commits go to the cache itself."""
 
     cache: Any
     window: Window
@@ -34,7 +35,7 @@ class Windowed:
 
 
 def within(cache: Any, length: int | None, keep_first: int = 0) -> Any:
-    """What a forward with a window of that length reads of a cache; None: the cache itself."""
+    """Limits a cache to a window of this length; None: the cache itself."""
     return cache if length is None else Windowed(cache, Window(length, keep_first))
 
 
@@ -55,7 +56,7 @@ def attend_within(
 ) -> Float[Array, "B N H D"]:
     """Attention within a window over the first `start[b]` committed rows (None: none) and over the round's own rows.
 
-    positions: of the nodes. None: a node follows the rows of the round that it sees, of which each is one position.
+    positions: of the nodes. None: a node follows its visible rows of the round, one position each.
     """
     nodes, rows, begin = q.shape[1], k.shape[1], None
     if start is not None:
@@ -83,18 +84,18 @@ def window_mask(
 ) -> Bool[Array, "#B N R"] | None:
     """The part of `mask` within each node's window.
 
-    A node sees one row of each generation, and earlier generations are further back: the distance from row m to the
-    node is the number of rows after m that the node sees, and the position of row m is `start` (None: 0) plus the
-    number of rows before m that it sees.
+    A node sees one row of each generation, and earlier generations are further back. The distance from row m to the
+    node is the number of its visible rows after m, and the position of row m is `start` (None: 0) plus the number of
+    its visible rows before m.
     """
     # With at most as many rows as the window has positions, the mask is already correct.
     if rows <= window.length:
         return mask
     before = 0 if start is None else start.reshape(-1, 1, 1)
     if mask is None:
-        row, own = jnp.arange(rows)[None, None], jnp.arange(rows - nodes, rows)[None, :, None]
-        near = row > own - window.length
-        return (row <= own) & (near | (before + row < window.keep_first) if window.keep_first else near)
+        row, node = jnp.arange(rows)[None, None], jnp.arange(rows - nodes, rows)[None, :, None]
+        near = row > node - window.length
+        return (row <= node) & (near | (before + row < window.keep_first) if window.keep_first else near)
     from_here = jnp.cumsum(mask[:, :, ::-1], axis=2, dtype=jnp.int32)[:, :, ::-1]
     near = from_here <= window.length
     if window.keep_first:
@@ -103,7 +104,7 @@ def window_mask(
 
 
 def _depths(mask: Bool[Array, "#B N R"] | None, nodes: int, rows: int) -> Int[Array, "#B N"]:
-    """How many rows of the round each node sees before its own."""
+    """Number of visible rows of the round before each node's own."""
     if mask is None:
         return jnp.arange(rows - nodes, rows, dtype=jnp.int32)[None]
     return mask.sum(axis=2, dtype=jnp.int32) - 1

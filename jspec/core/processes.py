@@ -38,8 +38,8 @@ def least(placement: Placement | None, value: int) -> int:
     """The smallest of the values, of 64 bits, that the processes of a placement have."""
     if not _is_shared(placement):
         return value
-    found = multihost_utils.process_allgather(np.frombuffer(np.int64(value).tobytes(), np.uint8))
-    return int(np.ascontiguousarray(found).view(np.int64).min())
+    values = multihost_utils.process_allgather(np.frombuffer(np.int64(value).tobytes(), np.uint8))
+    return int(np.ascontiguousarray(values).view(np.int64).min())
 
 
 def announced(text: str) -> str:
@@ -48,10 +48,10 @@ def announced(text: str) -> str:
     Raises:
       ValueError: it has more than 4,096 bytes.
     """
-    given = text.encode()
-    if len(given) > _MOST_ANNOUNCED:
-        raise ValueError(f"text: has {len(given)} bytes; must have at most {_MOST_ANNOUNCED}")
-    padded = np.frombuffer(given.ljust(_MOST_ANNOUNCED, b"\0"), np.uint8)
+    data = text.encode()
+    if len(data) > _MOST_ANNOUNCED:
+        raise ValueError(f"text: has {len(data)} bytes; must have at most {_MOST_ANNOUNCED}")
+    padded = np.frombuffer(data.ljust(_MOST_ANNOUNCED, b"\0"), np.uint8)
     return multihost_utils.process_allgather(padded)[0].tobytes().rstrip(b"\0").decode()
 
 
@@ -94,12 +94,12 @@ def _digest(value: object) -> Int[np.ndarray, " bytes"]:
 
 def _check(names: Sequence[str], digests: Int[np.ndarray, "processes names bytes"]) -> None:
     """Raises ValueError unless all processes have the same digests. Zeros are those of one that has failed."""
-    for process, own in enumerate(digests):
-        if not own.any():
+    for process, digest in enumerate(digests):
+        if not digest.any():
             raise ValueError(f"process {process} has refused this call: the reason is in its own error")
     for index, name in enumerate(names):
-        for process, own in enumerate(digests):
-            if (own[index] != digests[0][index]).any():
+        for process, digest in enumerate(digests):
+            if (digest[index] != digests[0][index]).any():
                 raise ValueError(
                     f"{name}: differs between process 0 and process {process}; all processes must make the same calls "
                     "with the same arguments"

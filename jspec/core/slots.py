@@ -96,7 +96,7 @@ def _rebuild(s: DecodeState, change: Callable[..., PyTree], *others: DecodeState
     """The state with `change` applied to every field that belongs to sequences."""
     fields = {}
     for field in dataclasses.fields(s):
-        values = [getattr(each, field.name) for each in (s, *others)]
+        values = [getattr(state, field.name) for state in (s, *others)]
         if field.name == "round_index":
             fields[field.name] = values[-1]
         elif field.name in ("stop", "grammar"):

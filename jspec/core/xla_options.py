@@ -74,8 +74,10 @@ def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = No
         capture["xla_gpu_enable_command_buffer"] = f"{_CAPTURE['xla_gpu_enable_command_buffer']},COLLECTIVES"
         if jax.__version_info__ >= (0, 11):
             capture[_OWN_COLLECTIVES] = ""
-    wanted = capture, _CONCURRENT if devices == 1 else {}, _PRODUCTS if many else {}
-    return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
+    groups = capture, _CONCURRENT if devices == 1 else {}, _PRODUCTS if many else {}
+    return {
+        name: value for group in groups if not any(option in flags for option in group) for name, value in group.items()
+    }
 
 
 def prefers_cublas(params: PyTree, tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""Adaptive drafting: each round takes one of several drafters, by the acceptance and the cost of each."""
+"""Adaptive drafting: picks one of several drafters every round, by acceptance and cost."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,49 +31,46 @@ from jspec.drafters.plain import Plain
 from jspec.drafters.table import PROPOSING
 
 MOST = 8
-"""Drafters of one `Adaptive`; the loop's program contains a round of each."""
+"""Maximum drafters of one `Adaptive`; the loop's program contains a round of each."""
 DEPTHS = (1, 3, 5, 8)
-"""Depths of the drafters that None stands for."""
+"""Depths of the default drafters."""
 WITHOUT_DRAFT = "suffix"
-"""The name of these drafters where no draft is loaded."""
+"""Name of the default drafters without a draft."""
 
 
 @struct
 class AdaptiveState:
-    """The states of the drafters, and what the policy knows.
-
-    All of it belongs to sequences, and zeros mean that nothing is known, as where a sequence begins.
-    """
+    """The states of the drafters and of the policy, per sequence. Zeros at the beginning of a sequence."""
 
     states: tuple[PyTree, ...]
-    """Those of the drafters that extend one; the others draft from these, too."""
+    """States of the drafters with one of their own; the others draft from these, too."""
     evidence: policy.Evidence
     best: Int[Array, " B"]
     """1 + the best choice in the last round; 0: none."""
     taken: Int[Array, " B"]
-    """1 + the choice that the last round took; 0: none."""
+    """1 + the choice of the last round; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive:
-    """Takes in each round the drafter with the most expected tokens per unit of cost.
+    """Picks the drafter with the most expected tokens per unit of cost, in every round, on the device.
 
-    All sequences of a batch, or of a group of devices, share the choice; those that have finished have no influence on
-    it. Drafters of one draft share its cache: it absorbs what was committed in every round, whatever was taken.
+    All sequences of a batch, or of a group of devices, share the choice; finished sequences have no influence. Drafters
+    of one draft share its cache, which absorbs the committed tokens of every round, whichever drafter proposed them.
 
     drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 3, 5 and 8
       tokens, as far as it goes, by the drafter for the loaded draft, or by "suffix" if there is none.
-    costs: what a round with each of the drafters costs, in milliseconds or any other unit: by batch, such as
-      {1: (5.6, 6.9), 32: (6.5, 11.2)}, or one sequence for all batches. Between batches they are interpolated, and
-      beyond the first or last they are those of that one. `jspec.measure_costs` measures them. None: an estimate from
-      the bytes and the operations of target and draft, for each batch.
-    rate: from 0 to 1: how much less each older observation of a draft counts; 0.1 is a memory of about 10 rounds.
-    prior: conditional acceptance that is assumed before the first round, from 0 to 1.
+    costs: cost of a round with each drafter, in milliseconds or any other unit: by batch, such as
+      {1: (5.6, 6.9), 32: (6.5, 11.2)}, or one sequence for all batches. Interpolated between batches, and constant
+      beyond the first or last. `jspec.measure_costs` measures them. None: an estimate from the bytes and the operations
+      of target and draft, for each batch.
+    rate: from 0 to 1: discount of each older observation of a draft; 0.1 is a memory of about 10 rounds.
+    prior: conditional acceptance before the first round, from 0 to 1.
     hysteresis: another choice must be better by this share, at least 0.
-    probe: every round of this number takes another choice to learn about it; at least 2.
-    watch: whether drafters with the attribute `reads_tokens_alone`, such as `Ngram`, are judged in every round: what
-      they would have drafted is compared with what the round has appended, whatever it took. So text that repeats is
-      noticed at once and without probes, for a lookup per round.
+    probe: one round in this number probes another choice; at least 2.
+    watch: whether drafters with the attribute `reads_tokens_alone`, such as `Ngram`, are judged in every round, by
+      comparing their drafts with the tokens appended. So repetitive text is noticed at once and without probes, for a
+      lookup per round.
     target: the configuration of the target; set by `bind`.
     """
 
@@ -116,16 +113,16 @@ class Adaptive:
         Raises:
           ValueError: before `bind`.
         """
-        return max(each.depth for each in self.branches)
+        return max(branch.depth for branch in self.branches)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The layers that the drafters with a draft model read.
+        """Layers read by the drafters with a draft model.
 
         Raises:
           ValueError: before `bind`.
         """
-        return next((each.capture_layers for each in self.branches if each.capture_layers), ())
+        return next((branch.capture_layers for branch in self.branches if branch.capture_layers), ())
 
     @property
     def max_length(self) -> int:
@@ -136,15 +133,18 @@ class Adaptive:
     @property
     def model(self) -> object:
         """The configuration of the draft; None if no drafter has one."""
-        return next((model for each in self.branches if (model := getattr(each, "model", None)) is not None), None)
+        return next(
+            (model for drafter in self.branches if (model := getattr(drafter, "model", None)) is not None), None
+        )
 
     def bind(self, target: Target, draft: object) -> "Adaptive":
         """Binds each drafter to the two models."""
-        chosen = (
-            _defaults(target, draft) if self.drafters is None else [each.bind(target, draft) for each in self.drafters]
-        )
-        drafters = _check_drafters(chosen)
-        layers = {each.capture_layers for each in drafters if each.capture_layers}
+        if self.drafters is None:
+            drafters = _defaults(target, draft)
+        else:
+            drafters = [drafter.bind(target, draft) for drafter in self.drafters]
+        drafters = _check_drafters(drafters)
+        layers = {drafter.capture_layers for drafter in drafters if drafter.capture_layers}
         if len(layers) > 1:
             raise ValueError(f"Adaptive: its drafters read different layers of the target, {sorted(layers)}")
         if self.costs is not None:
@@ -162,28 +162,28 @@ class Adaptive:
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> AdaptiveState:
         """The states of the drafters; no evidence."""
-        states = tuple(each.init(params, batch, capacity, page_size) for each in self._owners)
+        states = tuple(owner.init(params, batch, capacity, page_size) for owner in self._owners)
         shape = batch, max(self._choices.kinds, 1), max(self.depth, 1)
         evidence = policy.Evidence(jnp.zeros(shape), jnp.zeros(shape))
         return AdaptiveState(states, evidence, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
     def states(self, state: AdaptiveState) -> tuple[PyTree, ...]:
-        """The state from which each drafter drafts: its own, or one that it shares."""
+        """The state of each drafter: its own or a shared one."""
         pairs = list(zip(self._owners, state.states, strict=True))
         return tuple(next(part for owner, part in pairs if optional.shares(x, owner)) for x in self.branches)
 
     def parts(self, state: AdaptiveState) -> tuple[tuple[Drafter, PyTree], ...]:
-        """The states that are extended, each with the drafter that extends it."""
+        """The distinct states, each with the drafter that extends it."""
         return tuple(zip(self._owners, state.states, strict=True))
 
     def with_parts(self, state: AdaptiveState, parts: tuple[PyTree, ...]) -> AdaptiveState:
-        """The state with others in place of these."""
+        """Replaces the distinct states."""
         return dataclasses.replace(state, states=parts)
 
     # A round
 
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], AdaptiveState]:
-        """The drafter of this round, and the state with that choice."""
+        """Chooses the drafter of this round; returns it with the new state."""
         costs = jnp.asarray(self.round_costs(params, s), jnp.float32)
         index, best = self.decide(s, s.draft, costs)
         return index, self.mark(s.draft, ~s.done, index, best)
@@ -191,7 +191,7 @@ class Adaptive:
     def decide(
         self, s: DecodeState, state: AdaptiveState, costs: Float[Array, " K"]
     ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """The choice of this round and the best one, given what a round with each drafter costs."""
+        """The choice of this round and the best one, by the costs of a round with each drafter."""
         choices, live = self._choices, ~s.done
         acceptance = policy.conditional_acceptance(state.evidence, live, self.prior)
         value = policy.expected_tokens(acceptance, choices) / costs
@@ -199,79 +199,81 @@ class Adaptive:
         return policy.choose(value, previous, s.round_index, choices, hysteresis=self.hysteresis, probe=self.probe)
 
     def mark(self, state: AdaptiveState, live: Array, index: Int[Array, ""], best: Int[Array, ""]) -> AdaptiveState:
-        """The state in whose live sequences this round takes the drafter `index`, while `best` is the best one."""
+        """Records the choice `index` and the best choice in live sequences."""
         best, taken = jnp.where(live, best + 1, state.best), jnp.where(live, index + 1, state.taken)
         return dataclasses.replace(state, best=best, taken=taken)
 
     def round_costs(self, params: Params, s: DecodeState) -> list[float]:
-        """The costs of a round with each drafter at the batch of this state: those given, or the estimate."""
+        """The costs of a round with each drafter at the batch of this state: from `costs`, or estimated."""
         if self.costs is not None:
             return round_costs.interpolate(self.costs, s.length.shape[0])
-        each = [dataclasses.replace(s, draft=state) for state in self.states(s.draft)]
-        return round_costs.estimate(params, bound(self, self.target), self.branches, each, self.depth)
+        states = [dataclasses.replace(s, draft=state) for state in self.states(s.draft)]
+        return round_costs.estimate(params, bound(self, self.target), self.branches, states, self.depth)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, AdaptiveState]:
-        """The tree of this round's drafter, padded to the widest: for tools that inspect trees.
+        """The tree of this round's drafter, padded to the widest tree, for inspection.
 
-        A round of `jspec.core.round` verifies the tree as it is. Padding repeats the first draft, which changes
-        nothing; where there is none, it is the last token.
+        A round of `jspec.core.round` verifies the tree unpadded. Padding repeats the first draft, or the last token, to
+        no effect.
         """
         index, state = self.choose(params, s)
 
-        def tree_of(drafter: Drafter, own: PyTree) -> tuple[Array, Array]:
-            drafted, after = drafter.draft(params, dataclasses.replace(s, draft=own))
-            check_unchanged(drafter, own, after)
+        def tree_of(drafter: Drafter, part: PyTree) -> tuple[Array, Array]:
+            drafted, after = drafter.draft(params, dataclasses.replace(s, draft=part))
+            check_unchanged(drafter, part, after)
             tokens, parents = drafted.tokens, drafted.parents
             if parents is None:
                 above = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)
                 parents = jnp.broadcast_to(above[None], tokens.shape)
             return tokens, parents
 
-        each = list(zip(self.branches, self.states(state), strict=True))
-        nodes = max(jax.eval_shape(lambda pair=pair: tree_of(*pair))[0].shape[1] for pair in each)
+        pairs = list(zip(self.branches, self.states(state), strict=True))
+        nodes = max(jax.eval_shape(lambda pair=pair: tree_of(*pair))[0].shape[1] for pair in pairs)
 
-        def padded(drafter: Drafter, own: PyTree) -> tuple[Array, Array]:
-            tokens, parents = tree_of(drafter, own)
+        def padded(drafter: Drafter, part: PyTree) -> tuple[Array, Array]:
+            tokens, parents = tree_of(drafter, part)
             missing = nodes - tokens.shape[1]
             again = jnp.broadcast_to(tokens[:, :2][:, -1:], (tokens.shape[0], missing))
             return jnp.concatenate([tokens, again], axis=1), jnp.pad(parents, ((0, 0), (0, missing)))
 
-        tokens, parents = lax.switch(index, [lambda pair=pair: padded(*pair) for pair in each])
+        tokens, parents = lax.switch(index, [lambda pair=pair: padded(*pair) for pair in pairs])
         return DraftTree(tokens, parents, depth=self.depth), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> AdaptiveState:
-        """Extends all states, and observes what was accepted."""
+        """Extends all states, and observes the acceptance."""
         state: AdaptiveState = s.draft
+        # Every state absorbs the committed tokens.
         states = []
-        for drafter, own in self.parts(state):
+        for drafter, part in self.parts(state):
             hidden = committed.hidden if drafter.capture_layers else None
             absorbed = dataclasses.replace(committed, hidden=hidden)
-            states.append(drafter.extend(params, dataclasses.replace(s, draft=own), absorbed))
+            states.append(drafter.extend(params, dataclasses.replace(s, draft=part), absorbed))
+        # Evidence about the drafter of this round.
         evidence = policy.observe(state.evidence, self._choices, state.taken - 1, committed.length, self.rate)
-        # Prompts are no rounds: the states of sequences that are being read have no choice yet.
+        # Evidence about watched drafters. Prompts are no rounds: sequences in prefill have no choice yet.
         appended = jnp.where(state.taken > 0, committed.length, 0)
         length = committed.start + 1
         column = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)[None]
         before = dataclasses.replace(s, tokens=jnp.where(column < length[:, None], s.tokens, 0), length=length)
-        for kind, drafter, own in self._watched(state):
-            drafted, _ = drafter.draft(params, dataclasses.replace(before, draft=own))
+        for kind, drafter, part in self._watched(state):
+            drafted, _ = drafter.draft(params, dataclasses.replace(before, draft=part))
             matched = tree.longest_match(drafted, committed.tokens, appended)
             evidence = policy.watch(evidence, kind, matched, jnp.minimum(appended, drafter.depth), self.rate)
         return dataclasses.replace(state, states=tuple(states), evidence=evidence)
 
     def _watched(self, state: AdaptiveState) -> list[tuple[int, Drafter, PyTree]]:
-        """The number of each kind that is watched, with its deepest drafter and the state of that."""
+        """Watched kinds, each with its deepest drafter and the state of that drafter."""
         choices = self._choices
-        found: dict[int, tuple[int, Drafter, PyTree]] = {}
-        for kind, each, own in zip(choices.kind.tolist(), self.branches, self.states(state), strict=True):
-            deeper = kind not in found or each.depth > found[kind][1].depth
+        deepest: dict[int, tuple[int, Drafter, PyTree]] = {}
+        for kind, drafter, part in zip(choices.kind.tolist(), self.branches, self.states(state), strict=True):
+            deeper = kind not in deepest or drafter.depth > deepest[kind][1].depth
             if kind >= 0 and choices.watched[kind] and deeper:
-                found[kind] = kind, each, own
-        return list(found.values())
+                deepest[kind] = kind, drafter, part
+        return list(deepest.values())
 
     @property
     def _owners(self) -> tuple[Drafter, ...]:
-        """The fewest drafters from whose states all draft."""
+        """The fewest drafters whose states serve all."""
         owners: list[Drafter] = []
         for drafter in self.branches:
             if not any(optional.shares(drafter, owner) for owner in owners):
@@ -280,17 +282,17 @@ class Adaptive:
 
     @property
     def _choices(self) -> policy.Choices:
-        """The drafters as the policy knows them."""
-        kinds = [_kind(each) for each in self.branches]
+        """The drafters as choices of the policy."""
+        kinds = [_kind(drafter) for drafter in self.branches]
         known = list(dict.fromkeys(kind for kind in kinds if kind is not None))
         index = np.array([-1 if kind is None else known.index(kind) for kind in kinds], np.int32)
-        reading = [self.watch and getattr(each, "reads_tokens_alone", False) for each in self.branches]
+        reading = [self.watch and getattr(drafter, "reads_tokens_alone", False) for drafter in self.branches]
         watched = np.array([any(reading[i] for i in np.flatnonzero(index == kind)) for kind in range(len(known))], bool)
-        return policy.Choices(index, np.array([each.depth for each in self.branches], np.int32), watched)
+        return policy.Choices(index, np.array([drafter.depth for drafter in self.branches], np.int32), watched)
 
 
 def _kind(drafter: Drafter) -> object:
-    """Equal for drafters whose drafts are accepted alike: chains that differ in their depth only. None: no drafts."""
+    """Groups drafters of equal conditional acceptance: chains of different depths. None: no drafts."""
     if not drafter.depth:
         return None
     if getattr(drafter, "width", None) != 1 or not dataclasses.is_dataclass(drafter):
@@ -300,17 +302,17 @@ def _kind(drafter: Drafter) -> object:
 
 
 def _defaults(target: Target, draft: object) -> list[Drafter]:
-    """The drafters that None stands for, bound."""
+    """The default drafters, bound."""
     kind = PROPOSING[getattr(draft, "drafter", WITHOUT_DRAFT)]
-    found: list[Drafter] = [Plain()]
+    defaults: list[Drafter] = [Plain()]
     for depth in DEPTHS:
         try:
-            found.append((kind(depth=depth, width=1)).bind(target, draft))
+            defaults.append((kind(depth=depth, width=1)).bind(target, draft))
         except ValueError:
-            if len(found) == 1:
+            if len(defaults) == 1:
                 raise
             break
-    return found
+    return defaults
 
 
 def _check_drafters(drafters: object) -> tuple[Drafter, ...]:
@@ -321,48 +323,48 @@ def _check_drafters(drafters: object) -> tuple[Drafter, ...]:
     """
     if not isinstance(drafters, Sequence) or isinstance(drafters, str):
         raise TypeError(f"Adaptive(drafters={shorten(drafters)}): must be a list of drafters, or None")
-    chosen = tuple(Plain() if each is None else each for each in drafters)
-    for each in chosen:
-        missing = [name for name in DRAFTER_PARTS if name not in dir(each)]
-        if isinstance(each, type) or missing:
-            given = each.__name__ if isinstance(each, type) else shorten(each)
-            raise TypeError(f"Adaptive: drafters contains {given}, which is not a drafter: give objects, or None")
-        if hasattr(type(each), "branches"):
+    checked = tuple(Plain() if drafter is None else drafter for drafter in drafters)
+    for drafter in checked:
+        missing = [name for name in DRAFTER_PARTS if name not in dir(drafter)]
+        if isinstance(drafter, type) or missing:
+            shown = drafter.__name__ if isinstance(drafter, type) else shorten(drafter)
+            raise TypeError(f"Adaptive: drafters contains {shown}, which is not a drafter: give objects, or None")
+        if hasattr(type(drafter), "branches"):
             raise ValueError("Adaptive: drafters contains a drafter that chooses among others itself")
-    if not 2 <= len(chosen) <= MOST:
-        raise ValueError(f"Adaptive: {len(chosen)} drafters; must be from 2 to {MOST}")
-    for index, each in enumerate(chosen):
-        if each in chosen[:index]:
-            raise ValueError(f"Adaptive: drafters contains {each!r} twice")
-    return chosen
+    if not 2 <= len(checked) <= MOST:
+        raise ValueError(f"Adaptive: {len(checked)} drafters; must be from 2 to {MOST}")
+    for index, drafter in enumerate(checked):
+        if drafter in checked[:index]:
+            raise ValueError(f"Adaptive: drafters contains {drafter!r} twice")
+    return checked
 
 
 Costs = tuple[tuple[int, tuple[float, ...]], ...]
 """Batch and costs, by ascending batch."""
 
 
-def _check_costs(given: object) -> Costs | None:
+def _check_costs(costs: object) -> Costs | None:
     """The table of costs as a tuple.
 
     Raises:
       TypeError, ValueError: not such a table.
     """
-    if given is None:
+    if costs is None:
         return None
-    if isinstance(given, Mapping):
-        rows = list(given.items())
-    elif isinstance(given, tuple) and given and all(isinstance(row, tuple) and len(row) == 2 for row in given):
-        rows = list(given)
+    if isinstance(costs, Mapping):
+        rows = list(costs.items())
+    elif isinstance(costs, tuple) and costs and all(isinstance(row, tuple) and len(row) == 2 for row in costs):
+        rows = list(costs)
     else:
-        rows = [(1, given)]
+        rows = [(1, costs)]
     table: dict[int, tuple[float, ...]] = {}
     for batch, row in rows:
         if not isinstance(row, Sequence) or isinstance(row, str):
-            raise TypeError(f"Adaptive: costs={shorten(given)}: must be a number for each drafter, or those by batch")
+            raise TypeError(f"Adaptive: costs={shorten(costs)}: must be a number for each drafter, or those by batch")
         batch = check_int("costs", batch, least=1, owner="Adaptive")
         table[batch] = tuple(check_number("costs", cost, above=0.0, owner="Adaptive") for cost in row)
     if not table or len({len(row) for row in table.values()}) != 1:
-        raise ValueError(f"Adaptive: costs={shorten(given)}: must be one cost for each drafter in every batch")
+        raise ValueError(f"Adaptive: costs={shorten(costs)}: must be one cost for each drafter in every batch")
     return tuple(sorted(table.items()))
 
 

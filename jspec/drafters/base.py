@@ -1,4 +1,4 @@
-"""The base of drafters with a draft model: their options, the checks of `bind`, and what engines ask of them."""
+"""Base of drafters with a draft model: their options, checks of `bind`, and optional members."""
 
 import dataclasses
 from typing import Any, ClassVar, Self, TypeVar
@@ -41,10 +41,10 @@ def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
 
 
 class ModelDrafter:
-    """What `Eagle`, `Block`, `Standalone`, `Mtp` and `FrozenKvMtp` share.
+    """Base of `Eagle`, `Block`, `Standalone`, `Mtp` and `FrozenKvMtp`.
 
-    Subclasses are frozen dataclasses with those of these options that they have, and with `target` and `model`, which
-    `bind` sets. Of the optional members of drafters (`jspec.core.optional`) it has `adapt`, `shares` and `further`.
+    Subclasses are frozen dataclasses with some of these options, and with `target` and `model`, set by `bind`. Of the
+    optional members of drafters (`jspec.core.optional`) it has `adapt`, `shares` and `further`.
     """
 
     depth: Any
@@ -59,7 +59,7 @@ class ModelDrafter:
     shared_options: ClassVar[tuple[str, ...]] = ("target", "model", "sampled", "window", "keep_first")
     """Options that must be equal for `draft` to work with the state of another drafter of the class."""
     further: ClassVar[int] = 0
-    """As many rows as the target's cache has."""
+    """No extra rows: as many as in the target's cache."""
 
     @property
     def shape(self) -> Shape:
@@ -71,7 +71,7 @@ class ModelDrafter:
         return within(cache, self.window, self.keep_first)
 
     def adapt(self, needs: DraftNeeds) -> Self:
-        """Samples the drafts if the acceptance rule needs that."""
+        """Samples the drafts if the acceptance rule requires it."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)  # pyright: ignore[reportArgumentType]
 
@@ -87,7 +87,7 @@ class ModelDrafter:
     def check_shape(self, depth: int) -> None:
         """Checks the options of trees.
 
-        depth: its tokens, or those that None stands for.
+        depth: tokens of the longest chain, None replaced by its default.
 
         Raises:
           TypeError, ValueError: as `Shape.checked`; `sampled` is not a bool.

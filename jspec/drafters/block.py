@@ -30,8 +30,8 @@ from jspec.models.block_head import BlockHead, BlockParams
 
 @struct
 class BlockState:
-    """The draft's cache. Row p is made of the target's feature at position p: every committed token but the last has a
-    row, as in the target's own cache.
+    """The draft's cache. Row p depends on the target's feature at position p; like the target's cache, it has a row for
+    every committed token but the last.
     """
 
     cache: Cache
@@ -42,15 +42,14 @@ class Block(ModelDrafter):
     """Proposes with a block draft, such as DFlash or DSpark: one forward per round, whatever the depth.
 
     depth: tokens of the longest chain, from 1 to the block's predictions; None: all of them; an int after `bind`.
-    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64. A
+    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64. A
       generation of a tree costs a step of the Markov head, if there is one, and no forward.
     num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
     sampled: sample the drafts from the draft's own distribution, as "rejection" and "block" need.
-    window: positions that the draft sees, the last ones up to its own, which counts; None: all. Its attention then
-      reads no more rows in a longer context, and none further back than it may have been trained for (arXiv
-      2605.09992). Neither the output nor the memory changes.
-    keep_first: positions at the beginning that the draft sees in addition, from 0 to `window` (the attention sinks of
-      StreamingLLM, arXiv 2309.17453). Layers with a sliding window of their own keep none.
+    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
+      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
+    keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
+      2309.17453). Sliding-window layers keep none.
     target, model: the configurations of the target and of the draft; set by `bind`.
     """
 
@@ -73,7 +72,7 @@ class Block(ModelDrafter):
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The target's layers that the draft reads.
+        """Layers of the target read by the draft.
 
         Raises:
           ValueError: before `bind`.
@@ -106,17 +105,17 @@ class Block(ModelDrafter):
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, BlockState]:
         """Runs one forward over the block; its rows are never written to the cache.
 
-        The block has all of its rows, as in training, also if fewer tokens are proposed.
+        The block is complete, as in training, even if fewer tokens are proposed.
         """
         state: BlockState = s.draft
         hidden, logits = self._predict(params, s, state)
-        own: BlockParams = params.draft
+        weights: BlockParams = params.draft
 
         def step(
             markov: Float[Array, "B M R"] | None, previous: Int[Array, "B M"], path: Int[Array, "B M g"]
         ) -> tuple[Float[Array, "B M R"] | None, Proposal]:
             row = slice(path.shape[2], path.shape[2] + 1)
-            corrected, markov = self._model.correct(own, markov, previous, hidden[:, row], logits[:, row])
+            corrected, markov = self._model.correct(weights, markov, previous, hidden[:, row], logits[:, row])
             return markov, self._propose(params, s, corrected, path)
 
         def expand(
@@ -126,7 +125,7 @@ class Block(ModelDrafter):
             return step(parents, frontier.tokens, frontier.path)
 
         batch = s.root.shape[0]
-        markov, first = step(self._model.begin(own, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
+        markov, first = step(self._model.begin(weights, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
         return grow(s.root[:, 0], first, expand, markov, self.shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> BlockState:
@@ -139,11 +138,11 @@ class Block(ModelDrafter):
 
     @property
     def ahead(self) -> int:
-        """A row is made of its position's feature alone."""
+        """No lookahead: a row depends on its position's feature alone."""
         return 0
 
     def resume(self, state: BlockState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> BlockState:
-        """Itself: there is nothing but the cache."""
+        """Itself: the state is the cache alone."""
         return state
 
     @property
@@ -157,7 +156,7 @@ class Block(ModelDrafter):
     def _predict(
         self, params: Params, s: DecodeState, state: BlockState
     ) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
-        """The outputs of the rows that predict the next `depth` tokens, and their logits before the Markov head."""
+        """Outputs for the next `depth` tokens, and their logits before the Markov head."""
         model = self._model
         masks = jnp.full((s.root.shape[0], model.block_size - 1), model.mask_token, jnp.int32)
         # The block begins with the root, which is in no cache yet.
@@ -179,5 +178,5 @@ class Block(ModelDrafter):
         else:
             logits = jnp.broadcast_to(logits, (batch, nodes, logits.shape[2]))
         ids, vocabulary = self._model.ids(params.draft), self._target.vocab_size
-        found = propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, nodes, x.shape[2])), found)
+        proposal = propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, nodes, x.shape[2])), proposal)

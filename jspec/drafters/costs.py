@@ -1,4 +1,4 @@
-"""What a round with a drafter costs, from the bytes that it reads and the operations that it computes."""
+"""Estimates the cost of a round with a drafter from its bytes and operations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,16 +20,16 @@ H100: 700e12 per second beside 3e12 bytes per second."""
 def estimate(
     params: Params, target: Target, drafters: Sequence[Drafter], states: Sequence[DecodeState], depth: int
 ) -> list[float]:
-    """The cost of a round with each drafter, in bytes: those of the weights that it reads, and the operations on them.
+    """Estimates the cost of a round with each drafter, in bytes: weights read, and operations on them.
 
     A round has one forward of the target over the drafter's tree, its forwards of the draft, and the draft's extension
-    by up to `depth` + 1 tokens, which happens whatever was drafted. Keys and values do not count, which are about the
-    same for all drafters, and neither does what a small forward costs beyond its bytes. Measured costs are better.
+    by up to `depth` + 1 tokens for any drafter. Ignores keys and values, about the same for all drafters, and the
+    overhead of small forwards. Measured costs are better.
 
     params: arrays, or shapes of them.
-    states: that from which each drafter drafts.
+    states: the state of each drafter.
     """
-    model = next((found for each in drafters if (found := _model(each)) is not None), None)
+    model = next((config for drafter in drafters if (config := _model(drafter)) is not None), None)
     extension = 0.0
     if model is not None:
         extension = _draft_bytes(params, model.extend_bytes(params), states[0].length.shape[0] * (depth + 1))
@@ -56,7 +56,7 @@ def _round(params: Params, target: Target, drafter: Drafter, s: DecodeState) -> 
 
 
 def _draft_bytes(params: Params, read: int, tokens: int) -> float:
-    """The cost of a forward of the draft that reads this number of bytes."""
+    """The cost of a forward of the draft with this number of bytes read."""
     return _bytes(read, 2 * tokens * read * _elements_per_byte(params.draft))
 
 
@@ -69,13 +69,13 @@ def _elements_per_byte(weights: object) -> float:
 
 
 def _model(drafter: Drafter) -> Draft | None:
-    """The draft model's configuration; None if there is none, or one of the user's own without sizes."""
+    """The draft model's configuration; None if there is none, or if it has no sizes."""
     model: Any = getattr(drafter, "model", None)
     return model if hasattr(model, "step_bytes") else None
 
 
 def interpolate(table: Sequence[tuple[int, Sequence[float]]], batch: int) -> list[float]:
-    """The costs at a batch: between two of the table on a line, beyond its ends those of the nearest."""
+    """Interpolates costs at a batch linearly; constant beyond the ends of the table."""
     batches = np.array([size for size, _ in table], float)
     columns = np.array([row for _, row in table], float)
     return [float(np.interp(batch, batches, column)) for column in columns.T]

@@ -28,10 +28,10 @@ from jspec.drafters.feature_head import FeatureHead
 
 @struct
 class EagleState:
-    """The head's cache, its output at the last committed row, and what it proposes there.
+    """The head's cache, its output at the last committed row, and its proposal there.
 
-    Row p of the cache belongs to the target's feature at position p and the token at p + 1: every committed token but
-    the last has a row, as in the target's own cache.
+    Row p of the cache belongs to the target's feature at position p and the token at p + 1; like the target's cache, it
+    has a row for every committed token but the last.
     """
 
     cache: Cache
@@ -45,16 +45,15 @@ class Eagle(ModelDrafter):
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head.
 
     depth: tokens of the longest chain, from 1 to 64.
-    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
+    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
     sampled: sample the drafts from the head's own distribution, as "rejection" and "block" need.
-    exact: in a tree, a node attends to the head's rows of its own ancestors. False: to those of whichever nodes held
-      its slot in the previous frontiers, as in SGLang; this is no faster here and only serves comparisons.
-    window: positions that the draft sees, the last ones up to its own, which counts; None: all. Its attention then
-      reads no more rows in a longer context, and none further back than it may have been trained for (arXiv
-      2605.09992). Neither the output nor the memory changes.
-    keep_first: positions at the beginning that the draft sees in addition, from 0 to `window` (the attention sinks of
-      StreamingLLM, arXiv 2309.17453). Layers with a sliding window of their own keep none.
+    exact: in a tree, a node attends to the head's rows of its own ancestors. False: to the rows at its index in the
+      previous frontiers, as in SGLang; no faster here, only for comparisons.
+    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
+      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
+    keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
+      2309.17453). Sliding-window layers keep none.
     target, model: the configurations of the target and of the head; set by `bind`.
     """
 
@@ -75,7 +74,7 @@ class Eagle(ModelDrafter):
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The target's layers that the head reads.
+        """Layers of the target read by the head.
 
         Raises:
           ValueError: before `bind`.
@@ -97,7 +96,7 @@ class Eagle(ModelDrafter):
         return EagleState(self._model.init_cache(params.draft, batch, capacity, page_size), None, None)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, EagleState]:
-        """Runs one forward per generation after the first, which `extend` has proposed.
+        """Runs one forward per generation; `extend` has proposed the first one.
 
         The rows of these forwards are passed from one to the next and never written to the cache.
         """
@@ -135,6 +134,7 @@ class Eagle(ModelDrafter):
         """Reads the committed tokens with the target's features, padded to depth + 1 after each round."""
         state: EagleState = s.draft
         assert committed.hidden is not None
+        # Forward over (feature, next token) pairs.
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
         out = self._model.apply(
             params,
@@ -146,20 +146,21 @@ class Eagle(ModelDrafter):
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
         )
+        # The first generation of the next tree.
         proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
         cache = commit_rows(state.cache, out.rows, committed.start, None, committed.length, after=out.logits)
         new = out.feature, proposal
-        if not committed.first:
+        if not committed.first:  # Sequences that read nothing keep theirs.
             new = where_sequences(committed.length > 0, new, (state.feature, state.proposal))
         return EagleState(cache, *new)
 
     @property
     def ahead(self) -> int:
-        """A row is made of its position's feature and of the token after it."""
+        """Lookahead: a row depends on its position's feature and the token after it."""
         return 1
 
     def resume(self, state: EagleState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> EagleState:
-        """Itself: the first chunk that is read brings a feature and a proposal."""
+        """Itself: the next chunk of the prompt sets feature and proposal."""
         return state
 
     @property

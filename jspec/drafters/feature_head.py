@@ -1,4 +1,4 @@
-"""What `Eagle` needs of a draft model."""
+"""The protocol of draft models of `Eagle`."""
 
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ class FeatureHead(Protocol):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Tokens that the head gives a logit."""
+        """Tokens of the draft's vocabulary."""
         ...
 
     @property

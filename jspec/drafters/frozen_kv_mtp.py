@@ -1,4 +1,4 @@
-"""Frozen-KV MTP: an assistant that reads the target's keys and values and has none of its own.
+"""Frozen-KV MTP: an assistant without keys and values, which reads the target's.
 
 Gemma 4's assistants are such drafts, and so is any model of `jspec.models.Assistant`. The order of a round and its
 positions are those of SGLang's frozen-KV MTP.
@@ -35,12 +35,12 @@ POSITIONS = ("committed", "root")
 class FrozenKvMtp(ModelDrafter):
     """Proposes with an assistant. Its state is one hidden vector: the target's at the last committed row.
 
-    Each generation, the first one included, is one forward. The first reads the root and that vector; the others read
+    Each generation, including the first one, is one forward. The first reads the root and this vector; the others read
     their nodes and the output of the forward before. All have the same position, attend to the same frozen prefix and
     write nothing.
 
     depth: tokens of the longest chain, from 1 to 64.
-    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
+    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
     sampled: sample the drafts from the assistant's own distribution, as the rule "rejection" needs.
     position: one of `POSITIONS`. It may change the drafts, and so the speed, but not the output.

@@ -38,20 +38,21 @@ class MtpState:
 
     caches: tuple[Cache, ...]
     features: tuple[Float[Array, "B 1 E"], ...]
-    """For each head but the last, its output at the last row of its cache, which the next head reads first."""
+    """For each head but the last, its output at the last row of its cache: the first input of the next head."""
     proposals: tuple[Proposal, ...]
     level: Bool[Array, " B"]
-    """Sequences whose caches all have as many rows as the target's: those rows are shared with another sequence, which
-    knew the tokens after them. True until the next `extend`."""
+    """Sequences whose caches all have as many rows as the target's, because they share a prefix with known later
+    tokens. True until the next `extend`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mtp(ModelDrafter):
     """Proposes with the target's own MTP heads.
 
-    A single head is reused for each token: `bind` then returns an `Eagle`, because such a head is an EAGLE head whose
-    feature is the target's hidden state itself. Of several heads each proposes one token. All of them run in `extend`:
-    a head absorbs what was committed, predicts, and passes its output and its token to the next head.
+    A single head is reused for each token: `bind` then returns an `Eagle`, because such a head is an EAGLE head with
+      the
+    target's hidden state as feature. Of several heads each proposes one token. All of them run in `extend`: a head
+    absorbs the committed tokens, predicts, and passes its output and its token to the next head.
 
     depth: tokens of the longest chain, from 1 to 64; with several heads, one token each. None: a token of each head, or
       3 of a single head; an int after `bind`.
@@ -113,7 +114,7 @@ class Mtp(ModelDrafter):
         return MtpState(tuple(caches), (), (), jnp.zeros(batch, jnp.bool))
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, MtpState]:
-        """The chain that `extend` has proposed; no forward."""
+        """The chain proposed by `extend`; no forward."""
         state: MtpState = s.draft
         first, *others = state.proposals
         proposals = iter(others)
@@ -124,7 +125,7 @@ class Mtp(ModelDrafter):
         return grow(s.root[:, 0], first, expand, None, Shape(self.depth)), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> MtpState:
-        """Every head reads what was committed and, after it, the drafts of the heads before it."""
+        """Every head reads the committed tokens and then the drafts of the heads before it."""
         state: MtpState = s.draft
         assert committed.hidden is not None
         end = committed.start + committed.length
@@ -153,14 +154,14 @@ class Mtp(ModelDrafter):
             proposals.append(proposal)
             drafts = jnp.concatenate([drafts, proposal.tokens[:, :, 0][:, :, None]], axis=2)
             feature, before = out, start
-        kept = tuple(features[:-1]), tuple(proposals)
+        new = tuple(features[:-1]), tuple(proposals)
         if not committed.first:
-            kept = where_sequences(committed.length > 0, kept, (state.features, state.proposals))
-        return MtpState(tuple(caches), *kept, state.level & (committed.length == 0))
+            new = where_sequences(committed.length > 0, new, (state.features, state.proposals))
+        return MtpState(tuple(caches), *new, state.level & (committed.length == 0))
 
     @property
     def ahead(self) -> int:
-        """A row of the last head belongs to the token that is as many positions after it as there are heads."""
+        """Lookahead: row p of the last head depends on token p + depth."""
         return self.depth
 
     def resume(self, state: MtpState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> MtpState:
@@ -183,10 +184,10 @@ class Mtp(ModelDrafter):
 
 
 def _prepend(
-    kept: Float[Array, "B 1 E"], feature: Float[Array, "B T E"], missing: Int[Array, " B"]
+    first: Float[Array, "B 1 E"], feature: Float[Array, "B T E"], missing: Int[Array, " B"]
 ) -> Float[Array, "B T1 E"]:
-    """One more row: `kept` before the others in sequences where `missing` is 1, padding after them where it is 0."""
-    joined = jnp.concatenate([kept, feature], axis=1)
+    """Adds a row: `first` before the others in sequences where `missing` is 1, padding after them where it is 0."""
+    joined = jnp.concatenate([first, feature], axis=1)
     column = (1 - missing)[:, None] + jnp.arange(joined.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(joined, column[:, :, None], axis=1, mode="clip")
 

@@ -63,13 +63,13 @@ def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: in
     # No match is longer than the buffer.
     for back in range(min(n, tokens.shape[1])):
         shifted = jnp.pad(tokens[:, : tokens.shape[1] - back], ((0, 0), (back, 0)), constant_values=-1)
-        wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        equal = equal & (shifted == wanted)
+        token = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+        equal = equal & (shifted == token)
         matched = matched + equal.astype(jnp.int32)
     score = jnp.where(matched > 0, matched * tokens.shape[1] + column, -1)
-    found = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
+    place = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
     # A copy that reaches the end of the sequence continues with the tokens copied so far: it repeats with this period.
-    period = jnp.where(score.max(1, keepdims=True) >= 0, last - found, 1)
+    period = jnp.where(score.max(1, keepdims=True) >= 0, last - place, 1)
     offset = jnp.arange(depth, dtype=jnp.int32)[None] % period
     proposed = jnp.take_along_axis(tokens, last - period + 1 + offset, axis=1)
     return jnp.concatenate([jnp.take_along_axis(tokens, last, axis=1), proposed], axis=1)

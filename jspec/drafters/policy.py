@@ -1,10 +1,10 @@
-"""Which of several drafters a round takes, from the acceptance in past rounds and the cost of each. Arrays only.
+"""Chooses one of several drafters for a round, by past acceptance and cost. Arrays only.
 
 Drafters of one kind, such as chains of several depths of one draft, have the same conditional acceptance: the
-probability that a draft is accepted if all before it are. From it follow the expected tokens of a round for any depth,
+probability of accepting a draft if all before it are accepted. It gives the expected tokens of a round for any depth,
 and the best drafter has the most of them per unit of cost (goodput: Liu et al., SmartSpec, arXiv 2406.14066, section
-3). The moving average of what was accepted is that of SGLang's adaptive depth, which averages accepted lengths, but
-per position: a deeper draft is then judged by what is known of a shallower one.
+3). The moving average of acceptance is that of SGLang's adaptive depth, but per position instead of over accepted
+lengths: so evidence about a shallow draft also serves a deeper one.
 """
 
 from collections.abc import Sequence
@@ -16,31 +16,31 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.core.struct import struct
 
 WEIGHT = 2.0
-"""Drafts that the estimate before the first observation counts for."""
+"""Weight of the prior, in drafts."""
 
 
 @struct
 class Evidence:
-    """What past rounds have shown, in each sequence, for each kind of drafter and each position of a draft.
+    """Moving averages of acceptance, per sequence, drafter and draft position.
 
     Zeros before the first round. The latest observation counts 1 and older ones less.
     """
 
     reached: Float[Array, "B F D"]
-    """Rounds that have judged a draft at the position: those before it were accepted."""
+    """Rounds with a draft at the position and all before it accepted."""
     accepted: Float[Array, "B F D"]
-    """Those of these rounds that accepted it."""
+    """Rounds among these with this draft accepted, too."""
 
 
 @struct
 class Choices:
-    """The drafters among which a policy chooses, as constants of a program."""
+    """The drafters of a policy, as constants of a program."""
 
     kind: Int[np.ndarray, " K"]
-    """Which drafters have the same conditional acceptance, from 0; -1: it proposes nothing."""
+    """Groups of equal conditional acceptance, from 0; -1: no proposal."""
     depth: Int[np.ndarray, " K"]
     watched: Bool[np.ndarray, " F"]
-    """Kinds whose drafts are compared with what each round appends, whatever it took."""
+    """Kinds whose drafts are compared with the appended tokens in every round."""
 
     @property
     def kinds(self) -> int:
@@ -55,11 +55,11 @@ def observe(
     appended: Int[Array, " B"],
     rate: float,
 ) -> Evidence:
-    """The evidence after a round, of kinds that are not watched.
+    """Updates the evidence of unwatched kinds after a round.
 
-    taken: the choice of each sequence's round; -1: it had none.
-    appended: tokens that the round has added, bonus token included; 0: none.
-    rate: how much less each older observation counts.
+    taken: choice of each sequence's round; -1: none.
+    appended: tokens added by the round, bonus token included; 0: none.
+    rate: discount of each older observation.
     """
     index = jnp.maximum(taken, 0)
     # As an index, -1 is the last entry.
@@ -75,10 +75,10 @@ def watch(
     judged: Int[Array, " B"],
     rate: float,
 ) -> Evidence:
-    """The evidence after a round that has been compared with drafts of a kind, which it need not have taken.
+    """Updates the evidence of a watched kind after any round, by comparison with its drafts.
 
-    matched: how many of the first drafts are the tokens that the round has appended.
-    judged: how many drafts there are to compare; 0: none.
+    matched: number of leading drafts equal to the appended tokens.
+    judged: number of drafts compared; 0: none.
     """
     return _judged(evidence, jnp.full_like(matched, kind), judged, matched, rate)
 
@@ -86,16 +86,16 @@ def watch(
 def _judged(
     evidence: Evidence, kind: Int[Array, " B"], depth: Int[Array, " B"], drafts: Int[Array, " B"], rate: float
 ) -> Evidence:
-    """The evidence with one more round.
+    """Adds a round to the evidence.
 
-    kind: that of the drafts that the round has judged, in each sequence; -1: none.
-    depth: how many of them it could judge.
-    drafts: how many it has accepted.
+    kind: of the drafts of each sequence; -1: none.
+    depth: number of drafts judged.
+    drafts: number of drafts accepted.
     """
     kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
     kind, depth, drafts = (x[:, None, None] for x in (kind, depth, drafts))
-    own = (kinds[None, :, None] == kind) & (positions[None, None] < depth)
-    reached, accepted = own & (drafts >= positions[None, None]), own & (drafts > positions[None, None])
+    judged = (kinds[None, :, None] == kind) & (positions[None, None] < depth)
+    reached, accepted = judged & (drafts >= positions[None, None]), judged & (drafts > positions[None, None])
     keep = jnp.where(reached, 1.0 - rate, 1.0)
     return Evidence(
         keep * evidence.reached + reached.astype(jnp.float32), keep * evidence.accepted + accepted.astype(jnp.float32)
@@ -103,21 +103,20 @@ def _judged(
 
 
 def conditional_acceptance(evidence: Evidence, live: Bool[Array, " B"], prior: float) -> Float[Array, "F D"]:
-    """The probability that each draft is accepted if all before it are, over all live sequences.
+    """Estimates the probability of accepting each draft if all before it are accepted, over all live sequences.
 
-    prior: that of the first draft before any round. A deeper one is expected to be accepted as often as the draft
-      before it.
+    prior: probability of the first draft before any round. The prior of a deeper draft is the estimate before it.
     """
     reached, accepted = (jnp.where(live[:, None, None], x, 0.0).sum(0) for x in (evidence.reached, evidence.accepted))
-    before, found = jnp.full(reached.shape[0], prior, jnp.float32), []
+    before, estimates = jnp.full(reached.shape[0], prior, jnp.float32), []
     for position in range(reached.shape[1]):
         before = (accepted[:, position] + WEIGHT * before) / (reached[:, position] + WEIGHT)
-        found.append(before)
-    return jnp.stack(found, axis=1)
+        estimates.append(before)
+    return jnp.stack(estimates, axis=1)
 
 
 def expected_tokens(acceptance: Float[Array, "F D"], choices: Choices) -> Float[Array, " K"]:
-    """Tokens that a round is expected to add to a sequence with each drafter, bonus token included."""
+    """Expected tokens per round and sequence with each drafter, bonus token included."""
     survival = jnp.cumsum(jnp.cumprod(acceptance, axis=1), axis=1)
     drafts = survival[np.maximum(choices.kind, 0), np.maximum(choices.depth - 1, 0)]
     return 1.0 + jnp.where(jnp.asarray(choices.depth) > 0, drafts, 0.0)
@@ -132,18 +131,20 @@ def choose(
     hysteresis: float,
     probe: int,
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """The choice of a round, and the best one, which is another in rounds that probe.
+    """Chooses the drafter of a round; returns it and the best one, different in rounds that probe.
 
     value: expected tokens per unit of cost.
-    previous: the best one so far, which stays unless another is better by this share (`hysteresis`); -1: none.
-    probe: every `probe`-th round takes a choice that shows what the best one does not: by turns, for each kind of
-      drafter, the next deeper one of the same kind, or the best one of another kind. Nothing if the kind is watched.
+    previous: the best one so far; stays unless another is better by the share `hysteresis`; -1: none.
+    probe: every `probe`-th round probes a choice beyond the best one: by turns, for each unwatched kind of drafter, the
+      next deeper one of the same kind, or the best one of another kind.
     """
+    # The best choice, with hysteresis.
     best = jnp.argmax(value).astype(jnp.int32)
     stays = (previous >= 0) & (value[best] <= (1.0 + hysteresis) * value[jnp.maximum(previous, 0)])
     best = jnp.where(stays, previous, best)
     if not choices.kinds:
         return best, best
+    # The choice of a probing round.
     turn = (round_index // probe) % choices.kinds
     deeper = jnp.asarray(_next_deeper(choices.kind, choices.depth))[best]
     kind = jnp.asarray(choices.kind)
@@ -155,8 +156,8 @@ def choose(
 
 def _next_deeper(kind: Sequence[int] | Int[np.ndarray, " K"], depth: Int[np.ndarray, " K"]) -> Int[np.ndarray, " K"]:
     """The next deeper choice of the same kind; itself if there is none."""
-    found = []
-    for index, (own, least) in enumerate(zip(kind, depth, strict=True)):
-        deeper = [(depth[other], other) for other in range(len(depth)) if kind[other] == own and depth[other] > least]
-        found.append(min(deeper)[1] if deeper else index)
-    return np.array(found, np.int32)
+    following = []
+    for index, (group, least) in enumerate(zip(kind, depth, strict=True)):
+        deeper = [(depth[other], other) for other in range(len(depth)) if kind[other] == group and depth[other] > least]
+        following.append(min(deeper)[1] if deeper else index)
+    return np.array(following, np.int32)

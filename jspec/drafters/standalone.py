@@ -28,7 +28,7 @@ from jspec.models.decoder import Decoder
 
 @struct
 class StandaloneState:
-    """The draft's cache with the first `length[b]` tokens, and what the draft proposes after them."""
+    """The draft's cache with the first `length[b]` tokens, and the draft's proposal after them."""
 
     cache: Cache
     length: Int[Array, " B"]
@@ -41,14 +41,13 @@ class Standalone(ModelDrafter):
     """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
 
     depth: tokens of the longest chain, from 1 to 64.
-    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
+    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
     sampled: sample the drafts from the draft's own distribution, as the rule "rejection" needs.
-    window: positions that the draft sees, the last ones up to its own, which counts; None: all. Its attention then
-      reads no more rows in a longer context, and none further back than it may have been trained for (arXiv
-      2605.09992). Neither the output nor the memory changes.
-    keep_first: positions at the beginning that the draft sees in addition, from 0 to `window` (the attention sinks of
-      StreamingLLM, arXiv 2309.17453). Layers with a sliding window of their own keep none.
+    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
+      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
+    keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
+      2309.17453). Sliding-window layers keep none.
     model: the draft's configuration; set by `bind`.
     """
 
@@ -86,7 +85,7 @@ class Standalone(ModelDrafter):
         return StandaloneState(cache, jnp.zeros(batch, jnp.int32), None)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, StandaloneState]:
-        """One forward per generation, after the first generation, which `extend` has proposed.
+        """Runs one forward per generation; `extend` has proposed the first one.
 
         The rows of these forwards are passed from one to the next and never written to the cache.
         """
@@ -108,8 +107,9 @@ class Standalone(ModelDrafter):
         return grow(s.root[:, 0], state.proposal, expand, None, self.shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
-        """Reads the tokens that the cache lacks, up to the root, and proposes the first generation after it."""
+        """Reads the missing tokens up to the root, and proposes the first generation after it."""
         state: StandaloneState = s.draft
+        # Tokens to read: from the end of the cache to the root.
         start = state.length
         end = jnp.where(committed.length > 0, committed.start + committed.length + 1, start)
         count = end - start
@@ -117,6 +117,7 @@ class Standalone(ModelDrafter):
         columns = committed.tokens.shape[1] + committed.first
         positions = start[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
+        # Forward, proposal and commit.
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
         out = self._model.apply(params.draft, tokens, positions, self.seen(state.cache), prefix, select=last)
@@ -137,11 +138,11 @@ class Standalone(ModelDrafter):
 
     @property
     def ahead(self) -> int:
-        """A row depends on no later token."""
+        """No lookahead."""
         return 0
 
     def resume(self, state: StandaloneState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> StandaloneState:
-        """The cache has the shared rows."""
+        """Sets the length to the shared rows."""
         return dataclasses.replace(state, length=state.length.at[slots].set(length, mode="drop"))
 
     @property

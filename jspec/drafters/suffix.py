@@ -1,4 +1,4 @@
-"""Suffix drafts without weights: earlier occurrences of the last tokens vote on a tree of what may follow."""
+"""Suffix drafts without weights: earlier occurrences of the last tokens vote on a tree of continuations."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from jspec.drafters.base import check_needs, set_checked
 MAX_MATCH = 16
 """Tokens of the longest match. The votes of all occurrences, 64 times 2^16 at most, are exact in float32."""
 DISCOUNT = 0.8
-"""Each further token of a copy is worth less by this factor: the text may leave the copy anywhere."""
+"""Discount per token of a copy, because the text may leave the copy anywhere."""
 _BLOCK = 128
-"""Columns that are searched together."""
+"""Columns searched together."""
 
 
 @struct
 class Corpus:
-    """Texts that a `Suffix` drafter copies from, besides each sequence itself; `jspec.with_corpus` makes one.
+    """Texts for a `Suffix` drafter to copy from, besides each sequence itself; `jspec.with_corpus` makes one.
 
     A corpus changes the speed but never the output, and one of the same size needs no compilation.
     """
@@ -33,17 +33,17 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Suffix:
-    """Proposes a tree of what followed earlier occurrences of a sequence's last tokens, in it and in a corpus.
+    """Proposes a tree of continuations of earlier occurrences of a sequence's last tokens, in it and in a corpus.
 
-    Needs no weights and no state. The best occurrences, which match most of the last tokens and of those are the
-    latest, vote: one that matches m tokens gives 2^m votes to each beginning of its continuation, less 20% for each
-    token after the first, and the beginnings with the most votes are the nodes. This is the frequency trie of suffix
-    decoding (Oliaro et al., SuffixDecoding, arXiv 2411.04975, section 3), built anew in each round and from those
-    occurrences only. Without a match it proposes repetitions of the last token.
+    Needs no weights and no state. The best occurrences vote: the longest matches, of equally long ones the latest. A
+    match of m tokens gives 2^m votes to each beginning of its continuation, less 20% for each token after the first,
+    and the beginnings with the most votes are the nodes. This is the frequency trie of suffix decoding (Oliaro et al.,
+    SuffixDecoding, arXiv 2411.04975, section 3), built anew in each round and from these occurrences only. Without a
+    match it proposes repetitions of the last token.
 
     n: tokens of the longest match to search for, from 1 to 16.
     depth: tokens of the longest chain, from 1 to 64.
-    width: occurrences that vote, and so the maximum number of children per node, from 1 to 64; 1 is a chain, the
+    width: number of voting occurrences, and so the maximum children of a node, from 1 to 64; 1 is a chain, the
       continuation of the best one.
     num_nodes: nodes of the tree, root included; None: 32, or depth + 1 if that is more.
     """
@@ -93,11 +93,11 @@ class Suffix:
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
         """The tree of each sequence; the corpus is `params.draft`, if that is one."""
         corpus = params.draft.tokens if isinstance(params.draft, Corpus) else None
-        found = continuations(s.tokens, s.length, corpus, n=self.n, depth=self.depth, count=self.width)
+        copies = continuations(s.tokens, s.length, corpus, n=self.n, depth=self.depth, count=self.width)
         if self.width == 1:
-            return tree.chain(copy(s.root, *found)), None
+            return tree.chain(copy(s.root, *copies)), None
         nodes = min(max(32, self.depth + 1), self._most_nodes) if self.num_nodes is None else self.num_nodes
-        return vote(s.root[:, 0], *found, num_nodes=nodes), None
+        return vote(s.root[:, 0], *copies, num_nodes=nodes), None
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
         """No-op."""
@@ -113,30 +113,31 @@ def continuations(
     depth: int,
     count: int,
 ) -> tuple[Int[Array, "B K depth"], Int[Array, "B K"]]:
-    """What follows the best occurrences of the last tokens, the best first, and how many tokens each of them matches.
+    """Finds the continuations of the best occurrences of the last tokens, best first, and the length of each match.
 
-    A token of -1 ends a continuation; an occurrence that does not exist matches 0 tokens. The longest matches are the
-    best, of those the latest ones in the sequence, and then the last ones in the corpus.
+    A token of -1 ends a continuation; a missing occurrence matches 0 tokens. The longest matches are the best, among
+    them the latest ones in the sequence, and then the last ones in the corpus.
     """
+    # Matches in the sequence and in the corpus.
     last = jnp.maximum(length, 1)[:, None] - 1
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     matched = _count_matched(tokens, tokens, last, n) * (column < last).astype(jnp.int32)
     others = 0 if corpus is None else corpus.shape[0]
     if corpus is not None:
         after = jnp.concatenate([corpus[1:], jnp.full_like(corpus[:1], -1)])[None]
-        found = _count_matched(corpus[None], tokens, last, n) * (after >= 0).astype(jnp.int32)
-        matched = jnp.concatenate([found, matched], axis=1)
+        in_corpus = _count_matched(corpus[None], tokens, last, n) * (after >= 0).astype(jnp.int32)
+        matched = jnp.concatenate([in_corpus, matched], axis=1)
     place, matched = _best(matched, n, count)
-    # A copy that reaches the end of the sequence continues with the tokens copied so far: it repeats with this period.
-    own = place - others
-    period = jnp.where((matched > 0) & (own >= 0), last - own, 1)[:, :, None]
+    # A copy up to the end of the sequence continues with the tokens copied so far: it repeats with this period.
+    local = place - others
+    period = jnp.where((matched > 0) & (local >= 0), last - local, 1)[:, :, None]
     offset = jnp.arange(depth, dtype=jnp.int32)[None, None]
     at = last[:, :, None] - period + 1 + offset % period
     continued = jnp.take_along_axis(tokens[:, None], at, axis=2)
     if corpus is not None:
         at = place[:, :, None] + 1 + offset
         copied = corpus.at[at].get(mode="fill", fill_value=-1)
-        continued = jnp.where(own[:, :, None] >= 0, continued, copied)
+        continued = jnp.where(local[:, :, None] >= 0, continued, copied)
         # Another text begins after the end of one.
         end = jnp.where(continued < 0, offset, depth).min(2, keepdims=True)
         continued = jnp.where(offset < end, continued, -1)
@@ -144,7 +145,7 @@ def continuations(
 
 
 def copy(root: Int[Array, "B 1"], continued: Int[Array, "B 1 depth"], matched: Int[Array, "B 1"]) -> Int[Array, "B N"]:
-    """The last token and its continuation; where there is none, the last token again."""
+    """The last token and its continuation, or repetitions of the last token."""
     exists = (continued[:, 0] >= 0) & (matched > 0)
     return jnp.concatenate([root, jnp.where(exists, continued[:, 0], root)], axis=1)
 
@@ -152,11 +153,12 @@ def copy(root: Int[Array, "B 1"], continued: Int[Array, "B 1 depth"], matched: I
 def vote(
     root: Int[Array, " B"], continued: Int[Array, "B K depth"], matched: Int[Array, "B K"], *, num_nodes: int
 ) -> DraftTree:
-    """The tree of the beginnings of these continuations that have the most votes.
+    """Builds the tree of the beginnings with the most votes.
 
     Ties: the shorter beginning, then that of the better occurrence. Repetitions of the last token are one more
     continuation, without votes.
     """
+    # Add repetitions of the last token, without votes.
     depth, last = continued.shape[2], root[:, None, None]
     continued = jnp.concatenate([continued, jnp.broadcast_to(last, (root.shape[0], 1, depth))], axis=1)
     exists = jnp.pad(matched > 0, ((0, 0), (0, 1)), constant_values=True)[:, :, None] & (continued >= 0)
@@ -170,8 +172,8 @@ def vote(
     owner = jnp.argmax(same, axis=2).astype(jnp.int32)
     number = jnp.arange(continued.shape[1], dtype=jnp.int32)[None, :, None]
     first = exists & (owner == number)
-    # What is not the first, or ended, repeats the last token under the root: it is kept only where there are fewer
-    # beginnings than nodes, and then an equal sibling before it wins.
+    # Duplicates and ended continuations repeat the last token under the root: they remain only if there are fewer
+    # beginnings than nodes, and then an equal sibling before them wins.
     above = jnp.pad(owner[:, :, :-1], ((0, 0), (0, 0), (1, 0)))
     parent = jnp.where(generation == 0, -1, above + (generation - 1) * continued.shape[1])
     parts = jnp.where(first, continued, last), jnp.where(first, weight, -1.0), jnp.where(first, parent, -1)
@@ -183,22 +185,22 @@ def vote(
 def _count_matched(
     text: Int[Array, "_ S"], tokens: Int[Array, "B C"], last: Int[Array, "B 1"], n: int
 ) -> Int[Array, "B S"]:
-    """How many of the last n tokens of each sequence equal those of the text that end at each of its columns."""
+    """Counts, for each column of the text, how many of the last n tokens of each sequence match up to it."""
     batch, columns = tokens.shape[0], text.shape[1]
     equal, matched = jnp.ones((batch, columns), bool), jnp.zeros((batch, columns), jnp.int32)
     for back in range(min(n, columns, tokens.shape[1])):
         shifted = jnp.pad(text[:, : columns - back], ((0, 0), (back, 0)), constant_values=-1)
-        wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        equal = equal & (shifted == jnp.where(last >= back, wanted, -2))
+        token = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+        equal = equal & (shifted == jnp.where(last >= back, token, -2))
         matched = matched + equal.astype(jnp.int32)
     return matched
 
 
 def _best(matched: Int[Array, "B S"], n: int, count: int) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-    """The places of the `count` longest matches, of equally long ones the last, and their lengths; the best first.
+    """Selects the `count` longest matches, of equally long ones the last; returns places and lengths, best first.
 
-    Neither a sort, which would keep a GPU from running the loop as one graph, nor a pass for each of them: it takes all
-    matches of the lengths of which there are fewer, and the last ones of the next shorter length.
+    Takes all matches of the longest lengths, as long as there are fewer than `count`, and the last ones of the next
+    shorter length. A sort would keep a GPU from running the loop as one graph.
     """
     lengths = jnp.arange(1, n + 1, dtype=jnp.int32)
     at_least = (matched[:, None] >= lengths[None, :, None]).sum(2, dtype=jnp.int32)
@@ -216,19 +218,21 @@ def _best(matched: Int[Array, "B S"], n: int, count: int) -> tuple[Int[Array, "B
 
 def _last_marked(marked: Bool[Array, "B S"], count: int) -> Int[Array, "B K"]:
     """The last `count` marked columns, the last one first; -1 where there are fewer."""
+    # Blocks, and the marked columns up to the end of each.
     batch, columns = marked.shape
     padded = jnp.pad(marked, ((0, 0), (-columns % _BLOCK, 0)))[:, ::-1]
     blocks = padded.reshape(batch, -1, _BLOCK)
     until = _running_sum(blocks.sum(2, dtype=jnp.int32))
     number = jnp.arange(count, dtype=jnp.int32)[None]
     block = (until[:, None] <= number[:, :, None]).sum(2, dtype=jnp.int32)
-    found = block < until.shape[1]
+    exists = block < until.shape[1]
     block = jnp.minimum(block, until.shape[1] - 1)
+    # The column within the block.
     inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)
     before = jnp.take_along_axis(until, block, axis=1) - inside.sum(2, dtype=jnp.int32)
     order = _running_sum(inside.astype(jnp.int32))
     column = (order <= (number - before)[:, :, None]).sum(2, dtype=jnp.int32)
-    return jnp.where(found, columns - 1 - (block * _BLOCK + column), -1)
+    return jnp.where(exists, columns - 1 - (block * _BLOCK + column), -1)
 
 
 def _running_sum(x: Int[Array, "*batch n"]) -> Int[Array, "*batch n"]:

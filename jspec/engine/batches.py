@@ -1,4 +1,4 @@
-"""Many prompts in batches of one size, so that all of them run the same programs."""
+"""Splits prompts into batches of one size, so that all run the same programs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from jspec.engine.run import Prompt, Run
 class Batch:
     """Prompts that run together.
 
-    prompts: as many as every other batch has; after the first `count`, copies of the last one fill it up.
+    prompts: as many as in every other batch; after the first `count`, copies of the last one are padding.
     options: those of the batch, with the seed of each prompt.
-    count: prompts whose results are wanted.
-    left: those of this batch and of all later ones.
+    count: prompts without padding.
+    left: prompts of this batch and of all later ones.
     """
 
     prompts: list[Prompt]
@@ -47,11 +47,11 @@ def split(prompts: Sequence[Prompt], options: GenerateOptions, size: int) -> lis
     batches = []
     for start in range(0, count, size):
         index = [min(i, count - 1) for i in range(start, start + size)]
-        own: dict[str, Any] = {
+        per_prompt: dict[str, Any] = {
             "seed": [seeds[i] for i in index],
             "max_new_tokens": [limits[i] for i in index],
             "sampling": [samplings[i] for i in index],
         }
-        given, left = [prompts[i] for i in index], count - start
-        batches.append(Batch(given, dataclasses.replace(options, **own), min(size, left), left))
+        batch, left = [prompts[i] for i in index], count - start
+        batches.append(Batch(batch, dataclasses.replace(options, **per_prompt), min(size, left), left))
     return batches

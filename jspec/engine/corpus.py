@@ -1,4 +1,4 @@
-"""Texts that `Suffix` drafts are copied from, as the draft of a model."""
+"""A corpus for `Suffix`, in place of a model's draft."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,5 +39,5 @@ def with_corpus(
     elif check_int("size", size, least=1, most=2**31 - 1) < needed:
         raise ValueError(f"size={size}: must be at least {needed}, the tokens of the texts and one more for each text")
     tokens = np.full(size, -1, np.int32)
-    tokens[size - needed :] = np.concatenate([np.append(np.asarray(each, np.int32), np.int32(-1)) for each in ids])
+    tokens[size - needed :] = np.concatenate([np.append(np.asarray(text, np.int32), np.int32(-1)) for text in ids])
     return dataclasses.replace(model, params=Params(model.params.target, Corpus(jax.device_put(tokens))), draft=None)

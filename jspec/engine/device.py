@@ -49,7 +49,7 @@ _UNUSED = {
 EXECUTIONS = 2
 """How often `Device.warm_up` runs each program: on a GPU the second run captures its kernels in graphs."""
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
-"""Numbers of most probable tokens that a program may record: it runs the smallest one that suffices."""
+"""How many of the most probable tokens a program may record: the smallest count that suffices."""
 _ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "grammar_state", "shared", "rounds")
 
 

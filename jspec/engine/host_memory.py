@@ -15,8 +15,8 @@ def free_bytes(root: Path = Path("/")) -> tuple[int, int] | None:
     meminfo = _keyed_counts(root / "proc/meminfo")
     if meminfo.keys() < {"MemAvailable", "MemTotal"}:
         return None
-    found = [(1024 * meminfo["MemAvailable"], 1024 * meminfo["MemTotal"]), *_group_memory(root)]
-    return max(0, min(free for free, _ in found)), min(limit for _, limit in found)
+    counts = [(1024 * meminfo["MemAvailable"], 1024 * meminfo["MemTotal"]), *_group_memory(root)]
+    return max(0, min(free for free, _ in counts)), min(limit for _, limit in counts)
 
 
 def _group_memory(root: Path) -> Iterator[tuple[int, int]]:

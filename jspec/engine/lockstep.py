@@ -1,10 +1,10 @@
-"""An engine whose devices belong to several processes: process 0 decides, and the others make the same calls.
+"""Runs one engine over several processes: process 0 schedules, and the others make the same calls.
 
 The devices of a group run one program together, so each of their processes must dispatch the same programs with the
 same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of an
-`Executor` to the other processes (the followers) that have devices of the group, then makes it itself. Followers decide
-nothing, so nothing that differs between hosts can part them. They read no reports, except for a group of which the
-leader has no device: then the first of its processes sends the reports to the leader.
+`Executor` to the other processes with devices of the group (the followers), then makes it itself. Followers decide
+nothing, so host differences cannot make them diverge. They do not read reports, unless the leader has no device of the
+group: then the first of its processes sends the reports to the leader.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from jspec.engine.programs import Report
 from jspec.engine.wire import Listener, Wire, connect
 
 COMPARED = (*(field.name for field in dataclasses.fields(EngineOptions)), "target", "draft")
-"""What several processes must agree in to make an engine."""
+"""Arguments of an engine that must be equal in all processes."""
 _REPORTS = ("read", "burst")
-"""The calls that have a report."""
+"""Calls with a report."""
 _POLL_SECONDS = 0.01
 _FAREWELL_SECONDS = 1.0
-"""How long a message about a failure may wait for others."""
+"""Timeout of messages about a failure."""
 
 
 def join(placement: Placement) -> "Leader | Follower":
-    """Connects all processes of a placement, each of which must call this.
+    """Connects all processes of a placement; each must call this.
 
     Raises:
       EngineError: one of them cannot be reached.
@@ -55,8 +55,8 @@ def join(placement: Placement) -> "Leader | Follower":
 
 def least_free(placement: Placement | None) -> tuple[int, int] | None:
     """`memory.least_free` of all devices of a placement, in whatever process they are."""
-    own = memory.least_free(None if placement is None else placement.devices)
-    free, limit = (least(placement, size) for size in (own or (-1, -1)))
+    local = memory.least_free(None if placement is None else placement.devices)
+    free, limit = (least(placement, size) for size in (local or (-1, -1)))
     return None if free < 0 else (free, limit)
 
 
@@ -68,8 +68,8 @@ class Leader:
 
     def __init__(self, wires: Mapping[int, Wire]):
         self._wires = dict(wires)
-        self._coming: dict[int, deque[Future[Report]]] = defaultdict(deque)
-        """Reports that will come from other processes, by group, in order."""
+        self._expected: dict[int, deque[Future[Report]]] = defaultdict(deque)
+        """Futures for reports of other processes, by group, in order."""
         self._lock, self._closing = threading.Lock(), False
         self._error: BaseException | None = None
         self._lost: Callable[[BaseException], None] = lambda _: None
@@ -81,34 +81,34 @@ class Leader:
             wire.start(lambda message, process=process: self._handle(process, message), self._on_loss)
 
     def call(self, group: int, placement: Placement, call: Call) -> "Future[Report] | None":
-        """Sends a call to the followers that have devices of a group; returns its report if it comes from there.
+        """Sends a call to the followers with devices of a group; returns a future for its report if none is local.
 
         Raises:
           EngineError: one of them is gone.
         """
-        coming = None
+        future = None
         if 0 not in placement.processes and call.name in _REPORTS:
-            coming = Future()
+            future = Future()
             with self._lock:
                 if self._error is None:
-                    self._coming[group].append(coming)
+                    self._expected[group].append(future)
         if self._error is not None:
             raise EngineError(str(self._error))
-        # What has been put on devices of this process is read back: such as sampling options, which rarely change.
+        # Device arrays, such as sampling options, are copied to the host before sending.
         message = "call", group, Call(call.name, jax.tree.map(_on_host, call.arguments))
         for process in placement.processes:
             if process:
                 try:
                     self._wires[process].send(message)
                 except OSError:
-                    # It may have said why before it closed the connection.
+                    # It may have sent a reason before it closed the connection.
                     self._wires[process].join(_FAREWELL_SECONDS)
                     self._on_loss(f"process {process} is gone: it takes no calls")
                     raise EngineError(str(self._error)) from None
-        return coming
+        return future
 
     def close(self) -> None:
-        """Ends the followers and waits until they have made all calls, unless a process has failed or is gone."""
+        """Ends the followers and waits for their last calls, unless a process has failed or is gone."""
         self._closing = True
         if self._error is None:
             for wire in self._wires.values():
@@ -120,12 +120,12 @@ class Leader:
             wire.close()
 
     def abort(self, error: BaseException) -> None:
-        """Ends the followers with an error, and what waits for their reports."""
+        """Ends the followers and all waits for their reports with an error."""
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
-            waiting = [future for group in self._coming.values() for future in group]
+            waiting = [future for group in self._expected.values() for future in group]
         for future in waiting:
             future.set_exception(error)
         for wire in self._wires.values():
@@ -137,7 +137,7 @@ class Leader:
         match message:
             case ("report", group, report):
                 with self._lock:
-                    future = self._coming[group].popleft() if self._error is None else None
+                    future = self._expected[group].popleft() if self._error is None else None
                 if future is not None:
                     future.set_result(report)
             case ("failed", text):
@@ -156,7 +156,7 @@ class Leader:
 
 
 class Follower:
-    """Another process, which makes the calls that it is sent.
+    """Another process: makes the calls of the leader.
 
     wire: the connection to process 0.
     index: of this process.
@@ -170,7 +170,7 @@ class Follower:
         self._error: EngineError | None = None
 
     def start(self, executors: Mapping[int, Executor]) -> None:
-        """Makes calls, in a thread for each group. executors: of the groups of which this process has devices."""
+        """Makes calls, in one thread per group. executors: of the groups with devices of this process."""
         self._executors = dict(executors)
         self._calls = {group: queue.SimpleQueue() for group in executors}
         for group, executor in executors.items():
@@ -183,7 +183,7 @@ class Follower:
         return self._over.is_set()
 
     def replace(self, params: Mapping[int, Any]) -> None:
-        """Has the weights ready that the leader is going to replace those of each group with; waits until it has.
+        """Offers new weights of each group, and waits until the leader swaps them in.
 
         Raises:
           EngineError: the engine has ended.
@@ -212,7 +212,7 @@ class Follower:
             raise EngineError(f"the engine has failed: {self._error}") from None
 
     def leave(self, error: BaseException) -> None:
-        """Ends at once because of an error, and with it the engine."""
+        """Ends this process's part and the engine with an error."""
         text = f"{type(error).__name__}: {error}"
         self._end(EngineError(text), tell=text)
 
@@ -247,7 +247,7 @@ class Follower:
             self._finish(executor)
 
     def _reporter(self, group: int, executor: Executor) -> "queue.SimpleQueue[Report | None] | None":
-        """The queue of a thread that sends reports to the leader; None where this process need not."""
+        """Starts a thread to send reports to the leader; returns its queue, or None if this process sends none."""
         placement = executor.method.placement
         if placement is None or placement.processes[0] != self.index:
             return None
@@ -262,7 +262,7 @@ class Follower:
         return reports
 
     def _finish(self, executor: Executor) -> None:
-        """Notes that a group has made its last call; the last one of them ends the process's part."""
+        """Removes a group after its last call; the last group ends the process's part."""
         with self._lock:
             self._executors = {group: other for group, other in self._executors.items() if other is not executor}
             last = self._finished = not self._executors and self._error is None
@@ -285,7 +285,7 @@ class Follower:
         self._over.set()
 
     def _thread(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Starts a thread whose error is that of the engine."""
+        """Starts a thread; its error fails the engine."""
 
         def run() -> None:
             try:

@@ -162,12 +162,12 @@ class GenerationStats:
         """The counters of one sequence; `seconds` remains the time of all."""
         return self._taken([index])
 
-    def _taken(self, chosen: "slice | list[int]") -> "GenerationStats":
+    def _taken(self, index: "slice | list[int]") -> "GenerationStats":
         """The counters of some sequences."""
         branches = self.branches
         if branches is not None:
-            branches = dataclasses.replace(branches, counts=branches.counts[chosen])
-        counters = self.rounds[chosen], self.accept_counts[chosen], self.seconds, self.dropped[chosen]
+            branches = dataclasses.replace(branches, counts=branches.counts[index])
+        counters = self.rounds[index], self.accept_counts[index], self.seconds, self.dropped[index]
         return GenerationStats(*counters, branches)
 
     @classmethod

@@ -36,12 +36,12 @@ Prompt: TypeAlias = str | Sequence[int] | Int[np.ndarray, " T"] | Int[Array, " T
 """Text or token ids."""
 
 PREFILL_TOKENS = {"cpu": 1024}
-"""Prompt tokens of the whole batch that are read at once, by platform; 4096 on the others. Enough to keep the matrix
-units busy, and few enough that activations are small compared with the weights."""
+"""Prompt tokens of the whole batch per prefill chunk, by platform; 4096 on the others. Enough to keep the matrix units
+busy, and so few that activations are small compared with the weights."""
 
 _PLAN = "progress, rounds or number of prompts"
 COMPARED = (*(field.name for field in dataclasses.fields(GenerateOptions)), "target", "prompts", "eos", _PLAN)
-"""What several processes must agree in."""
+"""Arguments that must be equal in all processes."""
 
 
 class Run:
@@ -53,7 +53,7 @@ class Run:
       model, prompts: as in `jspec.generate`.
       options: the other arguments of `jspec.generate`.
       chunk: columns of the prompts in each prefill; None: `prefill_chunk`.
-      plan: what the caller is going to do, such as the rounds of each `advance`, in which all processes must agree.
+      plan: later calls, such as the rounds of each `advance`; must be equal in all processes.
 
     Attributes:
       model: the model.
@@ -163,7 +163,7 @@ class Run:
         return self.result()
 
     def stream(self, rounds: int) -> Iterator[Piece]:
-        """Runs all remaining rounds and yields what came out, after every `rounds` of them."""
+        """Runs all remaining rounds and yields new pieces after every `rounds` of them."""
         finished = self.advance(0)  # each sequence has its first token from prefill
         yield from self.pieces()
         while not finished:
@@ -171,12 +171,12 @@ class Run:
             yield from self.pieces()
 
     def pieces(self) -> list[Piece]:
-        """What came out since the last call."""
+        """New pieces since the last call."""
         new, self._new_pieces = self._new_pieces, []
         return new
 
     def result(self) -> Generations:
-        """What came out so far."""
+        """The result so far."""
         stats = self._of_sequences(self.state.stats)
         branches = Branches.of(self.method.drafter, stats.branch_counts, len(self.prompts))
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches)
@@ -295,10 +295,10 @@ def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tupl
     ):
         raise TypeError(f"{name} is of type {type(prompts).__name__}: must be text, token ids, or a list of them")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    given = [prompts] if single else list(prompts)
-    if not given:
+    items = [prompts] if single else list(prompts)
+    if not items:
         raise ValueError(f"{name}=[]: must contain at least one prompt")
-    return single, [_encode(model, name if single else f"{name}[{i}]", prompt) for i, prompt in enumerate(given)]
+    return single, [_encode(model, name if single else f"{name}[{i}]", prompt) for i, prompt in enumerate(items)]
 
 
 def _on_host(name: str, prompt: object) -> object:

@@ -1,7 +1,7 @@
-"""Connections between the processes of an engine: messages in order, and news of a process that is gone.
+"""Connections between the processes of an engine: ordered messages, and detection of lost processes.
 
-A connection is open only to who has the secret, which both sides prove. After that it carries pickled objects in plain
-text, as JAX's own communication between processes is: the network must be one that you trust.
+Both sides of a connection prove that they know a secret. Then it carries pickled objects in plain text, as JAX's own
+communication between processes does, so the network must be trusted.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import threading
 from collections.abc import Callable, Collection
 
 SILENCE_SECONDS = 30.0
-"""After how long without a sign of life another process counts as gone."""
+"""Time without a heartbeat after which another process counts as gone."""
 BEAT_SECONDS = 5.0
-"""How often a process gives a sign of life."""
+"""Time between two heartbeats."""
 CONNECT_SECONDS = 60.0
-"""How long the processes may take to connect after all of them have started to."""
+"""Timeout for all processes to connect."""
 _ATTEMPT_SECONDS = 5.0
 _LENGTH = struct.Struct("!Q")
 _INDEX = struct.Struct("!I")
@@ -45,8 +45,8 @@ class Wire:
     def start(self, handle: Callable[[object], bool], lost: Callable[[str], None]) -> None:
         """Receives messages, in a thread of its own.
 
-        handle: is called with each of them; False: it was the last one.
-        lost: is called with the reason if the other process is gone before that, unless `close` was called.
+        handle: called with each message; returns False after the last one.
+        lost: called with the reason if the other process is gone earlier, unless `close` was called.
         """
 
         def read() -> None:
@@ -64,23 +64,23 @@ class Wire:
     def send(self, message: object, timeout: float = -1) -> None:
         """Sends a message. May be called from any thread.
 
-        timeout: seconds that it may wait for messages of other threads; -1: without a limit.
+        timeout: seconds to wait for messages of other threads; -1: no limit.
 
         Raises:
-          OSError: the other process is gone, or that time is over.
+          OSError: the other process is gone, or on timeout.
         """
         self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), timeout)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the last message has come, the other process is gone, or `timeout` seconds are over."""
+        """Waits for the last message or the end of the connection. timeout: seconds."""
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout)
 
     def close(self) -> None:
-        """Closes the connection, which the other process notices."""
+        """Closes the connection; the other process notices."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which ends what other threads do with it
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends reads and writes of other threads
         self._socket.close()
 
     def _send(self, data: bytes, timeout: float = -1) -> None:
@@ -93,7 +93,7 @@ class Wire:
 
     def _receive(self) -> object:
         while not (length := _LENGTH.unpack(_read(self._socket, _LENGTH.size))[0]):
-            pass  # a sign of life
+            pass  # a heartbeat
         return pickle.loads(_read(self._socket, length))
 
     def _beat(self) -> None:
@@ -108,10 +108,10 @@ class Wire:
 
 
 class Listener:
-    """Takes connections of other processes.
+    """Accepts connections of other processes.
 
     Attributes:
-      invitation: what they need to connect; nobody else may learn it.
+      invitation: addresses and secret for the other processes; confidential.
     """
 
     def __init__(self):
@@ -124,7 +124,7 @@ class Listener:
         self.invitation = json.dumps({"hosts": own_addresses(), "port": port, "secret": self._secret.hex()})
 
     def accept(self, processes: Collection[int]) -> dict[int, Wire]:
-        """The connections of these processes, once all of them are there. Nobody else is admitted.
+        """Waits for the connections of these processes; rejects all others.
 
         Raises:
           TimeoutError: one has not come.
@@ -156,44 +156,44 @@ class Listener:
     def _admit(self, connection: socket.socket) -> int | None:
         """The index of the process that connects; None if it does not have the secret."""
         connection.settimeout(_ATTEMPT_SECONDS)
-        own = secrets.token_bytes(_NONCE)
-        connection.sendall(own)
+        nonce = secrets.token_bytes(_NONCE)
+        connection.sendall(nonce)
         data, proof = _read(connection, _NONCE + _INDEX.size), _read(connection, _DIGEST)
-        if not hmac.compare_digest(proof, _proof(self._secret, b"joins", own + data)):
+        if not hmac.compare_digest(proof, _proof(self._secret, b"joins", nonce + data)):
             return None
         connection.sendall(_proof(self._secret, b"leads", data))
         return _INDEX.unpack(data[_NONCE:])[0]
 
 
 def connect(invitation: str, index: int) -> Wire:
-    """A connection to the process that has given this invitation. index: of this process.
+    """Connects to the process of an invitation. index: of this process.
 
     Raises:
       ConnectionError: it cannot be reached.
     """
-    given = json.loads(invitation)
+    peer = json.loads(invitation)
     problems = []
-    for host in given["hosts"]:
+    for host in peer["hosts"]:
         try:
-            connection = socket.create_connection((host, given["port"]), timeout=_ATTEMPT_SECONDS)
+            connection = socket.create_connection((host, peer["port"]), timeout=_ATTEMPT_SECONDS)
         except OSError as error:
             problems.append(f"{host}: {error.strerror or error}")
             continue
         try:
-            _join(connection, bytes.fromhex(given["secret"]), index)
+            _join(connection, bytes.fromhex(peer["secret"]), index)
         except (OSError, EOFError):
             connection.close()
             problems.append(f"{host}: another program listens there")
             continue
         return Wire(connection, "process 0")
     raise ConnectionError(
-        f"process {index} cannot reach process 0 on port {given['port']} ({'; '.join(problems)}); the name of its host "
+        f"process {index} cannot reach process 0 on port {peer['port']} ({'; '.join(problems)}); the name of its host "
         "must stand for an address that the other hosts reach"
     )
 
 
 def _join(connection: socket.socket, secret: bytes, index: int) -> None:
-    """Proves that this process has the secret, and that the other one has it.
+    """Proves the secret to the other process, and checks its proof.
 
     Raises:
       OSError, EOFError: it does not.
@@ -205,18 +205,18 @@ def _join(connection: socket.socket, secret: bytes, index: int) -> None:
 
 
 def own_addresses() -> list[str]:
-    """Addresses at which other processes may reach this one, that of the same host last."""
-    found: dict[str, None] = {}
+    """Addresses of this host for other processes, loopback last."""
+    addresses: dict[str, None] = {}
     with contextlib.suppress(OSError, UnicodeError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            found[str(address[0])] = None
+            addresses[str(address[0])] = None
     # A socket for datagrams sends nothing when it connects, but chooses an interface. The addresses are examples.
     for family, example in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((example, 9))
-            found[probe.getsockname()[0]] = None
-    loops = [address for address in found if address.startswith("127.") or address == "::1"]
-    return [*(address for address in found if address not in loops), *loops, "localhost"]
+            addresses[probe.getsockname()[0]] = None
+    loops = [address for address in addresses if address.startswith("127.") or address == "::1"]
+    return [*(address for address in addresses if address not in loops), *loops, "localhost"]
 
 
 def _proof(secret: bytes, side: bytes, data: bytes) -> bytes:
@@ -224,10 +224,10 @@ def _proof(secret: bytes, side: bytes, data: bytes) -> bytes:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """Exactly so much of what comes.
+    """Reads exactly `size` bytes.
 
     Raises:
-      EOFError: it ends before.
+      EOFError: the connection ends before.
     """
     data = bytearray(size)
     view, have = memoryview(data), 0
