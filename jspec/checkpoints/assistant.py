@@ -110,6 +110,7 @@ def describe(config: Assistant) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "use_ordered_embeddings": config.clusters is not None,
     }
+    # Options of some assistants.
     if config.clusters is not None:
         raw |= {"num_centroids": config.clusters.count, "centroid_intermediate_top_k": config.clusters.chosen}
     if config.target_head:

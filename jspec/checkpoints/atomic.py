@@ -26,10 +26,12 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
       OSError: it cannot be written; an existing file is as before.
     """
     path = Path(os.path.realpath(path))
+    # A device or a pipe cannot be replaced.
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             write(file)
         return
+    # Write beside the file, and flush before the rename.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -96,6 +98,7 @@ def _move_in(stage: Path, directory: Path, key: str, replaced: tuple[str, ...]) 
     # Without its key the directory is unreadable until all files are there.
     if (directory / key).exists():
         os.replace(directory / key, stage / ".previous")
+    # Remove what the new files replace; move the key in last.
     for name in stale - set(names) - {key}:
         (directory / name).unlink()
     for name in sorted(names, key=lambda name: name == key):

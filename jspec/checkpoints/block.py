@@ -54,6 +54,7 @@ def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Arr
     width = config.hidden_size
     if not isinstance(saved, np.ndarray) or saved.shape not in ((width,), (1, width)) or saved.dtype not in FLOATS:
         raise CheckpointError(f"{path}: must hold one tensor of {width} values")
+    # Check and place the vector.
     vector = np.array(saved).reshape(width)
     if not is_finite(vector):
         raise CheckpointError(f"{path}: has values that are NaN or infinite; all must be finite")

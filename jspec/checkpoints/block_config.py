@@ -100,9 +100,11 @@ def _in(config: Fields, key: str) -> Fields:
 
 def _refuse(config: Fields, layer: Fields) -> None:
     """Raise CheckpointError if the configuration requires another forward than that of `BlockHead`."""
+    # Options at the top level only.
     wrong = config.unsupported({"speculators_model_type": ("dflash", "dspark"), "shift_label": (False,)})
     wrong += [f"architectures={name}" for name in find_architectures(config, _OTHER_CLASSES)]
     section = config.section(_SECTION)
+    # Options of any section.
     for fields in (config, layer, section):
         wrong += fields.unsupported({"projector_type": ("dflash", "dspark"), "mlp_bias": (False,)})
         wrong += fields.unsupported({"hidden_act": ("silu",)})
@@ -127,6 +129,7 @@ def _read_next_token(config: Fields) -> bool:
 
 def _read_attention(config: Fields, layer: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Read for each layer its window, and whether its rows see only the rows of the block up to their own."""
+    # The kinds of layers.
     count, section = layer.read_int("num_hidden_layers", most=MOST_LAYERS), config.section(_SECTION)
     types = layer.optional_texts("layer_types") or ("full_attention",) * count
     if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
@@ -175,6 +178,7 @@ def _read_confidence(config: Fields) -> Literal["hidden", "markov"] | None:
 
 def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[float, float | None]:
     """Read the factor on the logits, and their bound."""
+    # The factor has two spellings.
     factors = {
         key: fields.read_number(key, above=0, most=MOST_NUMBER)
         for key in ("output_multiplier", "logit_scale")
@@ -198,10 +202,12 @@ def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[floa
 
 def _read_captured(config: Fields, layers: int, target: Decoder) -> tuple[int, ...]:
     """Read the target's hidden states for a draft of this many layers, as in `Decoder.apply`."""
+    # The number of layers of the target, where it is stated.
     count = target.num_layers
     stated = config.optional_int("num_target_layers", most=MOST_LAYERS)
     if stated not in (None, count):
         raise config.wrong("num_target_layers", stated, f"the target has {count} layers")
+    # The ids; the layouts count inputs or outputs of layers.
     if is_speculators(config):
         key = "aux_hidden_state_layer_ids"
         return check_captured(config, key, config.read_ints(key, most=MOST_LAYERS, count=MOST_LAYERS), 0, target)
@@ -254,6 +260,7 @@ def _describe_heads(config: BlockHead) -> dict[str, Any]:
 
 def _describe_deepspec(config: BlockHead) -> dict[str, Any]:
     plain = not any(config.windows) and not any(config.causal)
+    # The layout has no keys for these options.
     if not (plain and config.next_token and config.draft_vocab_size == config.vocab_size):
         raise ValueError(
             "layout='deepspec' requires next_token, the target's whole vocabulary, and full attention both ways: use "
@@ -270,12 +277,14 @@ def _describe_deepspec(config: BlockHead) -> dict[str, Any]:
 
 def _describe_speculators(config: BlockHead, verifier: str | None) -> dict[str, Any]:
     kinds = {(window, causal) for window, causal in zip(config.windows, config.causal, strict=True)}
+    # The layout has one flag and one window for all sliding layers.
     sliding = {kind for kind in kinds if kind[0]}
     if (None, True) in kinds or len(sliding) > 1:
         raise ValueError(
             "layout='speculators' requires full attention both ways, and one kind of sliding layers: the draft has "
             f"windows={config.windows}, causal={config.causal}"
         )
+    # The keys.
     dspark = config.next_token or config.markov is not None or config.confidence is not None
     algorithm = "dspark" if dspark else "dflash"
     class_name = f"{'DSpark' if dspark else 'DFlash'}Speculator"

@@ -67,6 +67,7 @@ def read_eps(config: Fields) -> float:
 def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = None) -> int:
     """Read the dimensions of a head, an even number; if the file does not state it, `default` or width / heads."""
     stated = config.optional_int(key)
+    # Without the key: a default, or an equal share of the width.
     if stated is None and default is not None:
         stated = default
     if stated is None:
@@ -91,10 +92,12 @@ def read_rope(config: Fields, *kinds: str) -> tuple[str, float, Fields]:
       CheckpointError: another kind, or an invalid base.
     """
     older, newer = config.section("rope_scaling"), config.section("rope_parameters")
+    # The kind of rotation.
     rope = older.merged(newer)
     kind = rope.read_text("rope_type", rope.read_text("type", "default"))
     if kind not in kinds:
         raise CheckpointError(f"{config.where}: rope_type={kind!r} is not supported; must be {' or '.join(kinds)}")
+    # The base, stated in one of two places.
     bases = {
         fields.read_number("rope_theta", least=1, most=MOST_NUMBER)
         for fields in (rope, config)

@@ -71,10 +71,12 @@ def parse_config(config: Fields) -> Deepseek:
     family = family_of(config, ARCHITECTURES)
     if family is None:
         raise unknown_family(config, ARCHITECTURES)
+    # Options and shapes of other forwards.
     _refuse_options(config, family)
     latent, heads = _parse_latent(config), config.read_int("num_attention_heads")
     if config.read_int("num_key_value_heads", heads) != heads:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
+    # The configuration.
     theta, scaling = parse_yarn(config)
     with reading(config.where):
         return Deepseek(
@@ -157,6 +159,7 @@ def _parse_experts(config: Fields, family: str) -> Routed:
 
 def describe(config: Deepseek) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
+    # The family follows from the layers.
     latent, router = config.latent, config.experts.router
     family = "deepseek_v32" if config.indexer else "deepseek_v3" if router.sigmoid else "deepseek_v2"
     architecture = next(name for name, value in ARCHITECTURES.items() if value == family)
@@ -180,6 +183,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
         "attention_bias": False,
         "hidden_act": "silu",
     }
+    # Keys of some families.
     if family == "deepseek_v2":
         raw["topk_method"] = "group_limited_greedy" if router.groups > 1 else "greedy"
     if router.groups > 1 or router.sigmoid:
@@ -241,6 +245,7 @@ def table(config: Deepseek, names: Set[str]) -> DeepseekParams:
     vocabulary, width, embedding = config.vocab_size, config.hidden_size, "model.embed_tokens.weight"
     weights = config.weights()
     mtp = []
+    # Give each head the embedding and LM head under its own names.
     for index, head in enumerate(weights.mtp, config.num_layers):
         prefix = f"model.layers.{index}."
         embed = plain(prefix + "embed_tokens.weight", vocabulary, width)

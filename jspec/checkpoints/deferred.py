@@ -52,11 +52,13 @@ class Deferred:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
+        # Only ranges with positive steps can be deferred.
         indices = _ranges(index, self.shape)
         if indices is None or any(isinstance(at, int) or at.step < 1 for at in indices):
             return np.asarray(self)[index]
         ranges = [at for at in indices if isinstance(at, range)]
 
+        # The part of a part.
         def write(part: Part, out: np.ndarray) -> None:
             self.write(tuple(whole[_slice(at)] for whole, at in zip(ranges, part, strict=True)), out)
 
@@ -100,6 +102,7 @@ class Assembled(Deferred):
     def __setitem__(self, index: Any, values: Any) -> None:
         place = _ranges(index, self.shape)
         assert place is not None and all(isinstance(at, int) or at.step == 1 for at in place), index
+        # An integer in the index drops its axis.
         axes = [axis for axis, at in enumerate(place) if isinstance(at, range)]
         if isinstance(values, Deferred):
             single = [axis for axis in range(len(place)) if axis not in axes]

@@ -44,9 +44,11 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     Raises:
       CheckpointError, ValueError: as `load`.
     """
+    # A kind of draft with a layout of its own.
     for kind in DRAFT_KINDS:
         if kind.matches(source):
             return kind.plan(source, target, dtype, weights)
+    # Any other draft is a language model with the target's vocabulary.
     plan: Plan[Any] = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
     count = plan.config.vocab_size
     if count != target.vocab_size:
@@ -66,6 +68,7 @@ def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool
     Raises:
       ValueError: it cannot be split, or not be whole.
     """
+    # A reader of the target's cache must be split with it.
     config, tensors, devices = plan.config, plan.tensors, placement.size
     required = config.follows_target and devices > 1
     if required and draft_tensor is False:

@@ -43,6 +43,7 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     As in SGLang, the target's embedding is used and not the copy that many heads contain, unless the head's width
     differs or config.json states training of its own (`embed_requires_grad`).
     """
+    # Which tensors the head has, from its options and its names.
     eagle3, fields, names = config.version == 3, source.config, tensors.names()
     other_width = config.hidden_size != config.target_hidden_size
     _check_flags(fields, ("norm_before_fc",), "input_norm.weight", names)
@@ -53,11 +54,13 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
         fc_norms=_find_fc_norms(config, fields, names) if eagle3 else (),
         qk_norm=fields.section("transformer_layer_config").optional_text("model_type") == "qwen3",
     )
+    # Read them, and the ids of a reduced vocabulary.
     params = weights.read(table, tensors)
     _check_norms(config, tensors)
     if eagle3:
         ids = speculators.read_ids(tensors, config.draft_vocab_size, config.vocab_size)
         params = dataclasses.replace(params, ids=ids)
+    # Tensors of no use are known by name; refuse all others.
     unread = _UNREAD if eagle3 else _UNREAD | {"lm_head.weight"}
     owner = f"EAGLE-{config.version} head, if it is one and its config.json is complete,"
     tensors.refuse_unread(owner, lambda name: name in unread or name.endswith("inv_freq"))
@@ -110,6 +113,7 @@ def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterat
         if midlayer and index:
             # SGLang reads this one, as it has one class for all layers.
             yield prefix + "hidden_norm.weight", layer.attention_norm
+    # The table with these tensors, then the ids.
     table = config.weights(
         {name for name, weight in optional.items() if weight is not None},
         embed=params.embed is not None,

@@ -42,10 +42,12 @@ _EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
 
 def parse_config(source: Source, target: Decoder) -> EagleHead:
     """Parse the config.json of a head of either layout."""
+    # Options of other forwards.
     config = source.config
     eagle3 = _is_eagle3(config, source.files.names())
     layer = read_layer_config(config, ("llama", "qwen3"))
     _refuse(config, layer)
+    # The configuration.
     layers = read_layers(layer, target)
     head = EagleHead(
         **layers,
@@ -56,6 +58,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         norm_before_residual=config.read_flag("norm_before_residual", False) and eagle3,
         norm_output=config.read_flag("norm_output", False) and eagle3,
     )
+    # Shapes shared with the target.
     check_sizes(head, target, config.where)
     if not eagle3 and head.hidden_size != target.hidden_size:
         raise config.wrong("hidden_size", head.hidden_size, f"must be the target's, {target.hidden_size}")
@@ -70,6 +73,7 @@ def _is_eagle3(config: Fields, names: set[str]) -> bool:
 
 def _refuse(config: Fields, layer: Fields) -> None:
     """Raise CheckpointError if the configuration requires another forward than that of `EagleHead`."""
+    # Options at the top level and of the layers.
     wrong = config.unsupported({"speculators_model_type": ("eagle3",)})
     for fields in (config, layer):
         wrong += [fields.describe(key) for key in _OTHER_METHODS if fields.is_set(key)]
@@ -83,6 +87,7 @@ def _refuse(config: Fields, layer: Fields) -> None:
     wrong += [options.describe(key) for key in options.keys() if key not in supported]
     if config.read_flag("norm_before_fc", False) and config.read_flag("fc_norm", False):
         wrong.append("norm_before_fc together with fc_norm, whose order is not defined")
+    # Report all of them at once, then those of the layers.
     refuse(config.where, wrong)
     refuse_options(config)
     refuse_options(layer)
@@ -100,9 +105,11 @@ def _read_captured(config: Fields, target: Decoder) -> tuple[int, ...]:
     """
     count, key = target.num_layers, "eagle_aux_hidden_state_layer_ids"
     fields, shift = (config, 0) if is_speculators(config) else (config.section("eagle_config"), 1)
+    # The layers; by default an early, a middle and a late one.
     ids = fields.optional_ints(key, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS)
     default = [layer - shift for layer in (2, count // 2, count - 3)]
     captured = check_captured(fields, key, ids or default, shift, target, default=not ids)
+    # A stated count must agree.
     stated = config.read_int("num_aux_hidden_states", len(captured))
     if stated != len(captured):
         problem = f"{fields.path}{key} selects {len(captured)} layers"
@@ -122,12 +129,14 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
 
 
 def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
+    # EAGLE-1 has one layout and no reduced vocabulary.
     if config.version == 1 and layout != "safeailab":
         raise ValueError(f"layout={layout!r}: must be 'safeailab' for an EAGLE-1 head")
     if config.version == 1 and (params.ids is not None or params.lm_head is not None):
         raise ValueError(
             "an EAGLE-1 checkpoint cannot hold a reduced vocabulary: save the full head and the list of ids instead"
         )
+    # Combinations without a key in the layout.
     if params.input_norm is not None and params.fc_norms is not None:
         raise ValueError("a head must not have both input_norm and fc_norms")
     if layout == "speculators":

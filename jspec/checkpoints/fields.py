@@ -177,6 +177,7 @@ class Fields:
         wrong = []
         for key, allowed in supported.items():
             values = tuple(allowed)
+            # The type of the allowed values tells how to read the key.
             readers = {
                 bool: self.optional_flag,
                 str: self.optional_text,
@@ -189,6 +190,7 @@ class Fields:
 
     def _read(self, key: str, default: T, check: Callable[[str, object], T]) -> T:
         value = self._raw.get(key)
+        # Null counts as absent if there is a default.
         if value is None:
             if default is not _REQUIRED:
                 return default
@@ -203,6 +205,7 @@ class Fields:
         value = self._raw.get(key)
         if value is None:
             return None
+        # Check the length before the items.
         if not isinstance(value, list):
             raise CheckpointError(f"{self.where}: {_shown(self.path + key, value)}: must be a list")
         if len(value) > count:

@@ -81,6 +81,7 @@ def read_bytes(path: Path, most: int) -> bytes:
       CheckpointError: it is missing, larger, not a file, or not readable.
     """
     require_file(path)
+    # Read one byte more than is allowed, in place of trusting the size.
     try:
         with path.open("rb") as file:
             data = file.read(most + 1)

@@ -46,6 +46,7 @@ def parse_config(config: Fields) -> Gemma4:
 def _parse_text(config: Fields, text: Fields) -> Gemma4:
     """config: the whole file. text: the part that describes the text model."""
     _refuse_options(config, text)
+    # The checkpoints of the unified model omit the per-layer size if there is none.
     per_layer = 0 if "unified" in text.read_text("model_type", "") else 256
     heads, attention = text.read_int("num_attention_heads"), _parse_attention(text)
     with reading(config.where):
@@ -66,6 +67,7 @@ def _parse_text(config: Fields, text: Fields) -> Gemma4:
 
 
 def _refuse_options(config: Fields, text: Fields) -> None:
+    # Options of the layers.
     wrong = text.unsupported(
         {
             "attention_bias": (False,),
@@ -79,6 +81,7 @@ def _refuse_options(config: Fields, text: Fields) -> None:
     # Other values concern images; older files have false for none.
     if text.has("use_bidirectional_attention") and text.text_or_flag("use_bidirectional_attention") == "all":
         wrong.append(text.describe("use_bidirectional_attention"))
+    # Per-layer embeddings must cover the whole vocabulary.
     tokens, vocabulary = text.optional_int("vocab_size_per_layer_input", least=0), text.read_int("vocab_size")
     if text.read_int("hidden_size_per_layer_input", 0, least=0) and tokens not in (None, vocabulary):
         wrong.append(f"{text.describe('vocab_size_per_layer_input')} with vocab_size={vocabulary}")
@@ -87,12 +90,14 @@ def _refuse_options(config: Fields, text: Fields) -> None:
 
 def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     """The attention of each layer."""
+    # The kind of each layer; by default every sixth is full.
     count = read_layer_count(text)
     types = text.optional_texts("layer_types") or tuple(list(_ROPE)[(i + 1) % 6 == 0] for i in range(count))
     if len(types) != count or not set(types) <= set(_ROPE):
         raise text.wrong("layer_types", list(types), f"must be {count} of {', '.join(_ROPE)}")
     if types[-1] != "full_attention":
         raise text.wrong("layer_types", list(types), "the last layer must be full_attention")
+    # Heads of sliding layers, and of full ones unless stated otherwise.
     heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text, default=text.read_int("head_dim"))
     values_are_keys = text.read_flag("attention_k_eq_v", False)
     full_heads, full_dim = heads, head_dim
@@ -103,6 +108,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     if not text.has("per_layer_config"):
         full_dim = global_dim
         full_heads = global_heads if values_are_keys and global_heads is not None else heads
+    # Rotation by kind, then the layers with their exceptions.
     ropes = {name: _parse_rope(name, text.section("rope_parameters").section(name)) for name in _ROPE}
     own, found = text.section("per_layer_config"), []
     for index, name in enumerate(types):
@@ -123,6 +129,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
                 values_are_keys=values_are_keys and not sliding,
             )
         )
+    # Exceptions for layers beyond the last.
     unknown = [key for key in own.keys() if key not in map(str, range(count))]
     if unknown:
         raise CheckpointError(f"{text.where}: per_layer_config has the keys {unknown}: there are {count} layers")
@@ -131,6 +138,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
 
 def _parse_rope(name: str, given: Fields) -> tuple[float, float]:
     """The base of a kind of layers, and the share of the dimensions that rotate."""
+    # Absent parameters have the defaults of the kind.
     rope = given if given.keys() else given.with_defaults(_ROPE[name])
     kind = rope.read_text("rope_type", "default")
     if kind not in ("default", "proportional") or rope.read_number("factor", 1.0) != 1:
@@ -152,6 +160,7 @@ def _parse_experts(text: Fields) -> Routed | None:
 
 def describe(config: Gemma4) -> dict[str, Any]:
     """The config.json of a text model, for versions of `transformers` with and without `per_layer_config`."""
+    # Sliding layers give the base values, full layers the exceptions.
     kinds = {"full_attention" if kind.window is None else "sliding_attention": kind for kind in config.attention}
     full = kinds["full_attention"]
     base = kinds.get("sliding_attention", full)
@@ -178,6 +187,7 @@ def describe(config: Gemma4) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     }
+    # The experts.
     if config.experts is not None:
         router = config.experts.router
         raw |= {"enable_moe_block": True, "num_experts": router.count, "top_k_experts": router.chosen}
@@ -203,6 +213,7 @@ def parse_assistant(config: Fields) -> Gemma4:
     Raises:
       CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
     """
+    # All layers of an assistant share keys and values with the target.
     text = config.required_section("text_config").with_defaults({"hidden_size_per_layer_input": 0})
     count = read_layer_count(text)
     shared = text.read_int("num_kv_shared_layers", 0, least=0)
@@ -212,6 +223,7 @@ def parse_assistant(config: Fields) -> Gemma4:
             shared,
             f"must be 0 or {count}: all layers of an assistant read the target's keys and values",
         )
+    # Parse the rest as a model, and refuse what an assistant cannot have.
     model = _parse_text(config, text.replaced(num_kv_shared_layers=0))
     unsupported = {
         "hidden_size_per_layer_input": model.per_layer_size,

@@ -34,10 +34,12 @@ def parse_config(config: Fields) -> GptOss:
     Raises:
       CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
     """
+    # Options of other forwards.
     mxfp4.is_mxfp4(config)
     config = config.with_defaults(_DEFAULTS)
     refuse(config.where, config.unsupported({"hidden_act": ("silu",)}))
     heads, kv_heads = read_heads(config)
+    # Heads and rotation.
     scalings = [config.section(name) for name in ("rope_parameters", "rope_scaling")]
     if not any(each.has("rope_theta") for each in (config, *scalings)):
         config.read_number("rope_theta")  # the families' default is not this one's

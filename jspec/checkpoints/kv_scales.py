@@ -73,6 +73,7 @@ class KvScales:
 
 
 def _read(tensors: Tensors, name: str) -> Any:
+    # One scale per tensor is supported, not one per head.
     shape = () if name not in tensors.names() else tensors.files.shape(name)
     if math.prod(shape) != 1:
         raise CheckpointError(

@@ -173,14 +173,17 @@ def save(
     Raises:
       TypeError, ValueError: an entry of `eos` is not an id of the vocabulary, or the weights are split over devices.
     """
+    # Refuse split or quantized weights, and ids outside the vocabulary.
     family = _family_by_config(config)
     refuse_split(config)
     refuse_quantized(params, "writing a checkpoint")
     for token in eos:
         check_int("eos", token, least=0, most=config.vocab_size - 1)
+    # The configuration.
     raw = family.describe(config) | {"dtype": dtype}
     if eos:
         raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    # Replace the files together.
     replaced = (*atomic.WEIGHTS, "generation_config.json")
     with atomic.staged(directory, key="config.json", replaced=replaced) as stage:
         if eos:

@@ -40,6 +40,7 @@ def parse_config(config: Fields) -> Llama:
     family = family_of(config, ARCHITECTURES)
     if family is None:
         raise unknown_family(config, ARCHITECTURES)
+    # Options of other forwards, heads and rotation.
     refuse_options(config, quantized=True)
     heads, kv_heads = read_heads(config)
     theta, scaling = parse_rope(config)
@@ -89,6 +90,7 @@ def refuse_options(config: Fields, *, quantized: bool = False) -> None:
     Raises:
       CheckpointError: names the options and the file.
     """
+    # Options with one supported value.
     wrong = config.unsupported(
         {
             "mlp_bias": (False,),
@@ -97,6 +99,7 @@ def refuse_options(config: Fields, *, quantized: bool = False) -> None:
             "pretraining_tp": (1,),
         }
     )
+    # Options of the rotation and of the layers.
     if not quantized and config.section("quantization_config").keys():
         wrong.append("quantization_config")
     if config.optional_number("partial_rotary_factor") not in (None, 1):
@@ -104,6 +107,7 @@ def refuse_options(config: Fields, *, quantized: bool = False) -> None:
     types = config.optional_texts("layer_types")
     wrong += [f"layer_types: {kind}" for kind in types or () if kind != "full_attention"]
     refuse(config.where, wrong)
+    # A list of layer types must match the number of layers.
     if types and len(types) != (count := read_layer_count(config)):
         raise config.wrong("layer_types", list(types), f"must be {count} of full_attention")
 
@@ -114,6 +118,7 @@ def parse_rope(config: Fields) -> tuple[float, Llama3Rope | None]:
     Raises:
       CheckpointError: an unsupported kind of scaling, or a parameter that is missing or out of bounds.
     """
+    # Without scaling there is only a base.
     kind, theta, rope = read_rope(config, "default", "llama3")
     if rope.optional_number("partial_rotary_factor") not in (None, 1):
         raise CheckpointError(f"{config.where}: not supported: {rope.describe('partial_rotary_factor')}")
@@ -143,6 +148,7 @@ def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
 
 def describe(config: Llama) -> dict[str, Any]:
     """The config.json of a Llama or Qwen3 model, in the newer generation's format."""
+    # The family follows from the layers.
     family = "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:

@@ -38,12 +38,14 @@ class LoadOptions:
     draft_tensor: bool | None = None
 
     def __post_init__(self):
+        # Types of weights and of the cache.
         if self.dtype is not None:
             check_text("dtype", self.dtype)
         check_weights(self.weights, WIDE)
         check_kv(self.kv)
         if check_flag("exact", self.exact):
             self.check_exact()
+        # The split of the draft.
         if self.draft_tensor is not None:
             check_flag("draft_tensor", self.draft_tensor)
             if self.placement is None or self.placement.size == 1:

@@ -126,6 +126,7 @@ class Mxfp4Files:
         """
         if name not in self.packed:
             return self._files.shape(name)
+        # The blocks and their scales must have matching shapes.
         blocks, scales = self._files.shape(name + _BLOCKS), self._files.shape(name + _SCALES)
         if len(blocks) != 4 or blocks[3] != BLOCK // 2 or scales != blocks[:3]:
             raise CheckpointError(

@@ -107,8 +107,10 @@ def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tu
       CheckpointError: as `language_model.parse_config`.
       TypeError: none of these.
     """
+    # The configuration of a model.
     if isinstance(config, Decoder):
         return config, ()
+    # The content of a config.json, or its file.
     if isinstance(config, str | Path):
         path = Path(config)
         fields = read_fields(path / "config.json" if path.is_dir() else path)
@@ -153,6 +155,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
     checked = {name: _checked(name, array) for name, array in leaves.items()}
     tensors = LiveTensors(_Named(checked), _common_dtype(checked) if dtype is None else np.dtype(dtype))
     tensors.weights = options.weights
+    # MTP heads are known by their arrays.
     if names == TRANSFORMERS:
         config = language_model.with_mtp(config, tensors)
     plan = Plan(config, tensors, partial(_read_params, names))
@@ -180,12 +183,14 @@ def _read_params(names: str, config: Decoder, tensors: Tensors) -> PyTree:
 def _checked(name: object, array: Any) -> Array:
     if not isinstance(name, str):
         raise CheckpointError(f"{_WHERE}: have the key {name!r}; must have Hugging Face names")
+    # A live array of a readable type.
     if not isinstance(array, jax.Array | np.ndarray | Tracer):
         raise CheckpointError(f"{_WHERE}: {name} is of type {type(array).__name__}; must be an array")
     if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
         raise CheckpointError(
             f"{_WHERE}: {name} has been deleted, as donate_argnums of jax.jit does; give the arrays of the next step"
         )
+    # Drop explicit sharding types.
     if isinstance(array, Tracer):
         refuse_types(f"{_WHERE}: {name}", array)
     elif isinstance(array, jax.Array):

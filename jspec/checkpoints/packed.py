@@ -64,6 +64,7 @@ def parse_compressed(method: Fields) -> Packing | None:
 
 
 def _parse_group(weights: Fields) -> Packing | None:
+    # Supported types and strategies.
     bits, strategy = weights.read_int("num_bits"), weights.optional_text("strategy")
     symmetric = weights.read_flag("symmetric", True)
     if weights.optional_text("type") != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
@@ -131,6 +132,7 @@ class PackedFiles:
         if name not in self._layers:
             found = self._files.shape(self._stored(name))
             return found[::-1] if name in self._scale_of and self._packing.layout != "compressed" else found
+        # A matrix is [out, in] and has one word for several values.
         layer, per_word = self._layers[name], 32 // self._packing.bits
         packed = self._packed_shape(layer)
         if self._packing.layout == "compressed":
@@ -149,11 +151,13 @@ class PackedFiles:
         Raises:
           CheckpointError: it is missing, or damaged; or groups are not made of successive inputs.
         """
+        # Scales, in the orientation of the format.
         if name in self._scale_of:
             scale = self._files.get(self._stored(name))
             return scale if self._packing.layout == "compressed" else np.ascontiguousarray(scale.T)
         if name not in self._layers:
             return self._files.get(name)
+        # Unpack the words, [out, in].
         layer, (out, width) = self._layers[name], self.shape(name)
         self._check_groups(layer, width)
         words = self._words(layer + self._values)

@@ -48,6 +48,7 @@ def parse_config(config: Fields) -> Qwen3Next:
     Raises:
       CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
     """
+    # Multimodal checkpoints have the language model in a section.
     text = config.section("text_config")
     text = text if text.keys() else config
     _refuse_options(config, text)
@@ -112,8 +113,10 @@ def _parse_rope(text: Fields, head_dim: int) -> tuple[float, float]:
             f"{text.where}: rope_parameters with the keys {rope.keys()} are not supported; must be among "
             f"{', '.join(sorted(_ROPE_KEYS))}"
         )
+    # The share of rotated dimensions.
     shares = [each.optional_number("partial_rotary_factor", above=0, most=1) for each in (rope, text)]
     share = next((each for each in shares if each is not None), 0.25)
+    # Pairs are split between the halves of a head.
     rotary = int(head_dim * share)
     if rotary % 2 or (head_dim - rotary) % 2 or not rotary:
         raise CheckpointError(
@@ -159,6 +162,7 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
         "attention_bias": False,
         "hidden_act": "silu",
     }
+    # The experts.
     if config.experts is not None:
         raw |= describe_experts(config.experts, config.dense_layers)
         raw["shared_expert_intermediate_size"] = config.experts.shared_width

@@ -128,6 +128,7 @@ class SafetensorFiles:
             raise CheckpointError(
                 f"{path}: the tensor {name!r} has the type {kind!r}: must be one of {', '.join(DTYPES)}"
             )
+        # Map or read the bytes.
         try:
             if path.stat().st_size < end:
                 raise EOFError
@@ -167,6 +168,7 @@ def _read(path: Path, begin: int, size: int) -> np.ndarray:
     """`size` bytes of a file. Raises EOFError if it ends before."""
     data = np.empty(size, np.uint8)
 
+    # Threads read blocks side by side.
     def read(start: int, end: int) -> None:
         with path.open("rb", buffering=0) as file:
             file.seek(begin + start)

@@ -103,6 +103,7 @@ class ClusterWeights:
 
     def read(self, tensors: Stored, options: Leaf) -> ClusterParams:
         """As in `Entry`. Raises ValueError if not every token is in one cluster."""
+        # Rows are sorted by token in a checkpoint, and by cluster here.
         ids = tensors.integers(_ORDER, self.vocab_size)
         if not np.array_equal(np.sort(ids), np.arange(self.vocab_size)):
             raise ValueError(f"{_ORDER} must hold each of the {self.vocab_size} tokens once")
@@ -169,6 +170,7 @@ class Assistant:
     follows_target: ClassVar[bool] = True
 
     def __post_init__(self):
+        # One target layer and one head dimension for each layer.
         if len(self.target_layers) != len(self.head_dims) or not self.target_layers:
             raise ValueError(
                 f"target_layers={self.target_layers}, head_dims={self.head_dims}: must be non-empty and have the same "
@@ -176,6 +178,7 @@ class Assistant:
             )
         if self.clusters is None:
             return
+        # Clusters divide the vocabulary.
         if self.target_head:
             raise ValueError(
                 f"clusters={self.clusters}: must be None with target_head=True, as the target's LM head has no clusters"
@@ -194,12 +197,14 @@ class Assistant:
         Raises:
           ValueError: names what differs.
         """
+        # Vocabulary and width.
         pairs = (self.vocab_size, target.vocab_size), (self.target_hidden_size, target.hidden_size)
         for field, (wanted, given) in zip(("vocabulary", "hidden size"), pairs, strict=True):
             if wanted != given:
                 raise ValueError(
                     f"the assistant was made for a target with {field} {wanted}, but this target has {given}"
                 )
+        # The keys of each layer.
         for layer, head_dim in zip(self.target_layers, self.head_dims, strict=True):
             if not 0 <= layer < target.num_layers:
                 raise ValueError(
@@ -245,6 +250,7 @@ class Assistant:
 
     def weights(self) -> AssistantParams:
         """The table of the weights."""
+        # The LM head: clusters, the target's, or one of its own.
         width, outer = self.hidden_size, self.target_hidden_size
         clusters: Any = None
         if self.clusters is not None:
@@ -309,10 +315,12 @@ class Assistant:
           positions: by which the queries of each sequence are rotated.
         """
         own: AssistantParams = params.draft
+        # Join the token's embedding with the hidden state.
         joined = jnp.concatenate([target.embed(params.target, tokens), hidden], axis=-1)
         x = layers.linear(joined, own.pre_projection)
         normed = self._norm(x, own.layers[0].attention_norm)
         following = [*(layer.attention_norm for layer in own.layers[1:]), own.norm]
+        # Layers; each add computes the next norm, too.
         for layer, read, norm in zip(own.layers, self.target_layers, following, strict=True):
             seen = layers.linear(self._attend(layer, read, target, params, normed, cache, length, positions), layer.o)
             seen = sum_over_devices(seen, self.tensor)
@@ -320,6 +328,7 @@ class Assistant:
             mlp = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
             mlp = sum_over_devices(mlp, self.tensor)
             x, normed = self._add(x, mlp, layer.mlp_out_norm, norm, layer.scalar)
+        # The hidden state of the next step, and the logits.
         out = layers.linear(normed, own.post_projection)
         if self.target_head:
             return AssistantOutput(target.unembed(params.target, out), None, out)
@@ -357,10 +366,12 @@ class Assistant:
 
     def _unembed(self, own: AssistantParams, normed) -> tuple[Array, Array | None]:
         """Logits in float32, and the token of each, see `AssistantOutput.ids`."""
+        # The whole vocabulary.
         if own.clusters is None or self.clusters is None:
             assert own.head is not None
             logits = gather_last(layers.linear(normed, own.head.T), self.vocab_size)
             return logits.astype(jnp.float32), None
+        # The tokens of the most likely clusters.
         chosen = _largest(layers.linear(normed, own.clusters.centroids), self.clusters.chosen)
         rows = jnp.take(own.clusters.head, chosen, axis=0, mode="clip")
         logits = jnp.einsum("bnkse,bne->bnks", rows, normed, precision=exactness(normed)).astype(jnp.float32)

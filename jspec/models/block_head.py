@@ -120,15 +120,18 @@ class BlockHead:
     follows_target: ClassVar[bool] = False
 
     def __post_init__(self):
+        # Layers: one window and one direction each.
         for name, value in (("windows", self.windows), ("causal", self.causal)):
             if len(value) != self.num_layers:
                 raise ValueError(f"{name}={value}: must have num_layers={self.num_layers} entries")
+        # The block and its tokens.
         check_int("block_size", self.block_size, least=1 if self.next_token else 2)
         for window in self.windows:
             if window is not None and window < self.block_size:
                 raise ValueError(f"a window of {window} positions: must be at least block_size={self.block_size}")
         if not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(f"mask_token={self.mask_token}: must be from 0 to {self.vocab_size - 1}")
+        # The heads after the layers.
         if (self.markov is None) != (self.markov_rank == 0):
             raise ValueError(
                 f"markov={self.markov!r} with markov_rank={self.markov_rank}: must both be set, or neither"
@@ -169,6 +172,7 @@ class BlockHead:
 
     def weights(self) -> BlockParams:
         """The table of the weights, without a `mask_embed` and the ids of the draft's vocabulary."""
+        # Widths of the inputs.
         width, bias = self.hidden_size, self.attention_bias
         captured = len(self.capture_layers) * self.target_hidden_size
         read = width + (self.markov_rank if self.confidence == "markov" else 0)
@@ -204,6 +208,7 @@ class BlockHead:
     def _markov_weights(self) -> MarkovParams | None:
         if self.markov is None:
             return None
+        # The vanilla kind mixes nothing.
         mix, bias, shape = None, None, self.mix_shape()
         if shape is not None:
             name = f"markov_head.{'gate' if self.markov == 'gated' else 'joint'}_proj"
@@ -305,9 +310,11 @@ class BlockHead:
           start: committed rows in the cache. None: none.
         """
         own: BlockParams = params.draft
+        # The block: embeddings, rotation and the mask of both directions.
         x = self._embed(params, target, tokens)
         rotation, nodes = self._rotation(positions, x.dtype), tokens.shape[1]
         both_ways = jnp.ones((1, nodes, nodes), bool)
+        # Layers write no rows of the block.
         for index, layer in enumerate(own.layers):
             assert layer.attention_norm is not None
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
@@ -361,15 +368,18 @@ class BlockHead:
         """
         if params.markov is None:
             return logits, None
+        # The embedding of the token before each row.
         own, nodes = params.markov, previous.shape[1]
         embedded = jnp.take(own.previous, previous, axis=0, mode="clip")
         hidden = jnp.broadcast_to(hidden, (hidden.shape[0], nodes, hidden.shape[2]))
+        # A bias from the previous token alone, or gated by the hidden state.
         if self.markov == "vanilla":
             return logits + self._bias(own, embedded), None
         assert own.mix is not None
         if self.markov == "gated":
             gate = layers.linear(jnp.concatenate([hidden, embedded], axis=-1), own.mix, own.mix_bias)
             return logits + self._bias(own, jax.nn.sigmoid(gate) * embedded), None
+        # A recurrent state along the block.
         assert state is not None
         joined = jnp.concatenate([state, embedded, hidden], axis=-1)
         keep, new, out = jnp.split(layers.linear(joined, own.mix, own.mix_bias), 3, axis=-1)

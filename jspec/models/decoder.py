@@ -128,6 +128,7 @@ class Decoder(abc.ABC):
         Raises:
           ValueError: there is no such forward, the model is split over devices, or its cache is narrow.
         """
+        # Only some families have an exact forward, on one device, with a wide cache.
         if not _has_field(type(self), "exact"):
             kinds = ", ".join(sorted(kind.__name__ for kind in _subclasses(Decoder) if _has_field(kind, "exact")))
             raise ValueError(
@@ -281,6 +282,7 @@ class Decoder(abc.ABC):
         select: Int[Array, " B"] | None = None,
     ) -> ForwardOutput:
         """Reads all nodes of a token tree whose root is at position `start[b]`; writes nothing (see `apply`)."""
+        # A node has the position of its depth.
         positions = tree.depths(draft_tree)
         if start is not None:
             positions = start[:, None] + positions
@@ -322,6 +324,7 @@ class Decoder(abc.ABC):
         Returns:
           logits in float32, the rows of this round ([B, R] of them), and the hidden states or None.
         """
+        # Embed, and bind the cache to this round.
         embedded = self.embed(params, tokens)
         attend = partial(cache.attend, start=start, mask=mask)
         if self.exact:
@@ -331,12 +334,14 @@ class Decoder(abc.ABC):
         selected = None
         if max(capture_layers, default=0) < self.num_layers:
             selected = layers.SelectedToken.from_index(select, mask, tokens, earlier)
+        # Layers.
         for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, selected):
             rows.append(own)
             states.append(state)
         x = states[-1]
         if len(rows) + 1 in capture_layers:
             states.append(self.norm(x, params.norm))
+        # Logits, of the selected token only if one is.
         if select is not None and x.shape[1] > 1:
             x = layers.take_token(x, select)
         logits = self.unembed(params, self.norm(x, params.norm))

@@ -187,6 +187,7 @@ class Deepseek(Decoder):
 
     def _layer_weights(self, index: int) -> DeepseekLayerParams:
         """A layer; those after the last are the layers of MTP heads."""
+        # Names and shapes.
         prefix, width, latent = f"model.layers.{index}.", self.hidden_size, self.latent
         attention, rank = prefix + "self_attn.", latent.q_rank
         experts = self.layer_experts(index)
@@ -224,6 +225,7 @@ class Deepseek(Decoder):
                 first = pairs(heads, rope).reshape(first.shape)
             return [first, pairs(rows[None], rope)[0]]
 
+        # The stored tensors.
         name = prefix + ("q_a_proj.weight" if two_steps else "q_proj.weight")
         stored = {name: (latent.q_rank or queries, width), prefix + "kv_a_proj_with_mqa.weight": (latent.width, width)}
         return fused((width, self.down_width * self.tensor), stored, parts, split)
@@ -331,23 +333,28 @@ class Deepseek(Decoder):
         Returns the residual stream, and the rows of this round including `earlier`, followed by the keys of the indexer
         if there is one.
         """
+        # Queries and the row of the cache.
         normed = self.norm(x, layer.attention_norm)
         q, row, middle = self._project(layer, normed, rotation)
         rows: tuple[Array, ...] = (row,)
         query = None
+        # The indexer's query and key.
         if layer.indexer is not None:
             query, key = self._index(layer.indexer, normed, middle, rotation)
             rows = (row, key)
+        # Rows of this round; only the selected token goes on.
         if earlier is not None:
             rows = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
         if selected is not None:
             x, q, query = jax.tree.map(lambda each: layers.take_token(each, selected.token), (x, q, query))
             attend = partial(attend, mask=selected.mask)
+        # Attention.
         row, *keys = rows
         if query is not None:
             attend = partial(attend, keys=keys[0], query=query)
         seen = attend(q, row, layer.up, scale=self.layer_scale(0))
         x = x + sum_over_devices(self._linear(seen.reshape(*x.shape[:2], -1), layer.o), self.tensor)
+        # MLP.
         mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts, exact=self.exact)
         return x + sum_over_devices(parts.whole(mlp, x.ndim, x.dtype), self.tensor), rows
 
@@ -357,13 +364,16 @@ class Deepseek(Decoder):
     def _project(self, layer: DeepseekLayerParams, normed, rotation):
         """Queries [B, N, H, P + R], rows [B, N, C + R], and the input of the queries' second step."""
         sizes = self.latent
+        # Split the joined projection: queries, latent, rotary part.
         down = self._linear(normed, layer.down_projection)
         q, latent, shared = jnp.split(down, [down.shape[-1] - sizes.width, down.shape[-1] - sizes.rope_dim], axis=-1)
         middle = None
+        # The second step of queries.
         if layer.query is not None:
             assert layer.query_norm is not None
             middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS, exact=self.exact)
             q = self._linear(middle, layer.query)
+        # Rotate, and normalize the latent.
         q = q.reshape(*q.shape[:2], self.num_heads // self.tensor, -1)
         q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], *rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], *rotation)[:, :, 0]
@@ -375,9 +385,11 @@ class Deepseek(Decoder):
         assert self.indexer is not None
         rope = self.latent.rope_dim
 
+        # Only the first R features rotate.
         def rotated(x):
             return jnp.concatenate([layers.rotate(x[..., :rope], *rotation), x[..., rope:]], axis=-1)
 
+        # Queries, key and weights of the heads.
         heads = layers.linear(middle, indexer.query).reshape(*normed.shape[:2], -1, self.indexer.size)
         key = layers.layer_norm(layers.linear(normed, indexer.key), indexer.key_norm, indexer.key_norm_bias, LATENT_EPS)
         weights = layers.linear(normed.astype(jnp.float32), indexer.weights) * self.indexer.heads**-0.5

@@ -138,10 +138,12 @@ class EagleHead:
           fc_norms: the tensors of norms of captured layers.
           qk_norm: whether norms of heads are required.
         """
+        # Sizes, and the prefix of the first layer in this layout.
         width, outer, three = self.hidden_size, self.target_hidden_size, self.version == 3
         captured = len(self.capture_layers) * outer
         first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
         prefixes = [first, *(f"layers.{index}." for index in range(1, self.num_layers))]
+        # Optional tensors.
         own_embed = width != outer if embed is None else embed
         own_input_norm = three and "input_norm.weight" in names
         return EagleParams(
@@ -160,6 +162,7 @@ class EagleHead:
     def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> LayerParams:
         """A layer. In checkpoints for SGLang the later ones have the norm of the first one's feature."""
         width, joined = self.hidden_size, self.version == 3 and index == 0
+        # SGLang calls the norm of later layers hidden_norm.
         norm = prefix + "input_layernorm.weight"
         if index and norm not in names and prefix + "hidden_norm.weight" in names:
             norm = prefix + "hidden_norm.weight"
@@ -207,8 +210,10 @@ class EagleHead:
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
         """The feature computed from captured hidden states; in EAGLE-1, the hidden states themselves."""
+        # EAGLE-1 reads the last hidden state as it is.
         if self.version == 1:
             return hidden
+        # Optional norms of each captured layer, and of all.
         if params.fc_norms is not None:
             parts = jnp.split(hidden, len(params.fc_norms), axis=-1)
             normed = [layers.rms_norm(x, w, self.rms_norm_eps) for x, w in zip(parts, params.fc_norms, strict=True)]
@@ -241,10 +246,12 @@ class EagleHead:
           select: the only pair of each sequence whose logits and feature are returned; None: all.
         """
         head: EagleParams = params.draft
+        # Join the embedding with the feature.
         x, first = self._read(head, self.embed(params, target, tokens), feature)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
         rotation = layers.rotation(positions, frequencies, x.dtype)
         rows, selected = [], layers.SelectedToken.from_index(select, mask, tokens, earlier)
+        # Layers; the last one goes on with the selected token only.
         for index, layer in enumerate(head.layers):
             normed = first
             if index:
@@ -255,6 +262,7 @@ class EagleHead:
             last = index + 1 == len(head.layers)
             x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own, selected if last else None)
             rows.append(pair)
+        # Logits, and the feature of the next step.
         if select is not None and x.shape[1] > 1:
             x = layers.take_token(x, select)
         normed = x if head.norm is None else layers.rms_norm(x, head.norm, self.rms_norm_eps)
@@ -276,10 +284,12 @@ class EagleHead:
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
         """The residual stream before the first layer, and the input of that layer's attention."""
         (layer, *_) = head.layers
+        # EAGLE-1: one projection of both.
         if self.version == 1:
             x = layers.linear(jnp.concatenate([embedded, feature], axis=-1), head.fc, head.fc_bias)
             norm = layer.attention_norm
             return x, x if norm is None else layers.rms_norm(x, norm, self.rms_norm_eps)
+        # EAGLE-3: both are normalized, and the first layer is twice as wide.
         assert layer.attention_norm is not None and head.hidden_norm is not None
         normed = layers.rms_norm(feature, head.hidden_norm, self.rms_norm_eps)
         read = jnp.concatenate([layers.rms_norm(embedded, layer.attention_norm, self.rms_norm_eps), normed], axis=-1)

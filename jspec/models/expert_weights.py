@@ -32,6 +32,7 @@ def layer_mlp_weights(
     """
     if routed is None:
         return {**mlp_weights(prefix, inner, width), "experts": None}
+    # One stack for the routed and the shared experts.
     count, gate = routed.router.count, {prefix + "shared_expert_gate.weight": 1}
     gate_up: Any = ExpertStack(("gate", "up"), routed, prefix, width, shared)
     down: Any = ExpertStack(("down",), routed, prefix, width, shared)
@@ -121,6 +122,7 @@ class ExpertStack:
 
     def _read_shared(self, tensors: Stored, stack: Any) -> None:
         """The shared MLP, in pieces as wide as an expert; the last one is padded with zeros."""
+        # Shared experts are stored as one wide MLP; cut it in pieces of a routed expert's width.
         first, inner, total = self.routed.router.count, self.routed.width, self.routed.shared_width
         stack[first:] = 0
         for place, name in enumerate(self._names(self.shared)):
@@ -136,11 +138,13 @@ class ExpertStack:
     def write(self, value: PyTree) -> Iterator[tuple[str, Any]]:
         """As in `Entry`: tensors of single experts."""
         count, single = self.routed.router.count, len(self.matrices)
+        # Routed experts.
         for index in range(count):
             matrices = np.split(np.asarray(value[index]), single, axis=-1)
             yield from zip(self._names(f"experts.{index}."), (matrix.T for matrix in matrices), strict=True)
         if not self.routed.shared:
             return
+        # Shared experts, joined into one wide MLP.
         total, axis = self.routed.shared_width, 0 if self.matrices == ("down",) else 1
         for name, pieces in zip(self._names(self.shared), np.split(np.asarray(value[count:]), single, -1), strict=True):
             joined = np.concatenate(pieces, axis=axis)

@@ -86,6 +86,7 @@ class FunctionModel(Decoder):
         """As `Decoder.apply`. `positions` are not read: a token's position is its column in the function's argument."""
         if capture_layers:
             raise ValueError(f"capture_layers={capture_layers}: a function of tokens has no hidden states to capture")
+        # The rows of a cache are the tokens themselves.
         rows = tokens if earlier is None else jnp.concatenate([earlier, tokens], axis=1)
         begin = jnp.zeros(tokens.shape[0], jnp.int32) if start is None else start
         if mask is None:
@@ -197,9 +198,11 @@ def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) 
     # Row 0 is the text itself; in row i all tokens from position i on are others.
     result = jax.jit(function)(params, tokens)
     logits = result.astype(jnp.float32)
+    # NaN and +inf cannot be compared; -inf may be a mask.
     if not (logits < jnp.inf).all():
         kind = "NaN" if jnp.isnan(logits).any() else "+inf"
         raise ValueError(f"function: {describe(function)} returns logits that are {kind}; its weights may be wrong")
+    # Compare the logits before the change, up to rounding.
     own = jnp.broadcast_to(logits[:1], logits.shape)
     same = (own == logits) | changed[:, :, None]
     finite = jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0.0)

@@ -216,6 +216,7 @@ class Gemma4(Decoder):
     def weights(self, root: str = "model.") -> Gemma4Params:
         """The table of the weights. root: with what the names of their tensors begin."""
         width, vocabulary, size = self.hidden_size, self.vocab_size, self.per_layer_size
+        # Embeddings per layer.
         inputs = None
         if size:
             total = self.num_layers * size
@@ -238,10 +239,12 @@ class Gemma4(Decoder):
             self.attention[index],
             prefix + "self_attn.",
         )
+        # The projections: only queries with shared keys and values.
         owner, queries = self.kv_source_layer(index) == index, self.num_heads * kind.head_dim
         letters = "q" if not owner else "qk" if kind.values_are_keys else "qkv"
         outs = {letter: queries if letter == "q" else kind.kv_heads * kind.head_dim for letter in letters}
         projections = {f"{attention}{letter}_proj.weight": out for letter, out in outs.items()}
+        # Inputs per layer.
         per_layer = None
         if size:
             per_layer = PerLayerParams(
@@ -315,14 +318,17 @@ class Gemma4(Decoder):
         selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | None]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round, None if it has none."""
+        # Inputs and frequencies, once for all layers.
         inputs = self._per_layer_inputs(params, tokens, x)
         frequencies = {
             kind: self.layer_frequencies(self.attention.index(kind)) for kind in dict.fromkeys(self.attention)
         }
         rows: list[Pair | None] = []
+        # Each add computes the norm of the next branch.
         normed = self.norm(x, params.layers[0].attention_norm)
         following = [*(layer.attention_norm for layer in params.layers[1:]), None]
         for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
+            # Rows: those of the layer, or of the layer it shares with.
             q, own = self._project(layer, kind, normed, positions, frequencies[kind])
             if own is not None and earlier is not None:
                 before = earlier[index]
@@ -331,11 +337,14 @@ class Gemma4(Decoder):
             rows.append(own)
             pair = rows[self.kv_source_layer(index)]
             assert pair is not None
+            # Attention.
             seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
             out = self._linear(seen.reshape(*x.shape[:2], -1), layer.o)
             out = sum_over_devices(out, self.tensor)
             x, normed = self._add(x, out, layer.attention_out_norm, layer.mlp_norm)
+            # MLP, and experts.
             branch, norm = self._mlp(layer, x, normed), layer.mlp_out_norm
+            # The gate on the input per layer.
             if layer.per_layer is not None:
                 assert inputs is not None
                 x, _ = self._add(x, branch, norm)
@@ -400,11 +409,13 @@ class Gemma4(Decoder):
     def _experts(self, experts: ExpertParams, x):
         """The output of the chosen experts. Router and experts each have their own norm of the stream."""
         assert self.experts is not None
+        # Route by a norm with a scale of its own.
         flat = x.reshape(-1, x.shape[-1])
         routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
         logits = router_logits(routed, experts.router, exact=self.exact)
         ids, weights = self.experts.router.route(logits, exact=self.exact)
         weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
+        # The experts.
         own, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
         out = experts_mlp(own, ids, weights, *matrices, layers.gelu, exact=self.exact)
         return sum_over_devices(out, self.tensor).reshape(x.shape)

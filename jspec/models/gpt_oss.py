@@ -153,8 +153,10 @@ class GptOss(Decoder):
         )
 
     def _layer_weights(self, prefix: str) -> GptOssLayerParams:
+        # Attention.
         width, attention, experts = self.hidden_size, prefix + "self_attn.", prefix + "mlp.experts."
         projections = attention_weights(self, attention, width, bias=self.attention_bias)
+        # Experts, filled up to a width of the kernels.
         count, inner = self.experts.router.count, self.experts.width
         padded = inner + self.filler
         return GptOssLayerParams(
@@ -214,9 +216,11 @@ class GptOss(Decoder):
         selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
+        # Rotation, once for all layers.
         magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
         rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype, magnitude)
         for index, layer in enumerate(params.layers):
+            # The last layer goes on with the selected token only.
             last, at = index + 1 == self.num_layers, positions
             if last and selected is not None:
                 at = layers.take_token(jnp.broadcast_to(positions, tokens.shape), selected.token)
@@ -233,17 +237,21 @@ class GptOss(Decoder):
 
         Several devices have parts of it, which are to be added up.
         """
+        # Route.
         flat, exact = x.reshape(-1, x.shape[-1]), self.exact
         logits = router_logits(flat.astype(jnp.float32), params.router, exact=exact) + params.router_bias[None]
         ids, weights = self.experts.router.route(logits, exact=exact)
+        # Sort rows by expert.
         order, place, sizes = group_rows(ids, self.experts.router.count)
         expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(order)), side="right", method="compare_all")
+        # Gate, up and their biases.
         products = grouped(flat, params.gate_up, sizes, rows=order, exact=exact).astype(jnp.float32)
         inner = clamped_gate(
             products + jnp.take(params.gate_up_bias, expert, axis=0, mode="clip").astype(jnp.float32),
             self.gate_limit,
             self.gate_slope,
         )
+        # Down, in the order of the tokens.
         out = grouped(inner.astype(x.dtype), params.down, sizes, exact=exact)
         out = jnp.take(out, place, axis=0, mode="clip")
         bias = added_once(jnp.take(params.down_bias, ids, axis=0, mode="clip"), self.tensor)

@@ -125,6 +125,7 @@ def linear(
     if exact:
         out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight))
         return add_bias(out.reshape(*x.shape[:-1], -1), bias)
+    # A single row: a small product is faster with two rows, as no GEMV.
     alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS.get(platform(), 0)
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
     if isinstance(weight, Quantized):
@@ -234,9 +235,11 @@ def gated_mlp(
 
     exact: as in `linear`; the result may then be divided, as that of `divided_linear`.
     """
+    # The exact forward: a fixed order of additions.
     if exact:
         inner = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(gate_up), activation=activation)
         return divided_linear(inner.reshape(*x.shape[:-1], -1), down)
+    # The fused kernel reads wide weights.
     if isinstance(gate_up, Quantized) or x.size == x.shape[-1]:
         gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
         inner = activation(gate) * up
@@ -253,10 +256,12 @@ def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None) -> Float[Array, " half"]:
     """Rotation in radians per position of each of the head_dim / 2 pairs (Su et al., arXiv 2104.09864, section 3.2)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    # No scaling, or YaRN.
     if scaling is None:
         return frequency
     if isinstance(scaling, YarnRope):
         return frequency * _yarn_factors(head_dim, theta, scaling)
+    # Llama 3.1: low frequencies are divided, those between are interpolated.
     wavelength = 2 * math.pi / frequency
     low = scaling.original_length / scaling.low_freq_factor
     high = scaling.original_length / scaling.high_freq_factor
@@ -275,6 +280,7 @@ def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array
         """The (fractional) index of the pair that makes this many turns within the original context."""
         return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
+    # Interpolate the factor between two pairs.
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)

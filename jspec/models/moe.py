@@ -104,9 +104,11 @@ def routed_mlp(
 
     exact: as in `layers.linear`.
     """
+    # Route.
     flat = x.reshape(-1, x.shape[-1])
     logits = router_logits(flat.astype(jnp.float32), experts.router, exact=exact)
     ids, weights = routed.router.route(logits, experts.bias, exact=exact)
+    # Shared experts follow the routed ones, with one weight for all.
     if routed.shared:
         gate = jnp.ones((1, 1), jnp.float32)
         if experts.shared_gate is not None:

@@ -140,12 +140,15 @@ class MtpHead:
     ) -> tuple[Float[Array, "B N E"], PyTree]:
         """The part of `apply` before the LM head: the features of all tokens, or the `selected` ones, and all rows."""
         own: MtpParams = params.draft[self.index]
+        # The embedding of the token, of this head or of the target.
         if own.embed is None:
             embedded = target.embed(params.target, tokens)
         else:
             embedded = layers.look_up(own.embed, tokens, self.vocab_size, self.layer.tensor)
+        # Join it with the feature.
         joined = [self.layer.norm(embedded, own.token_norm), self.layer.norm(feature, own.hidden_norm)]
         x = layers.linear(jnp.concatenate(joined, axis=-1), own.projection)
+        # The layer.
         attend = partial(cache.attend, start=start, mask=mask)
         ((x, rows),) = self.layer.run_layers(own, tokens, x, positions, attend, earlier, selected)
         return self.layer.norm(x, own.norm), (rows,)

@@ -120,6 +120,7 @@ def _quantize_columns(weight: Float[Array, "*stack in out"], weights: str) -> Qu
         scale = _scale_of_4_bits(wide)
         # Not all platforms have arrays of 4 bits.
         return Quantized(_rounded_to_4_bits(wide, scale).astype(np.int8), scale, np.dtype(weight.dtype))
+    # Eight bits: the largest value of a column gets the largest code.
     largest = jnp.max(jnp.abs(wide), axis=-2, keepdims=True)
     scale = jnp.where(largest > 0, largest / LARGEST[kind], 1.0)
     scaled = jnp.clip(wide / scale, -LARGEST[kind], LARGEST[kind])
@@ -133,6 +134,7 @@ def _scale_of_4_bits(wide: Float[Array, "*stack in out"]) -> Float[Array, "*stac
     4 bits reach from -8 to 7, so the largest value becomes -8, by a negative scale if it is positive. A smaller scale
     clips this value and a few others, and rounds the rest more finely.
     """
+    # Four bits: the outermost value is -8, times the fraction with the least error.
     place = jnp.argmax(jnp.abs(wide), axis=-2, keepdims=True)
     outermost = jnp.take_along_axis(wide, place, axis=-2)
     unit = jnp.where(outermost != 0, outermost / -8, 1.0)
@@ -169,10 +171,12 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
         return weight
 
     rows, narrow, scale = weight.shape[-2], weight.narrow, factors(weight.scale)
+    # Unpack words.
     if weight.filling is not None:
         if rows != narrow.shape[-2] * PER_WORD - weight.filling:
             raise ValueError("the rows of a packed matrix are split over devices; widen it on one of them")
         narrow = centered(narrow, rows, weight.zero, group=weight.group, codes=weight.codes)
+    # Scales of groups.
     if weight.group is not None:
         scale = jnp.repeat(scale, weight.group, axis=-2)[..., :rows, :]
     return narrow.astype(jnp.float32) * UNITS[weight.codes] * scale
@@ -209,6 +213,7 @@ def check_whole_groups(
     field: of the weights, for the message.
     fits: whether the rest of the model can be split over a number of devices.
     """
+    # Devices hold whole groups.
     unit = math.lcm(group or 1, BLOCK if packed else 1)
     if devices == 1 or rows % (devices * unit) == 0:
         return

@@ -140,6 +140,7 @@ class Qwen3Next(Decoder):
         Raises:
           ValueError: the number does not divide them.
         """
+        # Sizes to be divided among the devices.
         sizes = {"heads": self.num_heads}
         if not all(self.is_full_attention):
             sizes["key heads of the recurrent layers"] = self.state.key_heads
@@ -214,6 +215,7 @@ class Qwen3Next(Decoder):
         order = head_order(self)
         back = np.argsort(order)
 
+        # Rotated dimensions come first; the gate is stored beside the queries.
         def parts(q: Any, k: Any, v: Any) -> list[Any]:
             q, gate = np.split(q.reshape(heads, 2 * dim, width), 2, 1)
             k = k.reshape(kv_heads, dim, width)[:, order]
@@ -226,6 +228,7 @@ class Qwen3Next(Decoder):
             stored = (np.concatenate([q[:, back], gate], axis=1), k[:, back], v)
             return [part.reshape(-1, width) for part in stored]
 
+        # The stored tensors.
         outs = {"q": 2 * heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
         return AttentionParams(
             qkv=fused(
@@ -325,6 +328,7 @@ class Qwen3Next(Decoder):
         attend: a cache's `attend` for this layer.
         selected: the tokens whose stream is returned, [B, 1, E]; rows are returned for all tokens.
         """
+        # Mixer: recurrence or attention.
         normed = self.norm(x, layer.mixer_norm)
         if isinstance(layer.mixer, DeltaParams):
             mixed, rows = self._recur(layer.mixer, normed, attend, earlier)
@@ -333,6 +337,7 @@ class Qwen3Next(Decoder):
         else:
             mixed, rows = self._attend(layer.mixer, normed, rotation, attend, earlier, selected)
             x = x if selected is None else layers.take_token(x, selected.token)
+        # MLP.
         x = x + sum_over_devices(mixed, self.tensor)
         mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts)
         return x + sum_over_devices(mlp, self.tensor), rows
@@ -343,13 +348,16 @@ class Qwen3Next(Decoder):
 
     def _recur(self, mixer: DeltaParams, normed, attend, earlier: RecurrentRows | None):
         """The output of a gated delta net, that of a device's heads if they are split, and its rows."""
+        # Split the joined projection.
         state = self.state.split(self.tensor)
         shape = (*normed.shape[:2], state.value_heads, state.value_dim)
         ends = [state.channels, end := state.channels + shape[2] * shape[3], end + shape[2]]
         inputs, z, b, a = jnp.split(layers.linear(normed, mixer.qkv), ends, axis=-1)
+        # Step sizes, decay and write strength.
         step = jax.nn.softplus(a.astype(jnp.float32) + mixer.rate_bias[None, None])
         g = -jnp.exp(mixer.log_rate)[None, None] * step
         beta = jax.nn.sigmoid(b).astype(jnp.float32)
+        # The recurrence, then its gated norm.
         out, rows = attend(inputs, mixer.conv, g, beta, earlier=earlier)
         out = layers.rms_norm(out.astype(normed.dtype), mixer.norm, self.rms_norm_eps)
         out = out.astype(jnp.float32) * jax.nn.silu(z.reshape(shape).astype(jnp.float32))
@@ -358,14 +366,17 @@ class Qwen3Next(Decoder):
     def _attend(self, mixer: AttentionParams, normed, rotation, attend, earlier: Pair | None, selected):
         """The output of gated attention, that of a device's heads if they are split, and its keys and values."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(self.num_kv_heads, self.tensor) // self.tensor
+        # Queries, keys, values and gate; rotate.
         made = layers.linear(normed, mixer.qkv).reshape(*normed.shape[:2], -1, self.head_dim)
         q, k, v, gate = jnp.split(made, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=2)
         q, k = (rotate(self.norm(x, norm), *rotation) for x, norm in ((q, mixer.q_norm), (k, mixer.k_norm)))
+        # Rows of this round; only the selected token goes on.
         if earlier is not None:
             k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
         if selected is not None:
             q, gate = layers.take_token(q, selected.token), layers.take_token(gate, selected.token)
             attend = partial(attend, mask=selected.mask)
+        # Attention.
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)
 

@@ -31,6 +31,7 @@ class Router:
     scale: float = 1.0
 
     def __post_init__(self):
+        # Groups of experts.
         if self.groups < 1 or self.count % self.groups:
             raise ValueError(f"groups={self.groups} must divide the number of experts ({self.count})")
         if not 1 <= self.kept_groups <= self.groups:
@@ -38,6 +39,7 @@ class Router:
         size = self.count // self.groups
         if not 1 <= self.best_of_group <= min(size, 2):
             raise ValueError(f"best_of_group={self.best_of_group}: must be between 1 and {min(size, 2)}")
+        # Experts of a token.
         if not 1 <= self.chosen <= self.kept_groups * size:
             raise ValueError(
                 f"chosen={self.chosen}: must be between 1 and {self.kept_groups * size}, the experts of "
@@ -58,10 +60,12 @@ class Router:
             best, ids, total = topk(logits, self.chosen)
             weights = jax.nn.softmax(best, axis=-1) if self.normalize else jnp.exp(best - total[:, None])
             return ids, weights * self.scale
+        # Scores, of the best groups only.
         scores = jax.nn.sigmoid(logits) if self.sigmoid else _softmax(logits, exact)
         choice = scores if bias is None else scores + bias[None]
         if self.kept_groups < self.groups:
             choice = jnp.where(self._kept(choice), choice, -jnp.inf)
+        # The experts, and their weights without the bias.
         _, ids, _ = topk(choice, self.chosen)
         weights = jnp.take_along_axis(scores, ids, axis=1, mode="clip")
         if self.normalize:
@@ -70,6 +74,7 @@ class Router:
 
     def _kept(self, choice: Float[Array, "T X"]) -> Bool[Array, "T X"]:
         """Whether each expert is in one of the best groups."""
+        # The score of a group: its best expert, or the sum of its best two.
         tokens, size = choice.shape[0], self.count // self.groups
         grouped = choice.reshape(tokens, self.groups, size)
         best = grouped.max(-1)

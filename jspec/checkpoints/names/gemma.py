@@ -30,6 +30,7 @@ def read_embedder(config: Gemma4, leaves: Leaves, per_layer: str) -> Named:
         "model.embed_tokens.weight": leaves.take("embedder.input_embedding", config.vocab_size, width),
         "model.norm.weight": leaves.take("final_norm.scale", width),
     }
+    # Embeddings per layer.
     if size:
         table = leaves.take(f"embedder.{per_layer}", config.vocab_size, layers, size)
         projection = leaves.take("embedder.per_layer_model_projection.w", width, layers, size)
@@ -46,6 +47,7 @@ def read_attention(config: Gemma4, leaves: Leaves, index: int, path: str, prefix
 
     A layer that reads the keys of another has its own all the same, which nothing uses.
     """
+    # Queries and output.
     kind, width = config.attention[index], config.hidden_size
     kv, dim, attention = kind.kv_heads, kind.head_dim, f"{prefix}self_attn."
     named = {
@@ -55,9 +57,11 @@ def read_attention(config: Gemma4, leaves: Leaves, index: int, path: str, prefix
         ),
         f"{attention}q_norm.weight": leaves.take(f"{path}attn.{norms[0]}.scale", dim),
     }
+    # With shared keys and values there are no more.
     if config.kv_source_layer(index) != index:
         leaves.leave(*(f"{path}attn.{name}." for name in ("k_einsum", "kv_einsum", norms[1])))
         return named
+    # Keys and values, in one array or as one.
     named[f"{attention}k_norm.weight"] = leaves.take(f"{path}attn.{norms[1]}.scale", dim)
     if kind.values_are_keys:
         named[f"{attention}k_proj.weight"] = heads_first(leaves.take(f"{path}attn.k_einsum.w", kv, width, dim))
@@ -93,6 +97,7 @@ def _read(config: Gemma4, leaves: Leaves) -> Named:
 
 
 def _read_mlp(config: Gemma4, leaves: Leaves, index: int, path: str, prefix: str) -> Named:
+    # The dense MLP; beside experts it is the second one.
     width, inner = config.hidden_size, config.mlp_width(index)
     mlp = f"{path}mlp." if config.experts is None else f"{path}mlp2."
     gates = leaves.take(_spelled(leaves, f"{mlp}gating_einsum"), 2, inner, width)
@@ -103,6 +108,7 @@ def _read_mlp(config: Gemma4, leaves: Leaves, index: int, path: str, prefix: str
     }
     if config.experts is None:
         return named
+    # The experts and their router.
     count, inner, moe = config.experts.router.count, config.experts.width, f"{path}mlp."
     gates = leaves.take(_spelled(leaves, f"{moe}gating_einsum"), count, 2, inner, width)
     down = leaves.take(_spelled(leaves, f"{moe}linear"), count, inner, width)

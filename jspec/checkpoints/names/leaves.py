@@ -38,6 +38,7 @@ def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # Keys may be joined by dots or slashes; roots and the wrapper of a value are no part of the path.
         parts = [part for key in keys for part in re.split(r"[./]", _name(key))]
         while parts and parts[0] in roots:
             parts.pop(0)

@@ -35,6 +35,7 @@ class _Layer:
 def _read(config: Llama, leaves: Leaves) -> Named:
     if config.attention_bias:
         raise CheckpointError("params: the configuration has attention_bias, which is not supported here")
+    # Embeddings, final norm and LM head.
     width, vocabulary = config.hidden_size, config.vocab_size
     named = {
         "model.embed_tokens.weight": leaves.take("token_embedder.embedding", vocabulary, width, pad=0),
@@ -42,6 +43,7 @@ def _read(config: Llama, leaves: Leaves) -> Named:
     }
     if not config.tie_embeddings:
         named["lm_head.weight"] = rows(leaves.take("decoder.logits_dense.kernel", width, vocabulary, pad=1))
+    # Layers.
     for index in range(config.num_layers):
         layer, prefix = _Layer(leaves, index, config.num_layers), f"model.layers.{index}."
         named |= _read_attention(config, layer, f"{prefix}self_attn.") | _read_mlp(config, layer, f"{prefix}mlp.")
@@ -56,6 +58,7 @@ def _read_attention(config: Llama, layer: _Layer, prefix: str) -> Named:
         layer.take(f"self_attention.{name}.kernel", width, count, dim)
         for name, count in (("query", heads), ("key", kv), ("value", kv))
     )
+    # Without norms the stored queries have the scale of attention, and pairs are interleaved.
     if not config.qk_norm:
         query, key = _apart(query.astype(jnp.float32) * dim**0.5), _apart(key)
     named = {f"{prefix}{n}_proj.weight": heads_out(x) for n, x in (("q", query), ("k", key), ("v", value))}
@@ -72,6 +75,7 @@ def _apart(x: Array) -> Array:
 
 def _read_mlp(config: Llama, layer: _Layer, prefix: str) -> Named:
     width, routed = config.hidden_size, config.layer_experts(layer.index)
+    # A dense MLP, then experts.
     if routed is None:
         inner = config.intermediate_size
         shapes = {"wi_0": ("gate", width, inner), "wi_1": ("up", width, inner), "wo": ("down", inner, width)}

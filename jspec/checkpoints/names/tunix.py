@@ -25,6 +25,7 @@ _GEMMA_EXPERT_NORMS = {
 def _read_llama(config: Llama, leaves: Leaves) -> Named:
     if config.attention_bias:
         raise CheckpointError("params: the configuration has attention_bias, and modules of Tunix have no biases")
+    # Embeddings, final norm and LM head.
     width, vocabulary, dim = config.hidden_size, config.vocab_size, config.head_dim
     named = {
         "model.embed_tokens.weight": leaves.take("embedder.input_embedding", vocabulary, width),
@@ -32,6 +33,7 @@ def _read_llama(config: Llama, leaves: Leaves) -> Named:
     }
     if not config.tie_embeddings:
         named["lm_head.weight"] = rows(leaves.take("lm_head.w", width, vocabulary))
+    # Layers: projections, norms, MLP.
     for index in range(config.num_layers):
         path, prefix = f"layers.{index}.", f"model.layers.{index}."
         for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
@@ -79,6 +81,7 @@ def _read_gemma(config: Gemma4, leaves: Leaves) -> Named:
         for name, theirs in norms.items():
             named[f"{prefix}{theirs}.weight"] = leaves.take(f"{path}{name}.scale", width)
         named |= read_per_layer(config, leaves, path, prefix)
+        # The experts.
         if config.experts is not None:
             count, inner = config.experts.router.count, config.experts.width
             gates = leaves.take(f"{path}moe.gating_einsum", count, 2, inner, width)
