@@ -125,7 +125,7 @@ def linear(
     if exact:
         out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight))
         return add_bias(out.reshape(*x.shape[:-1], -1), bias)
-    # A single row: a small product is faster with two rows, as no GEMV.
+    # Double a single row: XLA lowers its product to a slow sum over columns.
     alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS.get(platform(), 0)
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
     if isinstance(weight, Quantized):
