@@ -1,8 +1,7 @@
-"""Rounds of a drafter with branches, which leaves each round to one of several drafters (`BranchingDrafter`).
+"""Rounds of a drafter with branches: each is left to one of several drafters (`BranchingDrafter`).
 
-Each branch has an inner loop of rounds, which repeats while its branch is chosen, inside of a loop over branches. So a
-round is the program of its own drafter, and caches are written in place, which XLA does in a loop but not in a
-conditional.
+Runs one inner loop per branch, inside a loop over branches; an inner loop repeats while its branch is chosen. So caches
+are written in place, as XLA does in a loop but not in a conditional.
 """
 
 import dataclasses

@@ -27,8 +27,8 @@ def commit_rows(
 
     after: [B, ...], logits or hidden states that the forward returned.
     """
-    # XLA must see that the cache is written after the forward's last read of it; otherwise it copies the whole cache
-    # in every round. So the length is made to depend on an output of the forward, by a condition that is never true.
+    # XLA must see the write of the cache after the forward's last read; otherwise it copies the whole cache in every
+    # round. So the length depends on an output of the forward, by a condition that is never true.
     value = after.reshape(after.shape[0], -1)[:, 0].astype(jnp.float32)
     length = jnp.where(lax.bitcast_convert_type(value, jnp.int32) == _SIGNALING_NAN, 0, length)
     return cache.commit(rows, start, path, length)

@@ -1,7 +1,6 @@
-"""Sequences that are split over groups of devices with equal weights (data parallelism).
+"""Data parallelism: a batch split over groups of devices with equal weights (`jspec.core.sharding`).
 
-Each group has the next sequences of a batch and runs the loop for them alone, see `jspec.core.sharding`. What belongs
-to sequences is stacked: [groups, B / groups, ...].
+Each group runs the loop for the next sequences alone. Per-sequence arrays are stacked: [groups, B / groups, ...].
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ def prefill(
 ) -> DecodeState:
     """The state before the first round, on the devices of a placement; stacked if there are several groups.
 
-    Where `batch_of` leaves sequences to fill up, these are copies of the last one that have finished.
+    Padding of the last group are finished copies of the last sequence.
 
     read: `jspec.core.prefill.prefill` without its arrays, which are the other arguments.
     """

@@ -1,4 +1,4 @@
-"""The loop: one XLA program that runs rounds on the device until every sequence is done."""
+"""The loop: one XLA program runs rounds on the device until every sequence is done."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from jspec.core.xla_options import LoopProgram, prefers_cublas
 from pallas_kernels import platform
 
 SHARED = (0, 2)
-"""The arguments of `run_rounds` that groups of devices have in common; the state is that of each."""
+"""Arguments of `run_rounds` common to groups of devices; each group has its own state."""
 
 
 def run_while(
@@ -33,12 +33,12 @@ def run_while(
 ) -> DecodeState:
     """Rounds while `going(s)` is true.
 
-    held: sequences that take no part in the next round; None: all do that have not finished.
+    held: unfinished sequences to skip in the next round; None: none.
     debug: check the invariants of every round.
     """
 
     def hold(s: DecodeState) -> tuple[Bool[Array, " B"], DecodeState]:
-        """Marks held sequences, which a round then treats as finished."""
+        """Marks held sequences, so a round treats them as finished."""
         assert held is not None
         mask = held(s)
         return mask, dataclasses.replace(s, finish_code=jnp.where(mask, stopping.HELD, s.finish_code))
@@ -65,7 +65,7 @@ def run_while(
 
 
 def one_round(params: Params, s: DecodeState, *, method: Method, debug: bool = False) -> DecodeState:
-    """The state after a round of any drafter; one with branches chooses its branch."""
+    """Runs one round of any drafter; one with branches chooses its branch."""
     last = s.round_index
     return run_while(params, s, lambda s: s.round_index == last, method=method, debug=debug)
 
@@ -83,7 +83,7 @@ def run_rounds(
 
 
 def with_counters(s: DecodeState, depth: int) -> DecodeState:
-    """The state with counters for rounds of this depth, for one that is continued with a drafter of a greater depth."""
+    """Extends the counters to rounds of this depth, to continue with a deeper drafter."""
     counts = s.stats.accept_counts
     missing = depth + 1 - counts.shape[-1]
     if missing <= 0:
@@ -140,5 +140,5 @@ def verifies_many(params: Params, s: DecodeState, method: Method) -> bool:
 
 
 def fastest(params: Params, s: DecodeState, method: Method) -> LoopProgram[..., DecodeState]:
-    """The variant of `decode` that is fastest for rounds of these shapes."""
+    """The fastest variant of `decode` for rounds of these shapes."""
     return decode.variant(many=verifies_many(params, s, method), devices=method.devices)

@@ -1,16 +1,15 @@
-"""Optional members of a drafter, with the values that hold for drafters without them.
+"""Optional members of a drafter, with defaults for drafters without them.
 
-A drafter needs none of them to work. Each function asks for one member, so a drafter is any object with the members of
-`jspec.core.types.Drafter`, and nothing else asks what it has beyond those.
+Each function asks for one member, and nothing else asks for members beyond `jspec.core.types.Drafter`.
 
 - `adapt(needs) -> Drafter`: the drafter to use with an acceptance rule; ValueError if it cannot meet its needs.
 - `max_length: int`: tokens of the context of its own model; may raise before `bind`.
 - `ahead: int`: lookahead of a row of its caches, how many later tokens the row depends on. A drafter with a cache and
   without this member shares no prefixes.
-- `further: int`: rows of a sequence that its caches hold beyond those of the target's cache.
+- `further: int`: extra rows of a sequence in its caches, beyond those of the target's cache.
 - `resume(state, slots, length) -> state`: its state, cleared in `slots`, where its caches have the first `length` rows
   of another sequence. Slots out of range are skipped.
-- `shares(other) -> bool`: whether `draft` works with the state that another drafter extends. Both are bound.
+- `shares(other) -> bool`: whether `draft` works with the state of another drafter. Both are bound.
 - those of `jspec.core.types.BranchingDrafter`: it leaves each round to one of several drafters.
 """
 
@@ -36,7 +35,7 @@ def lookahead(drafter: Drafter) -> int | None:
 
 
 def extra_rows(drafter: Drafter, default: int) -> int:
-    """Rows of a sequence that its caches hold beyond those of the target's; `default` if it does not know."""
+    """Rows of a sequence in its caches beyond those of the target's; `default` if it does not say."""
     return getattr(drafter, "further", default)
 
 
@@ -47,7 +46,7 @@ def resumed(drafter: Drafter, state: PyTree, slots: Int[Array, " n"], length: In
 
 
 def shares(drafter: Drafter, owner: Drafter) -> bool:
-    """Whether the drafter can draft from the state that `owner` extends."""
+    """Whether the drafter can draft from the state of `owner`."""
     compare = getattr(drafter, "shares", None)
     return drafter == owner or (compare is not None and compare(owner))
 

@@ -28,7 +28,7 @@ def prefill(
     Args:
       capacity: columns of the token buffer, at least max(prompts.limit).
       page_size: rows per page of the caches.
-      chunk: columns that are read at once, which bounds the memory of activations; longer prompts are read in a loop
+      chunk: columns per forward, to bound the memory of activations; longer prompts are read in a loop
         with as many iterations as the longest prompt needs. None: all columns.
     """
     width = prompts.ids.shape[1]
@@ -62,7 +62,7 @@ def read_columns(
     """The state after each sequence has read `count` more of its tokens, from position `begin` on.
 
     Args:
-      ends: sequences that get the token after the last one read, chosen as in a round without drafts.
+      ends: sequences to get the token after the last one read, chosen as in a round without drafts.
       size: columns of the program; at most this many tokens are read.
       first: nothing is committed before these columns, in any sequence.
     """
@@ -114,8 +114,7 @@ def _unread(params: Params, prompts: Prompts, method: Method, capacity: int, pag
     batch, width = prompts.ids.shape
     # Tokens proposed past the limit are dropped, so they need no columns.
     columns = max(capacity, width)
-    # Not written into zeros: indices of a slice that is all of an array are empty, which crashes XLA of JAX 0.11.2
-    # over devices.
+    # Padded, because writing a slice of a whole array crashes XLA of JAX 0.11.2 over devices.
     tokens = jnp.pad(prompts.ids.astype(jnp.int32), ((0, 0), (0, columns - width)))
     ended = prompts.length >= prompts.limit
     stats = Stats(

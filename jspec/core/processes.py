@@ -1,6 +1,6 @@
-"""Several processes that run the same programs over devices of all of them, as after `jax.distributed.initialize()`.
+"""Agreement of several processes with devices of all of them, as after `jax.distributed.initialize()`.
 
-Each must make the same calls with the same arguments: a process whose programs differ waits for the others forever.
+Each must make the same calls with the same arguments: if programs differ, the processes wait for each other forever.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from jspec.core.sharding import Placement
 _BYTES = 16
 """Bytes of a digest."""
 _MOST_ANNOUNCED = 4096
-"""Bytes of a text that `announced` takes."""
+"""Maximum bytes of a text of `announced`."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def fetch(tree: PyTree) -> Any:
-    """Arrays as those of NumPy. If this process lacks a part of one, all processes must call this alike."""
+    """Copies arrays to the host. If this process lacks a part of one, all processes must call this alike."""
     return jax.tree.map(_fetch, tree)
 
 
@@ -35,7 +35,7 @@ def _fetch(array: Any) -> Any:
 
 
 def least(placement: Placement | None, value: int) -> int:
-    """The smallest of the values, of 64 bits, that the processes of a placement have."""
+    """The minimum of 64-bit values over the processes of a placement."""
     if not _is_shared(placement):
         return value
     values = multihost_utils.process_allgather(np.frombuffer(np.int64(value).tobytes(), np.uint8))
@@ -43,7 +43,7 @@ def least(placement: Placement | None, value: int) -> int:
 
 
 def announced(text: str) -> str:
-    """The text of process 0, in all processes, which must call this alike.
+    """Broadcasts the text of process 0; all processes must call this.
 
     Raises:
       ValueError: it has more than 4,096 bytes.
@@ -57,11 +57,11 @@ def announced(text: str) -> str:
 
 @contextlib.contextmanager
 def agreement(placement: Placement | None, names: Sequence[str]) -> Generator[Callable[[Mapping[str, object]], None]]:
-    """A context in which a process checks its arguments, and then calls the function that is yielded with their values.
+    """A context to check arguments in, and to compare them over processes by calling the yielded function.
 
-    If one process fails before that, the others do, too. In a single process only its own checks count.
+    If one process fails earlier, the others fail, too. In a single process only its own checks count.
 
-    names: of the values, which are compared by their texts (`repr`).
+    names: of the values, compared by `repr`.
 
     Raises:
       ValueError: the values of two processes differ, or another process has failed; in every process.
@@ -87,14 +87,14 @@ def _is_shared(placement: Placement | None) -> bool:
 
 
 def _digest(value: object) -> Int[np.ndarray, " bytes"]:
-    """A digest that processes can compare. Where an object lies in memory is no part of it."""
+    """A digest of a value, without addresses of objects."""
     text = _ADDRESS.sub("", repr(value))
     return np.frombuffer(hashlib.sha256(text.encode()).digest()[:_BYTES], np.uint8)
 
 
 def _check(names: Sequence[str], digests: Int[np.ndarray, "processes names bytes"]) -> None:
-    """Raises ValueError unless all processes have the same digests. Zeros are those of one that has failed."""
-    for process, digest in enumerate(digests):
+    """Raises ValueError unless all processes have the same digests; zeros mean failure."""
+    for process, digest in enumerate(digests):  # Failures first.
         if not digest.any():
             raise ValueError(f"process {process} has refused this call: the reason is in its own error")
     for index, name in enumerate(names):

@@ -35,7 +35,7 @@ from jspec.core.types import (
 def step(
     params: Params, s: DecodeState, *, method: Method, branch: int | None = None, debug: bool = False
 ) -> DecodeState:
-    """One round. The scopes name its parts in a profile. branch: that which drafts; None: the drafter has none."""
+    """One round. The scopes name its parts in a profile. branch: of the drafter; None: it has none."""
     with jax.named_scope("draft"):
         draft_tree, drafted = draft(params, s, method=method, branch=branch)
     with jax.named_scope("verify"):
@@ -72,7 +72,7 @@ def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Met
 def accept_drafts(
     s: DecodeState, draft_tree: DraftTree, out: ForwardOutput, *, method: Method, live: Bool[Array, " B"] | None = None
 ) -> Decision:
-    """Decides which drafts to keep and which token follows them. live: sequences that get tokens; None: all."""
+    """Decides on drafts to keep and the token after them. live: sequences that get tokens; None: all."""
     logits = node_logits(s, draft_tree, out)
     accepted = check_acceptance(method.accept, method.accept(s.key, draft_tree, logits, s.length), draft_tree)
     return _decide(s, accepted, live, record(s, out.logits, logits, accepted))
@@ -97,7 +97,7 @@ def extend(params: Params, s: DecodeState, committed: Committed, *, method: Meth
 
 
 def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Float[Array, "B N V"]:
-    """The logits from which the token after each node is chosen."""
+    """Logits of the token after each node."""
     return sampling.process(s, out.logits, tree.paths(draft_tree))
 
 
@@ -158,7 +158,7 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
 
 
 def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> DecodeState:
-    """The state with the counters after a round, which is counted for `branch` if the drafter has branches."""
+    """Counts a round, also for `branch` if the drafter has branches."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     length, branch_counts = decision.appended.length, s.stats.branch_counts
     appended = (slots == length[:, None] - 1).astype(jnp.int32)
@@ -186,7 +186,7 @@ def _decide(
 
 
 def _check_form(method: Method, before: DecodeState, after: DecodeState) -> DecodeState:
-    """The state after a round, which the loop can carry: structure, shapes and dtypes are those before it."""
+    """Checks the state after a round for the loop: structure, shapes and dtypes must be those before it."""
     check_same_form(f"{type(before.cache).__name__}.commit", before.cache, after.cache)
     check_same_form(f"{type(method.drafter).__name__}.extend", before.draft, after.draft)
     return after

@@ -1,8 +1,7 @@
 """Views of some sequences of a state.
 
-An engine keeps one state of S slots and lets a program work on some of them: `take` selects them, the program runs on
-the selection as on any other state, and `put` writes it back. Pools of pages have no batch dimension, so they are
-shared by the selection and never copied.
+An engine has one state of S slots. For a program on some of them, `take` selects the slots and `put` writes them back.
+Pools of pages have no batch dimension, so they are shared by the selection and never copied.
 """
 
 import dataclasses
@@ -20,18 +19,18 @@ P = TypeVar("P")
 
 @runtime_checkable
 class SlotCache(Protocol):
-    """What a cache needs in addition to `Cache` so that sequences can come and go."""
+    """Methods of a cache, in addition to `Cache`, for sequences to come and go."""
 
     def take(self, slots: Int[Array, " R"]) -> Self:
         """The cache of these sequences; pools of pages are shared with it."""
         ...
 
     def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """The cache after `part`, which `take` has selected and a program has changed, is written back."""
+        """Writes `part`, a changed result of `take`, back."""
         ...
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """The cache whose sequences own the pages of `table`; itself if it has no pages of the common pool."""
+        """Sets the block tables; itself if it has no pages of the common pool."""
         ...
 
     def pooled(self, pages: int) -> Self:
@@ -39,15 +38,15 @@ class SlotCache(Protocol):
         ...
 
     def state_of(self, slot: Int[Array, ""]) -> PyTree:
-        """A copy of what it remembers of a sequence outside of the common pool; None: nothing.
+        """A copy of the slot state of a sequence: its state outside of the common pool; None: nothing.
 
         Sequences share the pages of a prefix, but such a state can only be copied where the prefix ends. Its fields
-        state what is split over devices (`jspec.core.struct.leaf`).
+        specify the split over devices (`jspec.core.struct.leaf`).
         """
         ...
 
     def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
-        """The cache that remembers `state`, a result of `state_of`, of this sequence."""
+        """Sets the slot state of a sequence to a result of `state_of`."""
         ...
 
 
@@ -66,14 +65,14 @@ def map_parts(of_cache: Callable[..., PyTree], of_array: Callable[..., PyTree], 
 
 
 def take(s: DecodeState, slots: Int[Array, " R"] | None) -> DecodeState:
-    """The state of the sequences in `slots`, which must be distinct; None: all, in order."""
+    """Selects the sequences in `slots`, all distinct; None: all, in order."""
     if slots is None:
         return s
     return _rebuild(s, lambda tree: map_parts(lambda c: c.take(slots), lambda x: x[slots], tree))
 
 
 def put(s: DecodeState, slots: Int[Array, " R"] | None, part: DecodeState) -> DecodeState:
-    """The state after `part`, a changed `take(s, slots)`, is written back."""
+    """Writes `part`, a changed `take(s, slots)`, back."""
     if slots is None:
         return part
 
@@ -84,7 +83,7 @@ def put(s: DecodeState, slots: Int[Array, " R"] | None, part: DecodeState) -> De
 
 
 def with_table(s: DecodeState, table: Int[Array, "R W"]) -> DecodeState:
-    """The state whose sequences own the pages of `table`, in the target's cache and in the draft's."""
+    """Sets the block tables in the target's cache and in the draft's."""
 
     def owned(tree: P) -> P:
         return map_parts(lambda c: c.with_table(table), lambda x: x, tree)
@@ -93,7 +92,7 @@ def with_table(s: DecodeState, table: Int[Array, "R W"]) -> DecodeState:
 
 
 def _rebuild(s: DecodeState, change: Callable[..., PyTree], *others: DecodeState) -> DecodeState:
-    """The state with `change` applied to every field that belongs to sequences."""
+    """Applies `change` to every per-sequence field."""
     fields = {}
     for field in dataclasses.fields(s):
         values = [getattr(state, field.name) for state in (s, *others)]

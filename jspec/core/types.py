@@ -1,7 +1,7 @@
-"""The values that pass between the parts of a round, and the protocols of the parts.
+"""Values passed between the parts of a round, and the protocols of the parts.
 
 Dimensions: B batch, N nodes of a tree, A maximum accepted nodes, T tokens, C columns of the token buffer, E hidden
-size, V vocabulary, W width of a tree. An optional part is a None leaf: a drafter that wants no hidden states has no
+size, V vocabulary, W width of a tree. An optional part is a None leaf: a drafter without hidden states has no
 buffer for them anywhere, and a chain, whose topology is known while tracing, has no parents.
 """
 
@@ -28,7 +28,7 @@ class Params:
 
 @struct
 class DraftTree:
-    """A proposal. Node 0 is the root: the last committed token, which is in no cache yet.
+    """A proposal. Node 0 is the root: the last committed token, not in any cache yet.
 
     Siblings should have distinct tokens; of duplicates only the first can be accepted.
     """
@@ -41,25 +41,25 @@ class DraftTree:
     width: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Maximum children of a node; None: N - 1."""
     probs: Float[Array, "B N V"] | None = None
-    """probs[b, n]: the distribution q from which the children of node n were sampled, in order and without replacement.
+    """probs[b, n]: the distribution q of the children of node n, sampled from it in order and without replacement.
     None: the drafts were not sampled from a known distribution."""
 
 
 @struct
 class Proposal:
-    """The tokens that a draft model proposes after each of M nodes."""
+    """Tokens proposed by a draft model after each of M nodes."""
 
     tokens: Int[Array, "B M W"]
     """Best first."""
     scores: Float[Array, "B M W"] | None
-    """The drafter's estimates of the log-probability that the target chooses each token; None where W is 1."""
+    """Estimates of the target's log-probability of each token; None if W is 1."""
     probs: Float[Array, "B M V"] | None
-    """The distribution from which the tokens were sampled, without replacement; None if they were not sampled."""
+    """The distribution of the tokens, sampled without replacement; None if they were not sampled."""
 
 
 @struct
 class Frontier:
-    """Nodes of one generation that are expanded further: M of them, or 1 for a chain."""
+    """Nodes of one generation to expand: M of them, or 1 for a chain."""
 
     tokens: Int[Array, "B M"]
     parent: Int[Array, "#B M"] | None
@@ -99,12 +99,12 @@ class Acceptance:
 
 @struct
 class Committed:
-    """What `Drafter.extend` absorbs: a prompt, chunk by chunk, and then the tokens of each round."""
+    """Input of `Drafter.extend`: a prompt, chunk by chunk, and then the tokens of each round."""
 
     start: Int[Array, " B"]
     """Position of hidden[:, 0]."""
     tokens: Int[Array, "B T"]
-    """The token that follows hidden[:, t], at position start + t + 1."""
+    """The token after hidden[:, t], at position start + t + 1."""
     hidden: Float[Array, "B T E"] | None
     """The target's hidden states of `Drafter.capture_layers`; None if there are no such layers."""
     length: Int[Array, " B"]
@@ -130,7 +130,7 @@ class Recorded:
     top: TopTokens | None = None
     """The most probable tokens where each was chosen, [B, C, k], under the same; None if k is 0."""
     sampled_logprobs: Float[Array, "B C"] | None = None
-    """log p of each new token under the distribution that it was sampled from; None if every sequence is greedy."""
+    """log p of each new token under its sampling distribution; None if every sequence is greedy."""
 
 
 @struct
@@ -142,7 +142,7 @@ class Stats:
     accept_counts: Int[Array, "B A"]
     """accept_counts[b, i]: rounds that appended i + 1 tokens."""
     dropped: Int[Array, " B"]
-    """Tokens that the acceptance rule appended in the last round, but after the end of the text or beyond the limit."""
+    """Tokens accepted in the last round, but after the end of the text or beyond the limit."""
     branch_counts: Int[Array, "B K A"] | None = None
     """branch_counts[b, k, i]: rounds in branch k that appended i + 1 tokens; None: the drafter has no branches."""
 
@@ -182,7 +182,7 @@ class Prompts:
 
 
 class Cache(Protocol):
-    """What a model remembers of committed tokens; see docs/extending-models.md.
+    """A model's memory of committed tokens; see docs/extending-models.md.
 
     It does not change inside a round: `commit` returns the next one.
     """
@@ -257,7 +257,7 @@ class Decision:
 
 @runtime_checkable
 class Target(Protocol):
-    """A model that verifies: a frozen dataclass of hyperparameters; its weights are arguments."""
+    """Verifies drafts: a frozen dataclass of hyperparameters; its weights are arguments."""
 
     @property
     def vocab_size(self) -> int:
@@ -311,8 +311,6 @@ class Target(Protocol):
 
 TARGET_PARTS = ("vocab_size", "hidden_size", "num_layers", "max_length", "init_cache", "embed", "unembed", "forward")
 """The attributes of a `Target`, then its methods."""
-
-
 DRAFTER_PARTS = ("depth", "capture_layers", "bind", "init", "draft", "extend")
 """The attributes of a `Drafter`, then its methods."""
 
@@ -320,7 +318,7 @@ DRAFTER_PARTS = ("depth", "capture_layers", "bind", "init", "draft", "extend")
 class Drafter(Protocol):
     """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/extending.md.
 
-    Members that a drafter may have in addition are those of `jspec.core.optional`.
+    Optional members: `jspec.core.optional`.
     """
 
     @property
@@ -345,7 +343,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PyTree]:
-        """A tree whose root is the last token of each sequence, and the drafter's new state."""
+        """Proposes a tree rooted at the last token of each sequence; returns it with the drafter's new state."""
         ...
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> PyTree:
@@ -357,7 +355,7 @@ class Drafter(Protocol):
 class DraftNeeds:
     """What an acceptance rule needs of the drafts.
 
-    sampled: drafts sampled from the drafter's own distribution, which the tree holds as `probs`.
+    sampled: drafts sampled from the drafter's own distribution, in the tree as `probs`.
     chains: chains, no trees.
     """
 
@@ -367,10 +365,10 @@ class DraftNeeds:
 
 @runtime_checkable
 class BranchingDrafter(Drafter, Protocol):
-    """A drafter that leaves each round to one of several others, whose trees may differ in shape. Optional.
+    """Leaves each round to one of several drafters, with trees of different shapes. Optional.
 
-    Each branch has rounds of its own in the program, in which that drafter drafts and this one extends its state. Its
-    own `draft` returns the same proposal as a tree of one shape.
+    Each branch compiles to its own loop: the branch drafts, this drafter updates the state. Its own `draft` returns the
+    same proposal as a tree of one shape.
     """
 
     @property
@@ -387,11 +385,11 @@ class BranchingDrafter(Drafter, Protocol):
         ...
 
     def states(self, state: PyTree) -> tuple[PyTree, ...]:
-        """The state from which each branch drafts."""
+        """The state of each branch."""
         ...
 
     def parts(self, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
-        """The states that the drafter's state holds, each once, with the drafter that extends it."""
+        """The distinct states, each with the drafter to extend it."""
         ...
 
     def with_parts(self, state: PyTree, parts: tuple[PyTree, ...]) -> PyTree:
@@ -411,6 +409,6 @@ class Accept(Protocol):
     ) -> Acceptance:
         """Decides which drafts to accept, from the processed logits after each node.
 
-        key, position: the inputs of every random draw; position[b] is that of the token after the root.
+        key, position: the inputs of every random draw; position[b]: of the token after the root.
         """
         ...

@@ -6,16 +6,15 @@ rounds become one graph with a loop node, and the host waits once. The loop is t
 minimum length of a captured sequence must be 1 as well: with XLA's default of 5, WHILE captures nothing.
 
 **Independent kernels.** By default the commands of a graph wait for each other in the order of XLA's schedule. With
-CONCURRENT they wait only for those whose buffers they use, so that small kernels, such as those that commit a round,
-run side by side; a round of an adaptive drafter gains most. XLA then reuses less memory: temporary values take 1.5 to 2
+CONCURRENT they wait only for those whose buffers they use, so small kernels, such as those of a commit, run side by
+side; a round of an adaptive drafter gains most. XLA then reuses less memory: temporary values take 1.5 to 2
 times as much, which is little beside weights and caches (docs/decisions.md). With several devices the order stays,
 because NCCL needs the same order of sums on all of them.
 
 **Sums over devices.** NCCL's kernels are captured, too, with COLLECTIVES. Since JAX 0.11 XLA replaces some of them by
-kernels of its own that cannot be captured, so these are turned off. NCCL reads two variables before its first call that
-must be 0. If NCCL_GRAPH_MIXING_SUPPORT is not, it adds waits for events to a graph, which a loop node may not contain.
-If NCCL_RUNTIME_CONNECT is not, it connects devices when an algorithm first sums over them, which fails during a capture
-(NCCL issues 1471 and 1513).
+kernels of its own, not capturable, so these are turned off. NCCL reads two variables before its first call; both must
+be 0. Otherwise, NCCL_GRAPH_MIXING_SUPPORT adds waits for events to a graph, forbidden in a loop node, and
+NCCL_RUNTIME_CONNECT connects devices at the first sum, and fails during a capture (NCCL issues 1471 and 1513).
 
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
@@ -36,7 +35,7 @@ from jspec.core.checks import check_flag, check_int, check_text
 from pallas_kernels import platform
 
 TRITON_GEMM_MAX_TOKENS = 32
-"""Tokens that a round verifies, all sequences together, up to which XLA's own matrix products are faster."""
+"""Most tokens of a round, all sequences together, for which XLA's own matrix products are faster."""
 _CAPTURE = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
@@ -44,7 +43,7 @@ _CAPTURE = {
 _CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 _PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 CAPTURED_IF_ZERO = "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_RUNTIME_CONNECT"
-"""Variables that NCCL reads before its first call. Sums over devices are captured only if both are 0."""
+"""Variables of NCCL, read before its first call. Sums over devices are captured only if both are 0."""
 _OWN_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 """XLA's own kernels for sums over devices; since JAX 0.11."""
 
@@ -56,12 +55,12 @@ def prepare_collectives() -> None:
 
 
 def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = None) -> dict[str, str | bool]:
-    """Options for `jax.jit(..., compiler_options=...)` of a program that contains the loop; they only affect GPUs.
+    """Options for `jax.jit(..., compiler_options=...)` of a program with the loop; they only affect GPUs.
 
     many: each round verifies more than `TRITON_GEMM_MAX_TOKENS` tokens.
     devices: over which the model is split. With several the loop is one graph only if the variables of
       `CAPTURED_IF_ZERO` are 0, as `jspec.load` sets them.
-    flags: XLA_FLAGS; None: those of this process. A group of options that they name is left to them.
+    flags: XLA_FLAGS; None: those of this process. They take precedence, by groups of options.
 
     Raises:
       TypeError: `many` is not a bool, `devices` not an int, or `flags` not a str.
@@ -81,7 +80,7 @@ def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = No
 
 
 def prefers_cublas(params: PyTree, tokens: int) -> bool:
-    """Whether rounds that verify that many tokens, all sequences together, need `loop_options(many=True)`.
+    """Whether rounds of this many tokens, all sequences together, need `loop_options(many=True)`.
 
     params: the weights, or their shapes.
     """
@@ -95,9 +94,9 @@ R = TypeVar("R")
 
 
 class LoopProgram(Generic[P, R]):
-    """`jax.jit` of a function that contains the loop, with `loop_options`.
+    """`jax.jit` of a function with the loop, with `loop_options`.
 
-    It is jitted at its first use, because the options depend on the environment, which no import may read. The program
+    It is jitted at its first use, because the options depend on the environment; no import may read it. The program
     itself has the options for few tokens on one device; `variant` has the others.
     """
 
@@ -110,8 +109,8 @@ class LoopProgram(Generic[P, R]):
     def variant(self, *, many: bool = False, devices: int = 1) -> Self:
         """The same function, jitted with other options.
 
-        many: for rounds that verify many tokens (`prefers_cublas`).
-        devices: that the model is split over; more than one have the same options.
+        many: for rounds of many tokens (`prefers_cublas`).
+        devices: of the split model; all above one have the same options.
         """
         key = many, devices > 1
         if key not in self._variants:

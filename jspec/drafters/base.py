@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def set_checked(drafter: object, **values: object) -> None:
-    """Sets fields of a frozen drafter to values that were checked, for its `__post_init__`."""
+    """Sets fields of a frozen drafter to checked values, in its `__post_init__`."""
     for name, value in values.items():
         object.__setattr__(drafter, name, value)
 
 
 def bound(drafter: object, part: T | None) -> T:
-    """A field that `bind` sets.
+    """A field set by `bind`.
 
     Raises:
       ValueError: the drafter is not bound.
@@ -30,7 +30,7 @@ def bound(drafter: object, part: T | None) -> T:
 
 
 def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
-    """Checks that trees of this width suit an acceptance rule.
+    """Checks the width of trees against an acceptance rule.
 
     Raises:
       ValueError: the rule needs chains.
@@ -67,7 +67,7 @@ class ModelDrafter:
         return Shape(self.depth, self.width, self.num_nodes)
 
     def seen(self, cache: Any) -> Any:
-        """The part of its cache that the draft attends to."""
+        """The part of its cache visible to the draft."""
         return within(cache, self.window, self.keep_first)
 
     def adapt(self, needs: DraftNeeds) -> Self:
@@ -100,7 +100,7 @@ class ModelDrafter:
             set_checked(self, depth=shape.depth)
 
     def check_window(self) -> None:
-        """Checks the options that narrow the draft's attention.
+        """Checks the options of the draft's window.
 
         Raises:
           TypeError, ValueError: not counts of positions; first positions without a window, or more than it has.
@@ -133,7 +133,7 @@ class ModelDrafter:
         raise ValueError(f"drafter {type(self).__name__} needs {needs}, but {loaded}: {hint}")
 
     def check_windowed(self, draft: object) -> None:
-        """Checks that the layers of a draft model can honor the window.
+        """Checks the layers of a draft model against the window.
 
         Raises:
           ValueError: they cannot.
@@ -156,10 +156,10 @@ class ModelDrafter:
 
 
 def check_made_for(name: str, target: Target, *, vocab_size: int, hidden_size: int) -> None:
-    """Checks that a draft model fits its target.
+    """Checks a draft model against its target.
 
     name: what the draft model is, for the message.
-    vocab_size, hidden_size: those of the target that it was made for.
+    vocab_size, hidden_size: of the target it was made for.
 
     Raises:
       ValueError: the target differs.
@@ -171,7 +171,7 @@ def check_made_for(name: str, target: Target, *, vocab_size: int, hidden_size: i
 
 
 def check_reads(name: str, target: Target, layers: tuple[int, ...]) -> None:
-    """Checks the layers of the target that a draft model reads.
+    """Checks the layers of the target read by a draft model.
 
     Raises:
       ValueError: they do not ascend, or the target has no such layers.

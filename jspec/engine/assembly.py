@@ -1,4 +1,4 @@
-"""Makes the parts of an engine: the device with the state of all slots, the scheduler, and requests."""
+"""Makes the parts of an engine: the device with all slots, the scheduler, and requests."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -46,9 +46,9 @@ def assemble(
     only: the shapes of all programs; None: those for requests of any kind.
 
     Raises:
-      ValueError, TypeError: a drafter, a rule or a cache that does not suit, or a state that does not fit.
+      ValueError, TypeError: an unsuitable drafter, rule or cache, or a state larger than the memory.
     """
-    # The method of a round. Some request may sample, so the rule is chosen for one that does.
+    # The method of a round. Some request may sample, so the rule is chosen for sampling.
     any_row, accept = RowSampling(temperature=jnp.zeros(1)), options.accept
     drafter = choose_drafter(options.drafter, model)
     method, _ = choose_method(model.target, model.draft, drafter, accept, any_row, placement=model.placement)
@@ -111,7 +111,7 @@ def make_requests(
     """Makes requests for this device or for others like it; call `hold` before they are queued.
 
     Raises:
-      ValueError, TypeError: options that do not suit the model or each other, or a request that can never fit.
+      ValueError, TypeError: options at odds with the model or each other, or a request too large to fit.
     """
     vocab_size = device.method.target.vocab_size
     options.check_vocabulary(vocab_size)

@@ -26,7 +26,7 @@ from jspec.engine.score import Chunk, Scorer, TokenScores
 from jspec.engine.slot_state import Sizes, empty_snapshots, empty_state
 
 CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace", "score")
-"""Methods of `Executor` that are callable by name."""
+"""Methods of `Executor` callable by name."""
 OFFER_SECONDS = 60.0
 """Timeout for new weights: how much later than process 0 a process may provide them."""
 
@@ -40,10 +40,10 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Window:
-    """Arguments of a program that change with every call, for the R slots it works on.
+    """Arguments of one call of a program, for its R slots.
 
     slots, table: as in `jspec.engine.programs.View`.
-    greedy: whether no sequence samples, so that the greedy acceptance rule applies.
+    greedy: whether no sequence samples, and the greedy acceptance rule applies.
     sampled, constrained: whether the sampling options and the grammars on the devices are in use.
     record: as in `Method`.
     """
@@ -84,7 +84,7 @@ class Executor:
         self.state: DecodeState = empty(params, method=method, sizes=sizes, samples=samples)
         places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
-        # Nodes of a round's tree. A drafter that samples reads the temperature, which the state of the slots lacks.
+        # Nodes of a round's tree. A sampling drafter reads the temperature, not part of the state of the slots.
         sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = draft_shape(params, state, method)[1]

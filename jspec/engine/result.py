@@ -1,4 +1,4 @@
-"""What `generate` and `stream` return, and how it is displayed."""
+"""Results of `generate` and `stream`, and their display."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from jspec.text.tokenizer import Tokenizer
 
 FinishReason: TypeAlias = Literal["eos", "stop", "length", "cancelled"]
 FINISH_REASONS: dict[int, FinishReason] = {stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
-"""Finish codes of sequences that have ended by themselves."""
+"""Finish codes of completed sequences."""
 
 
 class GeneratedToken(NamedTuple):
@@ -26,7 +26,7 @@ class GeneratedToken(NamedTuple):
 
     id: in the vocabulary.
     text: for display, as in `Generation.token_texts`.
-    origin: depth of the accepted draft that it comes from, or 0 for the target's own.
+    origin: depth of its accepted draft, or 0 for the target's own token.
     logprob: under the target's own, unprocessed logits; None unless requested.
     """
 
@@ -38,11 +38,11 @@ class GeneratedToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Branches:
-    """Counters of a generation by the drafter that each round took.
+    """Counters of a generation by the drafter of each round.
 
     drafters: the drafters in a few words.
     depths: tokens of the longest chain of each.
-    counts: [B, K, depth + 1]; counts[b, k, i] is the number of rounds of drafter k that appended i + 1 tokens.
+    counts: [B, K, depth + 1]; counts[b, k, i] is the number of rounds of drafter k with i + 1 new tokens.
     """
 
     drafters: tuple[str, ...]
@@ -71,7 +71,7 @@ class Branches:
         return int(self.counts.sum((0, 2)) @ np.array(self.depths))
 
     def judged(self) -> tuple[np.ndarray, np.ndarray]:
-        """[depth] rounds that drafted a token at each position and accepted all before it, and that one, too."""
+        """[depth] rounds with a draft at each position and all before it accepted; those with it accepted, too."""
         at_least = np.cumsum(self.counts.sum(0)[:, ::-1], axis=1)[:, ::-1].astype(float)
         drafted = np.arange(at_least.shape[1] - 1)[None] < np.array(self.depths)[:, None]
         reached, accepted = (np.where(drafted, part, 0.0).sum(0) for part in (at_least[:, :-1], at_least[:, 1:]))
@@ -91,10 +91,10 @@ class GenerationStats:
     """Counters of a generation of B sequences. The first token of each comes from prefill, not from a round.
 
     rounds: [B] rounds in which each sequence was active.
-    accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds that appended i + 1 tokens.
+    accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds with i + 1 new tokens.
     seconds: wall time of all rounds, without prefill and compilation.
-    dropped: [B] tokens of the last round of each sequence that were accepted, but are after the end of the text or
-      beyond the limit. `accept_counts` has that round with the tokens that it appended.
+    dropped: [B] accepted tokens of the last round of each sequence after the end of the text or beyond the limit; not
+      part of `accept_counts`.
     branches: the counters by drafter, where each round took one of several; None for other drafters.
     """
 
@@ -116,9 +116,9 @@ class GenerationStats:
 
     @property
     def accept_rate(self) -> float:
-        """Share of the drafts of the longest chains that were accepted; 0 for plain decoding.
+        """Share of accepted drafts of the longest chains; 0 for plain decoding.
 
-        The last round counts with all drafts that were accepted, the `dropped` ones included.
+        The last round counts with all accepted drafts, including the `dropped` ones.
         """
         rounds = int(self.rounds.sum())
         accepted = self._tokens_of_rounds - rounds + int(self.dropped.sum())
@@ -126,20 +126,20 @@ class GenerationStats:
 
     @property
     def drafted(self) -> int:
-        """Drafts of the longest chains: `depth` per round, or that of the drafter that it took."""
+        """Drafts of the longest chains: `depth` per round, or the depth of its drafter."""
         return int(self.rounds.sum()) * self.depth if self.branches is None else self.branches.drafted
 
     @property
     def acceptance_by_position(self) -> np.ndarray:
-        """[depth] share of rounds that accepted the draft token at each position."""
+        """[depth] share of rounds with the draft token at each position accepted."""
         at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1]
         return at_least[1:] / max(int(self.rounds.sum()), 1)
 
     @property
     def conditional_acceptance(self) -> np.ndarray:
-        """[depth] share of the rounds that accepted all drafts before a position that accepted the one there, too.
+        """[depth] probability of accepting the draft at each position if all before it are accepted.
 
-        NaN at a position that no round reached. A round that drafted no token there does not count.
+        NaN at a position never reached. Rounds without a draft there do not count.
         """
         if self.branches is not None:
             reached, accepted = self.branches.judged()
@@ -155,7 +155,7 @@ class GenerationStats:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest chain that was drafted; 0 for plain decoding."""
+        """Tokens of the longest chain drafted; 0 for plain decoding."""
         return self.accept_counts.shape[1] - 1
 
     def of_sequence(self, index: int) -> "GenerationStats":
@@ -172,7 +172,7 @@ class GenerationStats:
 
     @classmethod
     def total(cls, parts: "Sequence[GenerationStats]", seconds: float) -> "GenerationStats":
-        """The counters of all sequences of several generations, which took this time together."""
+        """The counters of all sequences of several generations; `seconds` is their time in total."""
         counts = np.concatenate([part.accept_counts for part in parts])
         dropped = np.concatenate([part.dropped for part in parts])
         branches = [part.branches for part in parts if part.branches is not None]
@@ -196,17 +196,17 @@ class Generation:
 
     Indexing and iteration give the new tokens, each a `GeneratedToken`; `len` is how many there are.
 
-    tokens: new ids, up to and including the EOS id or the token that completes a stop string.
+    tokens: new ids, up to and including the EOS id or the last token of a stop string.
     text: text of the new tokens, without special tokens and the stop string; None if the model has no tokenizer.
     finish_reason: "eos", "stop" (a stop string), "length" or "cancelled"; None while the generation runs.
     stats: counters of this sequence; its `seconds` are those of the whole batch.
-    origin: for each new token the depth of the accepted draft that it comes from, or 0 for the target's own.
+    origin: for each new token the depth of its accepted draft, or 0 for the target's own token.
     logprobs: log-probability of each new token under the target's own, unprocessed logits; None unless requested.
     prompt: ids of the prompt.
-    tokenizer: the model's, which displays the tokens; or None.
+    tokenizer: the model's, for display; or None.
     top_logprobs: for each new token the most probable ids in its place with their log-probabilities, the most probable
       first, under the same logits; None unless requested.
-    sampled_logprobs: log-probability of each new token under the distribution that it was sampled from: after
+    sampled_logprobs: log-probability of each new token under its sampling distribution: after
       penalties, bias, temperature and truncation, so 0 where the sequence is greedy. None unless `logprobs` are
       requested.
     """
@@ -328,7 +328,7 @@ class Generations(Sequence[Generation]):
 
     @property
     def sampled_logprobs(self) -> list[list[float]] | None:
-        """Under the distributions that the tokens were sampled from, as in `Generation.sampled_logprobs`."""
+        """Under the sampling distributions, as in `Generation.sampled_logprobs`."""
         logprobs = [item.sampled_logprobs for item in self.items if item.sampled_logprobs is not None]
         return logprobs if len(logprobs) == len(self.items) else None
 
@@ -377,7 +377,7 @@ class Generations(Sequence[Generation]):
 class Piece:
     """New text and ids of one sequence; what `stream` yields.
 
-    index: which sequence of the batch.
+    index: of the sequence in the batch.
     logprobs: of each new token; None if they are not recorded, or not until the end.
     finish_reason: in the last piece of a request to an engine, why it ended.
     top_logprobs: for each new token the most probable tokens with their log-probabilities, if they are recorded.

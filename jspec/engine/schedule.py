@@ -26,9 +26,9 @@ from jspec.engine.victims import victims
 OVERHEAD = 256
 """Fixed cost of a program, in columns: about as many as a processor computes while it reads the weights."""
 FULL = 0.75
-"""Share of running slots from which bursts take precedence over reads."""
+"""Share of running slots above which bursts take precedence over reads."""
 MAX_SKIPPED = 3
-"""Bursts in a row that may be skipped to fill the slots."""
+"""Bursts to skip in a row at most, to fill the slots."""
 
 
 class Scheduler:
@@ -72,7 +72,7 @@ class Scheduler:
         for rows, size in read_shapes:
             check_int("read_shapes: sequences", rows, least=1)
             check_int("read_shapes: columns", size, least=pages.min_prefill + self.extra_rows)
-        # Smaller programs first, so that of two equally useful ones the cheaper one is chosen.
+        # Smaller programs first, so the cheaper of two equally useful ones is chosen.
         self._shapes = sorted(read_shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
         small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
         self._small_shapes = small or self._shapes[:1]
@@ -157,7 +157,7 @@ class Scheduler:
             for request in list(self._admitted):
                 if request.phase is Phase.RUNNING:
                     self._grow(request, rounds, preempt=True)
-        # A request that was just preempted would otherwise return at once.
+        # Otherwise, a request just preempted would return at once.
         admissions = self._admit() if reading and self.preemptions == before else []
         read = self._plan_read(rounds) if reading else None
         burst = self._plan_burst(rounds, read is not None) if bursting else None
@@ -250,7 +250,7 @@ class Scheduler:
             if sharing.waits(request):  # for a prefix
                 place += 1
                 continue
-            # Look up the prefix cache, and prompts that are being read.
+            # Look up the prefix cache, and prompts in prefill.
             most = request.prefill_length - self.pages.min_prefill
             prefix = self.pages.match(request.all_tokens, most, request.salt)
             request.waits_for = sharing.reader(self.pages, self._admitted, request, prefix)
@@ -268,7 +268,7 @@ class Scheduler:
         """Gives a request a slot and the pages of its prefill and of one round. False if pages are too few: the pages
         of the prefix are given back.
 
-        Leaves one page for each admitted sequence, so that these do not preempt it at once.
+        Leaves one page for each admitted sequence, or these would preempt it at once.
         """
         # Of a recurrent target, two prompts diverge where the cached pages go on after the last snapshot.
         usable = self.pages.usable(prefix)
@@ -350,19 +350,19 @@ class Scheduler:
         return read
 
     def _tokens(self, requests: list[Request], shape: tuple[int, int]) -> int:
-        """Tokens that a read of this shape prefills."""
+        """Tokens prefilled by a read of this shape."""
         rows, size = shape
         return sum(self._chunk(request, size) for request in requests[:rows])
 
     def _worth(self, requests: list[Request], shape: tuple[int, int]) -> float:
-        """Tokens that a read of this shape prefills, per cost."""
+        """Tokens prefilled by a read of this shape, per cost."""
         return self._tokens(requests, shape) / (shape[0] * shape[1] + OVERHEAD)
 
     def _postpones(self, requests: list[Request], shape: tuple[int, int], rounds: int) -> bool:
-        """Whether to delay a read until more slots are free, so that it has fewer empty columns.
+        """Whether to delay a read until more slots are free, to fill more of its columns.
 
-        Only if all slots are taken and requests wait, so that no first token is delayed without need, and until the
-        idle slots have cost as much as the empty columns would: at most twice the optimal cost.
+        Only if all slots are taken and requests wait, or first tokens would be late without need, and until the idle
+        slots have cost as much as the empty columns would: at most twice the optimal cost.
         """
         running = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not self._queue or self._free_slots or not running or self._admitted[0].phase is Phase.READING:
@@ -430,7 +430,7 @@ class Scheduler:
         return rows if rows < self._all_rows(request) else max(rows, request.limit + self.extra_rows)
 
     def _lacks(self, request: Request) -> int:
-        """Pages that a request lacks for one round, as of the last report."""
+        """Missing pages of a request for one round, as of the last report."""
         return self.pages.holding(self._rows(request, request.length)) - len(request.pages)
 
     def _grow(self, request: Request, rounds: int, *, preempt: bool) -> None:

@@ -1,4 +1,4 @@
-"""How much of everything an engine has, by the memory that there is; and the shapes that it works with."""
+"""Chooses the sizes of an engine by the memory available, and the shapes of its read programs."""
 
 import dataclasses
 from functools import partial
@@ -14,18 +14,18 @@ from jspec.engine.slot_state import Sizes, empty_state, lookahead, slot_states
 from jspec.models.sizes import tree_bytes
 
 SNAPSHOT_SHARE = 0.1
-"""Share of snapshots in the memory that is left beside the slots and the pages of one sequence."""
+"""Share of snapshots in the memory left after the slots and the pages of one sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What the state of an engine may take of the memory of each device.
+    """Memory of an engine's state on each device.
 
     pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
-    fraction: of the memory of each device that may be in use, weights included.
-    share: whether sequences may share prefixes. Where the target's cache has slot state they do if there is memory for
-      a snapshot; there is at most one per slot.
-    free: bytes that are free on each device, and its limit; None if they are unknown.
+    fraction: maximum share of each device's memory in use, weights included.
+    share: whether sequences may share prefixes. If the target's cache has slot state, sharing needs memory for a
+      snapshot; there is at most one per slot.
+    free: free bytes of each device, and its limit; None if unknown.
     """
 
     pages: int | None
@@ -35,7 +35,7 @@ class Budget:
 
 
 def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
-    """Shapes (sequences, columns) of the programs that read: few long chunks or many short ones.
+    """Shapes (sequences, columns) of the read programs: few long chunks or many short ones.
 
     least: columns of the smallest.
     """
@@ -46,7 +46,7 @@ def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> li
 
 
 def fit(params: Params, method: Method, sizes: Sizes, budget: Budget, *, samples: bool) -> tuple[Sizes, bool]:
-    """The sizes with the pages and snapshots that there is memory for, and whether sequences share prefixes.
+    """Adds the pages and snapshots that fit to the sizes; returns them and whether sequences share prefixes.
 
     Args:
       sizes: slots, context and page size.

@@ -1,7 +1,7 @@
-"""The state of S slots that an engine keeps on the device, before any sequence is in it, and what it holds.
+"""The on-device state of an engine's S slots, before any sequence is in it, and its parts.
 
-Pools of pages belong to all slots. Everything else that a cache or a drafter remembers of a sequence is slot state: it
-can be copied to a snapshot where a prefix ends, but not shared.
+Pools of pages belong to all slots. All other state of a sequence in caches and drafters is slot state: it can be copied
+to a snapshot at the end of a prefix, but not shared.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from jspec.core.prefill import prefill
 from jspec.core.types import Cache, DecodeState, Drafter, Params, Prompts, RowSampling
 
 WAITING, EMPTY = 8, 9
-"""Finish codes of slots that stand still: the prompt is not read yet; no sequence is there."""
+"""Finish codes of idle slots: waiting for prefill; empty."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much of everything an engine has on each group of devices.
+    """Sizes of an engine on each group of devices.
 
-    slots: sequences that run at a time.
+    slots: maximum number of running sequences.
     context: tokens of the longest sequence.
     page_size: rows per page.
     pages: of each pool, page 0 included.
-    snapshots: places for slot states of prefixes; 0 if there are none, or where nothing is shared.
+    snapshots: places for slot states of prefixes; 0 if there are none, or if nothing is shared.
     """
 
     slots: int
@@ -62,7 +62,7 @@ def empty_state(params: Params, *, method: Method, sizes: Sizes, samples: bool) 
 def always_samples(params: Params, *, method: Method, sizes: Sizes) -> bool:
     """Whether programs need a temperature even if no sequence samples.
 
-    A drafter that samples its drafts keeps their distributions, so its state has other parts when there is one.
+    A sampling drafter keeps the distributions of its drafts, so its state then has other parts.
     """
 
     def state(samples: bool) -> DecodeState:
@@ -79,7 +79,7 @@ def always_samples(params: Params, *, method: Method, sizes: Sizes) -> bool:
 def _prefilled_shapes(params: Params, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
     """The shapes of `_prefilled`: a drafter's state has all its parts only after a prompt is read."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(lambda params: params, params))
-    sizes = dataclasses.replace(sizes, pages=1, snapshots=0)  # on which these shapes do not depend
+    sizes = dataclasses.replace(sizes, pages=1, snapshots=0)  # These shapes do not depend on them.
     return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), method, sizes, samples)
 
 
@@ -102,7 +102,7 @@ def _prefilled(params: Params, *, method: Method, sizes: Sizes, samples: bool) -
     return prefill(params, prompts, method=method, capacity=sizes.context, page_size=sizes.page_size, chunk=2)
 
 
-# What caches and drafters hold
+# Parts of the state
 
 
 def all_caches(tree: PyTree) -> list[slots.SlotCache]:
@@ -111,7 +111,7 @@ def all_caches(tree: PyTree) -> list[slots.SlotCache]:
 
 
 def without_slots(params: Params, method: Method) -> set[str]:
-    """The kinds of caches of target and draft that have no methods of `slots.SlotCache`."""
+    """The kinds of caches of target and draft without the methods of `slots.SlotCache`."""
 
     def lacks(x: PyTree) -> bool:
         return hasattr(x, "commit") and not slots.is_slot_cache(x)
@@ -154,20 +154,20 @@ def lookahead(s: DecodeState, drafter: Drafter) -> int | None:
 
 
 def extra_rows(s: DecodeState, drafter: Drafter) -> int:
-    """Rows of a sequence that the drafter's caches may hold beyond those of the target's."""
+    """Rows of a sequence in the drafter's caches beyond those of the target's."""
     return max(
         optional.extra_rows(part, default=int(bool(all_caches(state)))) for part, state in _parts(drafter, s.draft)
     )
 
 
 def _parts(drafter: Drafter, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
-    """The drafter with its state, or those of the branches of one that has branches."""
+    """The drafter with its state, or its distinct parts if it has branches."""
     branching = optional.as_branching(drafter)
     return ((drafter, state),) if branching is None else branching.parts(state)
 
 
 def _lookahead(drafter: Drafter, state: PyTree) -> int | None:
-    """`lookahead` as far as a drafter's state decides."""
+    """`lookahead` of one part of a drafter."""
     if jax.tree.leaves(slot_states(state)):
         return None
     tokens = optional.lookahead(drafter)

@@ -13,18 +13,18 @@ from jax.experimental.compilation_cache import compilation_cache
 from platformdirs import user_cache_path
 
 NOTICE_DELAY = 2.0
-"""Seconds after which `notify_if_slow` prints its message."""
+"""Seconds before `notify_if_slow` prints its message."""
 
 
 def cache_programs(path: str | Path | None = None) -> Path | None:
-    """Keeps compiled programs in a directory, from which later processes load them instead of compiling.
+    """Keeps compiled programs in a directory, for later processes to load instead of compiling.
 
     The command line does so by itself. In a program of your own, call this once, before the first generation.
     Cached programs are executed, so other users must not be able to write to the directory.
 
     Args:
-      path: the directory; created, readable by its owner only, if there is none. None: the one that the command line
-        uses, in the user's cache directory, unless JAX's configuration names one (JAX_COMPILATION_CACHE_DIR).
+      path: the directory; created, readable by its owner only, if there is none. None: the one of the command
+        line, in the user's cache directory, unless JAX's configuration names one (JAX_COMPILATION_CACHE_DIR).
 
     Returns:
       The directory; None if `path` is None and JAX's configuration disables its compilation cache.
@@ -49,12 +49,12 @@ def cache_programs(path: str | Path | None = None) -> Path | None:
     jax.config.update("jax_enable_compilation_cache", True)
     if jax.config.values["jax_compilation_cache_dir"] != str(directory):
         jax.config.update("jax_compilation_cache_dir", str(directory))
-        compilation_cache.reset_cache()  # A process that has compiled without a directory takes none otherwise.
+        compilation_cache.reset_cache()  # Otherwise, a process keeps the setting of its first compilation.
     return directory
 
 
 def enable_compilation_cache() -> None:
-    """`cache_programs` for commands, which go on without a cache where there can be none."""
+    """`cache_programs` for commands: without a directory they continue without a cache."""
     try:
         cache_programs()
     except ValueError as error:
@@ -62,9 +62,9 @@ def enable_compilation_cache() -> None:
 
 
 def _check_private(directory: Path, writable_by_others: int) -> None:
-    """Makes a directory, and checks that it is ours.
+    """Makes a directory, and checks its owner.
 
-    writable_by_others: permissions that it must not have.
+    writable_by_others: forbidden permissions.
 
     Raises:
       ValueError: it cannot be made or written, or has another owner or these permissions.
