@@ -101,6 +101,7 @@ class DsaCache:
             return self.latent.attend(layer, q, rows, up, None, largest(scores, visible, self.top_k), scale)
         assert start is not None
         size = committed.shape[1]
+        # Committed positions are visible up to the start of the round.
         before = (jnp.arange(size, dtype=start.dtype)[None] < start[:, None])[:, None]
         shape = (len(start), q.shape[1])
         visible = jnp.concatenate(
@@ -148,6 +149,7 @@ class DsaCache:
 
 def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:
     """The weighted sum over heads of relu(query . key), in float32."""
+    # Scores in float32, scaled as in attention.
     heads, keys = query.heads.astype(jnp.float32) * keys.shape[-1] ** -0.5, keys.astype(jnp.float32)
     weights = query.weights.astype(jnp.float32)
 

@@ -115,6 +115,7 @@ class HybridCache:
             group = specs.index(layer)
             places.append((group, sizes[group]))
             sizes[group] += 1
+        # The cache of each group.
         groups = [
             spec.empty(batch, capacity, page_size, layers=size, dtype=dtype)
             for spec, size in zip(specs, sizes, strict=True)
@@ -142,6 +143,7 @@ class HybridCache:
         """
         groups: list[Group] = []
         for index, group in enumerate(self.groups):
+            # Rows of the layers of this group.
             placed = zip(self.places, rows, strict=True)
             group_rows = tuple(row for (owner, _), row in placed if owner == index and row is not None)
             groups.append(group.commit(group_rows, start, path, length))

@@ -44,6 +44,7 @@ def read(
 ) -> Float[Array, "B N H D"]:
     """`attend` over a pool of keys and values and a round's own rows, read as the pool would give them back."""
     pool, dim = cache.pool, q.shape[-1]
+    # Rows rounded and padded like those of the pool.
     k, v = as_stored(k, pool.dtype), as_stored(v, pool.dtype)
     q, k, v = (pad_last(x, pool.shape[-1]) for x in (q, k, v))
     return attend(q, k, v, pool, cache.page_table, start, mask, **options)[..., :dim]
@@ -95,6 +96,7 @@ class MhaCache(PagedCache):
         """
         if exact and window is not None:
             raise ValueError("exact=True: exact attention has no windows of drafts yet")
+        # The kernel.
         attend = exact_attention if exact else paged_attention
         if window is not None:
             attend = partial(attend_within, window, positions=positions)

@@ -130,6 +130,7 @@ class MlaCache(PagedCache):
         latent = _each_head_exactly(q[..., :split], up.keys)
         queries = self._padded(jnp.concatenate([latent, q[..., split:]], axis=-1), rows)
         keys, pool = self._padded(rows, rows)[:, :, None], self.pool[..., None, :]
+        # Attend over the pool as one head.
         attend = partial(exact_attention, layer=layer, scale=scale)
         seen = attend(queries, keys, None, pool, self.page_table, start, mask)
         return _each_head_exactly(seen[..., :rank], up.values)
@@ -157,8 +158,10 @@ def _expanded(
 ) -> Float[Array, "B N H V"]:
     """Attention among the round's own rows, with the keys and values of each head."""
     _, latent, size = up.values.shape
+    # Keys and values of each head.
     unrotated = _each_head("bmc,hpc->bmhp", rows[..., :latent], up.keys)
     shared = jnp.broadcast_to(rows[:, :, None, latent:], (*unrotated.shape[:3], rows.shape[2] - latent))
+    # The rotated part is shared by all heads.
     keys = jnp.concatenate([unrotated, shared], axis=-1)
     values = _each_head("bmc,hcv->bmhv", rows[..., :latent], up.values)
     # `paged_attention` has one dimension for keys and values; zeros that pad the shorter one do not change the result.
@@ -175,6 +178,7 @@ def _each_head(equation: str, x: Array, weight: Array) -> Array:
 def _each_head_exactly(x: Float[Array, "B N H K"], weight: Float[Array, "H K M"]) -> Float[Array, "B N H M"]:
     """One product per head; a token's result does not depend on the other tokens, to the bit."""
     batch, nodes, heads, inner = x.shape
+    # One group of rows per head.
     rows = x.transpose(2, 0, 1, 3).reshape(-1, inner)
     out = grouped_matmul(rows, weight, jnp.full(heads, batch * nodes, jnp.int32), exact=True)
     return out.reshape(heads, batch, nodes, -1).transpose(1, 2, 0, 3)

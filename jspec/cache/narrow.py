@@ -39,6 +39,7 @@ def narrowed(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shap
     kind = jnp.dtype(dtype)
     if kind not in KV_FORMATS.values():
         return x.astype(kind)
+    # Clip before the conversion.
     most = jnp.asarray(jnp.finfo(kind).max, x.dtype)
     return jnp.clip(x, -most, most).astype(kind)
 

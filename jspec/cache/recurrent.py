@@ -67,6 +67,7 @@ class RecurrentLayer:
 
     def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: DTypeLike) -> "RecurrentCache":
         """The cache of this number of layers. Its size does not depend on `capacity`, and it has no pages."""
+        # Float32 states, and windows of the convolution.
         states = [jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim)) for _ in range(layers)]
         return RecurrentCache(tuple(states), jnp.zeros((layers, batch, self.kernel - 1, self.channels), dtype))
 

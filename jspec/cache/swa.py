@@ -65,6 +65,7 @@ class SlidingCache(PagedCache):
         if window < 1:
             raise ValueError(f"window={window}: must be at least 1, the token itself")
         per_sequence = pages.pages_for(capacity, page_size)
+        # Pages of a ring: those of the window, or of the whole context.
         ring = min(per_sequence, pages.pages_for(window, page_size))
         pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, platform.row_width(head_dim)), dtype)
         return cls(pool, pages.cyclic_table(batch, per_sequence, ring), window)
@@ -92,6 +93,7 @@ class SlidingCache(PagedCache):
         """
         if exact and window is not None:
             raise ValueError("exact=True: exact attention has no windows of drafts yet")
+        # The shorter window counts.
         length = self.window if window is None else min(self.window, window.length)
         attend = partial(attend_within, Window(length), positions=positions)
         if exact:

@@ -60,6 +60,7 @@ def attend_within(
     """
     nodes, rows, begin = q.shape[1], k.shape[1], None
     if start is not None:
+        # The first committed position in the window of each node.
         if positions is None:
             positions = start[:, None] + _depths(mask, nodes, rows)
         begin = jnp.broadcast_to(jnp.maximum(positions - window.length + 1, 0), q.shape[:2])
@@ -93,9 +94,11 @@ def window_mask(
         return mask
     before = 0 if start is None else start.reshape(-1, 1, 1)
     if mask is None:
+        # A chain: distances are differences of indices.
         row, node = jnp.arange(rows)[None, None], jnp.arange(rows - nodes, rows)[None, :, None]
         near = row > node - window.length
         return (row <= node) & (near | (before + row < window.keep_first) if window.keep_first else near)
+    # Visible rows from each row to the node.
     from_here = jnp.cumsum(mask[:, :, ::-1], axis=2, dtype=jnp.int32)[:, :, ::-1]
     near = from_here <= window.length
     if window.keep_first:

@@ -144,6 +144,7 @@ class Adaptive:
         else:
             drafters = [drafter.bind(target, draft) for drafter in self.drafters]
         drafters = _check_drafters(drafters)
+        # Drafters share the captured hidden states.
         layers = {drafter.capture_layers for drafter in drafters if drafter.capture_layers}
         if len(layers) > 1:
             raise ValueError(f"Adaptive: its drafters read different layers of the target, {sorted(layers)}")
@@ -169,6 +170,7 @@ class Adaptive:
 
     def states(self, state: AdaptiveState) -> tuple[PyTree, ...]:
         """The state of each drafter: its own or a shared one."""
+        # The first owner with a suitable state.
         pairs = list(zip(self._owners, state.states, strict=True))
         return tuple(next(part for owner, part in pairs if optional.shares(x, owner)) for x in self.branches)
 
@@ -192,6 +194,7 @@ class Adaptive:
         self, s: DecodeState, state: AdaptiveState, costs: Float[Array, " K"]
     ) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """The choice of this round and the best one, by the costs of a round with each drafter."""
+        # Expected tokens per cost, over live sequences.
         choices, live = self._choices, ~s.done
         acceptance = policy.conditional_acceptance(state.evidence, live, self.prior)
         value = policy.expected_tokens(acceptance, choices) / costs
@@ -228,6 +231,7 @@ class Adaptive:
             return tokens, parents
 
         pairs = list(zip(self.branches, self.states(state), strict=True))
+        # Pad every tree to the widest.
         nodes = max(jax.eval_shape(lambda pair=pair: tree_of(*pair))[0].shape[1] for pair in pairs)
 
         def padded(drafter: Drafter, part: PyTree) -> tuple[Array, Array]:
@@ -284,6 +288,7 @@ class Adaptive:
     def _choices(self) -> policy.Choices:
         """The drafters as choices of the policy."""
         kinds = [_kind(drafter) for drafter in self.branches]
+        # Number the kinds, and find those to watch.
         known = list(dict.fromkeys(kind for kind in kinds if kind is not None))
         index = np.array([-1 if kind is None else known.index(kind) for kind in kinds], np.int32)
         reading = [self.watch and getattr(drafter, "reads_tokens_alone", False) for drafter in self.branches]
@@ -351,12 +356,14 @@ def _check_costs(costs: object) -> Costs | None:
     """
     if costs is None:
         return None
+    # Rows of (batch, costs).
     if isinstance(costs, Mapping):
         rows = list(costs.items())
     elif isinstance(costs, tuple) and costs and all(isinstance(row, tuple) and len(row) == 2 for row in costs):
         rows = list(costs)
     else:
         rows = [(1, costs)]
+    # Check every row.
     table: dict[int, tuple[float, ...]] = {}
     for batch, row in rows:
         if not isinstance(row, Sequence) or isinstance(row, str):

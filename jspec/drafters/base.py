@@ -93,6 +93,7 @@ class ModelDrafter:
           TypeError, ValueError: as `Shape.checked`; `sampled` is not a bool.
         """
         name = type(self).__name__
+        # Checked values replace the given ones.
         shape = Shape.checked(name, depth, self.width, self.num_nodes)
         sampled = check_flag("sampled", self.sampled, owner=name)
         set_checked(self, width=shape.width, num_nodes=shape.num_nodes, sampled=sampled)

@@ -84,6 +84,7 @@ class Block(ModelDrafter):
         draft = self.check_kind(draft, BlockHead, "a block draft")
         check_made_for("draft", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
         check_reads("draft", target, draft.capture_layers)
+        # Options that depend on the draft.
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Block(width={self.width}): the draft's vocabulary has {draft.draft_vocab_size} tokens")
         if self.depth is not None and self.depth > draft.depth:
@@ -124,6 +125,7 @@ class Block(ModelDrafter):
             parents = None if markov is None else take_parents(markov, frontier)
             return step(parents, frontier.tokens, frontier.path)
 
+        # Grow from the first prediction.
         batch = s.root.shape[0]
         markov, first = step(self._model.begin(weights, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
         return grow(s.root[:, 0], first, expand, markov, self.shape), state
@@ -158,6 +160,7 @@ class Block(ModelDrafter):
     ) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
         """Outputs for the next `depth` tokens, and their logits before the Markov head."""
         model = self._model
+        # The root, then mask tokens.
         masks = jnp.full((s.root.shape[0], model.block_size - 1), model.mask_token, jnp.int32)
         # The block begins with the root, which is in no cache yet.
         start = s.length - 1

@@ -47,6 +47,7 @@ def _round(params: Params, target: Target, drafter: Drafter, s: DecodeState) -> 
     else:
         read = tree_bytes(params.target)
         operations = 2 * batch * nodes * count_parameters(params.target)
+    # Forwards of the draft.
     total, model = _bytes(read, operations), _model(drafter)
     if drafter.depth and model is not None:
         steps = 1 if model.at_once else drafter.depth - bool(model.extend_bytes(params))

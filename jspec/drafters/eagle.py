@@ -86,6 +86,7 @@ class Eagle(ModelDrafter):
         draft = self.check_kind(draft, FeatureHead, "an EAGLE head as draft")
         check_made_for("head", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
         check_reads("head", target, draft.capture_layers)
+        # Options that depend on the head.
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Eagle(width={self.width}): the head's vocabulary has {draft.draft_vocab_size} tokens")
         self.check_windowed(draft)

@@ -117,6 +117,7 @@ class FrozenKvMtp(ModelDrafter):
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> Float[Array, "B 1 E"]:
         """Keeps the target's hidden state at the last committed row."""
         assert committed.hidden is not None
+        # The last committed row; sequences without one keep their state.
         last = jnp.maximum(committed.length - 1, 0)
         hidden = jnp.take_along_axis(committed.hidden, last[:, None, None], axis=1, mode="clip")
         return where_sequences(committed.length > 0, hidden, s.draft)

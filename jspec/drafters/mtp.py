@@ -92,6 +92,7 @@ class Mtp(ModelDrafter):
         check_made_for("heads", target, vocab_size=draft.layer.vocab_size, hidden_size=draft.layer.hidden_size)
         if self.heads is not None and self.heads > draft.count:
             raise ValueError(f"Mtp(heads={self.heads}): the checkpoint has {draft.count}")
+        # Number of heads, and tokens of the chain.
         heads = min(draft.count, self._chain(draft.count)) if self.heads is None else self.heads
         depth = self._chain(heads)
         if heads == 1:

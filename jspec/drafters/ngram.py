@@ -66,6 +66,7 @@ def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: in
         token = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
         equal = equal & (shifted == token)
         matched = matched + equal.astype(jnp.int32)
+    # The longest match, then the latest.
     score = jnp.where(matched > 0, matched * tokens.shape[1] + column, -1)
     place = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]
     # A copy that reaches the end of the sequence continues with the tokens copied so far: it repeats with this period.

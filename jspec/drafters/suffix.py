@@ -202,6 +202,7 @@ def _best(matched: Int[Array, "B S"], n: int, count: int) -> tuple[Int[Array, "B
     Takes all matches of the longest lengths, as long as there are fewer than `count`, and the last ones of the next
     shorter length. A sort would keep a GPU from running the loop as one graph.
     """
+    # The shortest length of which not all matches are taken.
     lengths = jnp.arange(1, n + 1, dtype=jnp.int32)
     at_least = (matched[:, None] >= lengths[None, :, None]).sum(2, dtype=jnp.int32)
     border = (at_least >= count).sum(1, keepdims=True, dtype=jnp.int32)
@@ -212,6 +213,7 @@ def _best(matched: Int[Array, "B S"], n: int, count: int) -> tuple[Int[Array, "B
     rest = jnp.take_along_axis(rest, jnp.clip(number - above, 0, count - 1), axis=1)
     place = jnp.where(number < above, first, rest)
     length = jnp.where(place >= 0, jnp.take_along_axis(matched, jnp.maximum(place, 0), axis=1), 0)
+    # Best first.
     ranked = grow.highest(length.astype(jnp.float32), count)
     return jnp.take_along_axis(place, ranked, axis=1), jnp.take_along_axis(length, ranked, axis=1)
 

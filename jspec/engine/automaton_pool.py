@@ -221,6 +221,7 @@ class GrammarPool(AutomatonPool):
         Raises:
           ValueError: as `compile_grammar`.
         """
+        # Compilation may take seconds.
         table = compile_grammar(token_grammar, self._model.tokenizer, self._vocab_size, self._model.eos)
         assert table is not None
         return table

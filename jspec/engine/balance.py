@@ -22,6 +22,7 @@ def choose(loads: Sequence[int], cached: Sequence[int], assigned: Sequence[int],
     slots: of each group.
     """
     least = min(loads)
+    # Groups of about the least load.
     most = least + max(1, int(SLACK * slots))
     if least < slots:
         most = min(most, slots - 1)

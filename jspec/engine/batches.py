@@ -46,6 +46,7 @@ def split(prompts: Sequence[Prompt], options: GenerateOptions, size: int) -> lis
     size = min(size, count)
     batches = []
     for start in range(0, count, size):
+        # Indices beyond the last prompt repeat it.
         index = [min(i, count - 1) for i in range(start, start + size)]
         per_prompt: dict[str, Any] = {
             "seed": [seeds[i] for i in index],

@@ -33,6 +33,7 @@ def with_corpus(
       ValueError, TypeError: not texts, ids outside the vocabulary, or more tokens than `size`.
     """
     _, ids = encode_prompts(model, texts, "texts")
+    # One separator per text.
     needed = sum(map(len, ids)) + len(ids)
     if size is None:
         size = -(-needed // _STEP) * _STEP

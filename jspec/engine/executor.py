@@ -73,6 +73,7 @@ class Executor:
     def __init__(
         self, params: Params, method: Method, sizes: Sizes, *, samples: bool, max_rounds: int, greedy_rule: Accept
     ):
+        # Static parts, and inputs kept on the devices.
         self.params, self.method, self.max_rounds = params, method, max_rounds
         self._placement, self._greedy_rule = method.placement, greedy_rule
         self._inputs: dict[str, Any] = {}
@@ -149,6 +150,7 @@ class Executor:
     def burst(self, window: Window, row_limit: Int[np.ndarray, " R"], rounds: np.int32, stop_early: np.bool_) -> Report:
         """`programs.burst`."""
         method, view = self._view(window)
+        # The variant of the program for this many tokens.
         many = prefers_cublas(self.params, len(window.table) * self._nodes)
         program = programs.burst.variant(many=many, devices=method.devices)
         arguments = view, row_limit, rounds, stop_early

@@ -118,6 +118,7 @@ class Group:
 
     def metrics(self) -> Metrics:
         """Counters since the start, and the present state."""
+        # The state of the scheduler, and counters of reports.
         scheduler, counters = self.scheduler, self._counters
         rounds, accepted = counters.rounds, counters.accepted_by_position
         return Metrics(
@@ -250,6 +251,7 @@ class Group:
         counters, times, old = self._counters, handle.times, handle.counted
         counters.new_tokens += len(output.tokens)
         counters.rounds += output.rounds - old[0]
+        # Drafts and accepted tokens.
         drafted = drafted_tokens(self.device.method.drafter, output.rounds, output.branch_counts)
         counters.drafted += drafted - old[2]
         for index, count in enumerate(output.accept_counts):

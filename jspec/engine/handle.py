@@ -122,11 +122,13 @@ class Handle:
 
     def generation(self) -> Generation:
         """The generation so far."""
+        # Counters.
         request = self.request
         counts = np.zeros((1, self._drafter.depth + 1), np.int32)
         if request.accept_counts:
             counts[0] = request.accept_counts
         by_branch = None if request.branch_counts is None else np.array([request.branch_counts], np.int32)
+        # Time between the first and the last token.
         first, last = self.times.first_token, self.times.last_token
         seconds = 0.0 if first is None or last is None else last - first
         with self._changed:
@@ -167,9 +169,11 @@ class Handle:
             self.times.first_token = self.times.first_token or now
             self.times.last_token = now
             self.times.arrivals.append((now, len(tokens)))
+        # Text: whole characters only, and no beginning of a stop string.
         text = ""
         if self._stream is not None:
             text = self._stream.push(tokens) + (self._stream.finish() if ends else "")
+        # Append, and wake all waiters.
         reason = FINISH_REASONS.get(output.finish_code)
         with self._changed:
             if tokens or text:

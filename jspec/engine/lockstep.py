@@ -44,6 +44,7 @@ def join(placement: Placement) -> "Leader | Follower":
     """
     index = jax.process_index()
     try:
+        # Process 0 listens; its invitation reaches all others.
         listener = None if index else Listener()
         invitation = announced("" if listener is None else listener.invitation)
         if listener is None:
@@ -125,6 +126,7 @@ class Leader:
             if self._error is not None:
                 return
             self._error = error
+            # All waits for reports end with the error.
             waiting = [future for group in self._expected.values() for future in group]
         for future in waiting:
             future.set_exception(error)
@@ -188,6 +190,7 @@ class Follower:
         Raises:
           EngineError: the engine has ended.
         """
+        # Offer, then wait until every group has swapped.
         executors = dict(self._executors)
         before = {group: executor.replaced for group, executor in executors.items()}
         for group, executor in executors.items():

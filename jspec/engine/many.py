@@ -77,6 +77,7 @@ def generate_many(
         free=memory.least_free(None if placement is None else placement.devices),
         only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), option_set),
     )
+    # Run all requests.
     began = time.monotonic()
     requests = make_requests(device, scheduler, prompts, options)
     hold([(device, request) for request in requests])

@@ -73,6 +73,7 @@ class Metrics:
     @classmethod
     def total_of(cls, parts: "Sequence[Metrics]") -> "Metrics":
         """Add the metrics of groups of devices."""
+        # Values of each field, added by its type.
         columns: dict[str, Any] = {
             field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(cls)
         }

@@ -101,6 +101,7 @@ def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
     keys = jax.random.wrap_key_data(
         write(jax.random.key_data(s.key), jax.random.key_data(seeds_to_keys(new.seed))), impl=jax.random.key_impl(s.key)
     )
+    # The draft state with shared prefixes.
     draft = _resumed(method.drafter, slots.clear(s.draft, new.slots), new)
     assert s.stop.state is not None and s.grammar.state is not None
     return dataclasses.replace(
@@ -253,6 +254,7 @@ def burst(
 
 def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
     """The state of the view's slots, with the host's part."""
+    # The slots, then block tables, automata and options.
     part = slots.with_table(slots.take(s, view.slots), view.table)
     return dataclasses.replace(
         part,
@@ -265,6 +267,7 @@ def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
 
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
     """Writes the view's slots back, without the host's part."""
+    # Only states per sequence are written back.
     stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
     part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
@@ -276,6 +279,7 @@ def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
     index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
 
     def window(buffer: PyTree) -> PyTree:
+        # Columns of the new tokens.
         at = index.reshape(*index.shape, *[1] * (buffer.ndim - 2))
         return jnp.take_along_axis(buffer, at, axis=1, mode="clip")
 

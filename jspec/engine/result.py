@@ -72,6 +72,7 @@ class Branches:
 
     def judged(self) -> tuple[np.ndarray, np.ndarray]:
         """[depth] rounds with a draft at each position and all before it accepted; those with it accepted, too."""
+        # Rounds with at least i + 1 tokens.
         at_least = np.cumsum(self.counts.sum(0)[:, ::-1], axis=1)[:, ::-1].astype(float)
         drafted = np.arange(at_least.shape[1] - 1)[None] < np.array(self.depths)[:, None]
         reached, accepted = (np.where(drafted, part, 0.0).sum(0) for part in (at_least[:, :-1], at_least[:, 1:]))
@@ -173,6 +174,7 @@ class GenerationStats:
     @classmethod
     def total(cls, parts: "Sequence[GenerationStats]", seconds: float) -> "GenerationStats":
         """The counters of all sequences of several generations; `seconds` is their time in total."""
+        # Concatenate sequences.
         counts = np.concatenate([part.accept_counts for part in parts])
         dropped = np.concatenate([part.dropped for part in parts])
         branches = [part.branches for part in parts if part.branches is not None]

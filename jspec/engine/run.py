@@ -80,6 +80,7 @@ class Run:
         check_model(model)
         self.model, self.options, placement = model, options, model.placement
         with one_call(model) as compare:
+            # Arguments, before anything is allocated.
             self.single, self.prompts = encode_prompts(model, prompts)
             batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
             longest, new = longest_sequence(self.prompts, self._limits)
@@ -142,6 +143,7 @@ class Run:
         # A group of devices whose sequences have ended runs fewer rounds than the others.
         done = 0 if rounds is None else int(np.max(fetch(self.state.round_index)))
         self._run_until(unbounded if rounds is None else min(done + rounds, unbounded))
+        # Collect new tokens and text of each sequence.
         s = self.state
         buffer, lengths, codes = self._of_sequences((s.tokens, s.length, s.finish_code))
         for i, prompt in enumerate(self.prompts):
@@ -177,9 +179,11 @@ class Run:
 
     def result(self) -> Generations:
         """The result so far."""
+        # Counters.
         stats = self._of_sequences(self.state.stats)
         branches = Branches.of(self.method.drafter, stats.branch_counts, len(self.prompts))
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches)
+        # Records of new tokens.
         origin = self._new_columns(self.state.origin)
         logprobs = sampled = top = None
         if (recorded := self.state.recorded) is not None:
@@ -188,6 +192,7 @@ class Run:
             if recorded.sampled_logprobs is not None:
                 sampled = self._new_columns(recorded.sampled_logprobs)
             top = None if recorded.top is None else self._top_logprobs(recorded.top)
+        # One result per sequence.
         tokenizer = self.model.tokenizer
         items = [
             Generation(
@@ -294,6 +299,7 @@ def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tupl
         isinstance(prompts, str | Sequence) or (isinstance(prompts, np.ndarray) and prompts.ndim)
     ):
         raise TypeError(f"{name} is of type {type(prompts).__name__}: must be text, token ids, or a list of them")
+    # One prompt, or a list.
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     items = [prompts] if single else list(prompts)
     if not items:
@@ -326,6 +332,7 @@ def _encode(model: Model, name: str, prompt: object) -> list[int]:
         ids = np.asarray(prompt)
     except (ValueError, TypeError, OverflowError):
         raise TypeError(f"{wrong}{shorten(prompt)}") from None
+    # Flat lists of ids in the vocabulary.
     if ids.size == 0:
         raise ValueError(f"{name} is empty: must have at least one token")
     if ids.dtype == object and ids.ndim == 1 and all(isinstance(one, int) for one in prompt):

@@ -37,6 +37,7 @@ def reader(
 
 def _shares(pages: Pages, request: Request, other: Request, page: int) -> bool:
     """Whether `other` will register this page, and `request` will match it."""
+    # Tokens of the page and its lookahead.
     begin, end = page * pages.size, (page + 1) * pages.size
     if pages.lookahead is None or end > min(
         request.prefill_length - pages.min_prefill, other.prefill_length - max(0, pages.lookahead - 1)
@@ -63,6 +64,7 @@ def snapshot(pages: Pages, request: Request, size: int) -> int | None:
 
     size: columns of the read.
     """
+    # Only at the end of a page.
     whole, rest = divmod(request.prefilled, pages.size)
     if pages.snapshots is None or pages.lookahead is None or rest or request.registered is None:
         return None

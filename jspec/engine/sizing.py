@@ -39,6 +39,7 @@ def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> li
 
     least: columns of the smallest.
     """
+    # Full and half programs, and a quarter for one sequence.
     areas = {rows: prefill_tokens // rows for rows in (1, 2, 4, 8, 16)}
     halves = {rows: size // 2 for rows, size in areas.items() if rows <= 4}
     shapes = [*areas.items(), *halves.items(), (1, prefill_tokens // 4)]

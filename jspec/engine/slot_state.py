@@ -51,9 +51,11 @@ def empty_state(params: Params, *, method: Method, sizes: Sizes, samples: bool) 
 
     samples: what `always_samples` returns.
     """
+    # All but the caches: zeros of the shapes after a prefill.
     like = dataclasses.replace(_prefilled_shapes(params, method, sizes, samples), sampling=None)
     target_cache = method.target.init_cache(params.target, sizes.slots, sizes.context, sizes.page_size)
     draft_state = method.drafter.init(params, sizes.slots, sizes.context, sizes.page_size)
+    # Pools of pages.
     caches = iter(all_caches((target_cache, draft_state)))
     s = slots.map_parts(lambda _: next(caches).pooled(sizes.pages), _zeros, like)
     return dataclasses.replace(s, length=jnp.ones_like(s.length), finish_code=jnp.full_like(s.finish_code, EMPTY))
@@ -95,6 +97,7 @@ def _shapes_once(
 def _prefilled(params: Params, *, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
     """The state after prompts of 4 tokens, with a temperature or without."""
     count = sizes.slots
+    # Prompts of four tokens, read in two chunks.
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
     keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
     sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
@@ -144,6 +147,7 @@ def lookahead(s: DecodeState, drafter: Drafter) -> int | None:
     share the prefixes of snapshots. A drafter's cache may hold more rows than the target's, so its slot state would
     belong to another prefix: it must have pages only.
     """
+    # The largest lookahead of the parts decides.
     most = 0
     for part, state in _parts(drafter, s.draft):
         tokens = _lookahead(part, state)

@@ -1,7 +1,7 @@
 """Snapshots of slot states, on the host: allocation and eviction.
 
 A recurrent state cannot be shared by rows, as pages can, but a copy at one point of a text can. A snapshot is the state
-after the last token of a page and belongs to that page, whose key identifies the text; targets with both kinds of
+after the last token of a page and belongs to this page, whose key identifies the text; targets with both kinds of
 layers need the page as well. Only committed states are copied, so no snapshot contains a rejected draft.
 
 Few snapshots are worth their memory (Marconi, arXiv 2411.19379): one where two prompts diverge, known only when the
@@ -34,7 +34,7 @@ class Snapshots:
         return len(self._place_of)
 
     def use(self, page: int) -> int:
-        """The place of a page's snapshot, which must exist."""
+        """The place of a page's snapshot; it must exist."""
         self._place_of.move_to_end(page)
         return self._place_of[page]
 
@@ -63,6 +63,7 @@ class Snapshots:
         Raises:
           AssertionError: otherwise.
         """
+        # Every place is free or belongs to a page.
         places = sorted([*self._free, *self._place_of.values()])
         assert places == list(range(self.count)), "a snapshot is lost or doubled"
         assert all(page in pages for page in self._place_of), "a snapshot has lost its page"

@@ -55,6 +55,7 @@ class Wire:
                     pass
             except (OSError, EOFError, pickle.UnpicklingError) as error:
                 if not self._closed.is_set():
+                    # A lost process, unless this side has closed the connection.
                     silent = isinstance(error, TimeoutError)
                     reason = f"silent for {SILENCE_SECONDS:.0f} seconds" if silent else "it has closed the connection"
                     lost(f"{self.name} is gone: {reason}")
@@ -143,6 +144,7 @@ class Listener:
                         f"no connection from process {names} within {CONNECT_SECONDS:.0f} seconds"
                     ) from None
                 try:
+                    # Admit only expected processes with the secret.
                     index = self._admit(connection)
                 except (OSError, EOFError):
                     connection.close()
@@ -159,6 +161,7 @@ class Listener:
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(nonce)
         data, proof = _read(connection, _NONCE + _INDEX.size), _read(connection, _DIGEST)
+        # Both sides prove the secret.
         if not hmac.compare_digest(proof, _proof(self._secret, b"joins", nonce + data)):
             return None
         connection.sendall(_proof(self._secret, b"leads", data))
@@ -208,6 +211,7 @@ def own_addresses() -> list[str]:
     """Addresses of this host for other processes, loopback last."""
     addresses: dict[str, None] = {}
     with contextlib.suppress(OSError, UnicodeError):
+        # By the name of the host.
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             addresses[str(address[0])] = None
     # A socket for datagrams sends nothing when it connects, but chooses an interface. The addresses are examples.
@@ -229,6 +233,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     Raises:
       EOFError: the connection ends before.
     """
+    # Read into one buffer.
     data = bytearray(size)
     view, have = memoryview(data), 0
     while have < size:
