@@ -177,7 +177,7 @@ def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments
         (["generate", "x", "--seed", str(2**32)], "must be from 0 to 4294967295"),
         (["generate", "x", "--drafter", "magic"], "argument --drafter: invalid choice: 'magic'"),
         (["train"], "the following arguments are required: command"),
-        (["train", "eagle3", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["train", "eagle3", "--steps", "x"], "argument --steps: 'x': must be an integer"),
         ([], "the following arguments are required: COMMAND"),
         (["generate", "x", "--colorful"], "unrecognized arguments: --colorful"),
     ],

@@ -56,6 +56,8 @@ def read_standard_input() -> str:
     Raises:
       ValueError: it cannot be read, or is not UTF-8.
     """
+    if sys.stdin is None:
+        raise ValueError("standard input: is closed")
     try:
         content = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
     except OSError as error:  # for example a directory

@@ -7,7 +7,7 @@ from typing import Any
 from jspec.checkpoints import language_model
 from jspec.checkpoints.fields import read_fields
 from jspec.core import package
-from jspec.models import Assistant, BlockHead, Deepseek, EagleHead, Gemma4, GptOss, Llama, MtpHeads, Qwen3Next
+from jspec.models import Assistant, BlockHead, Deepseek, EagleHead, GptOss, Llama, MtpHeads, Qwen3Next
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
 
@@ -110,10 +110,9 @@ def gemma4_assistant(
     target: Decoder, *, hidden_size: int, intermediate_size: int, clusters: Clusters | None = None
 ) -> Assistant:
     """An assistant of three layers that read the target's last sliding layer and one that reads its last full layer."""
-    assert isinstance(target, Gemma4)
-    windows = [kind.window is not None for kind in target.attention]
-    sliding = max(index for index, slides in enumerate(windows) if slides)
-    full = max(index for index, slides in enumerate(windows) if not slides)
+    keys = [target.layer_keys(layer) for layer in range(target.num_layers)]
+    sliding = max(layer for layer, shape in enumerate(keys) if shape.window is not None)
+    full = max(layer for layer, shape in enumerate(keys) if shape.window is None)
     target_layers = (sliding, sliding, sliding, full)
     return Assistant(
         vocab_size=target.vocab_size,
@@ -122,7 +121,7 @@ def gemma4_assistant(
         intermediate_size=intermediate_size,
         num_heads=target.num_heads,
         target_layers=target_layers,
-        head_dims=tuple(target.attention[index].head_dim for index in target_layers),
+        head_dims=tuple(keys[layer].head_dim for layer in target_layers),
         clusters=clusters,
     )
 

@@ -18,6 +18,8 @@ from jspec.models.draft import Draft
 from jspec.models.quantized import FORMATS, WIDE, check_weights, refuse_quantized
 from jspec.models.sizes import tree_bytes
 
+SEVERAL_DEVICES = "exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh"
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
@@ -58,20 +60,20 @@ class LoadOptions:
         if self.weights in FORMATS:
             raise ValueError(f"exact=True: no exact forward with weights={self.weights!r} yet; omit one of them")
         if self.placement is not None and self.placement.mesh.size > 1:
-            raise ValueError(
-                "exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh"
-            )
+            raise ValueError(SEVERAL_DEVICES)
 
 
-def place_model(tensor: object, data: object, mesh: Mesh | None) -> Placement | None:
+def place_model(tensor: object, data: object, mesh: Mesh | None, *, exact: object = False) -> Placement | None:
     """Choose the devices by these arguments of `jspec.load`; None: the default device.
 
     Raises:
-      TypeError, ValueError: as `make_placement`.
+      TypeError, ValueError: as `make_placement`; several devices for an exact forward.
     """
     tensor, data = (
         None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
     )
+    if exact is True and (tensor or 1) * (data or 1) > 1:
+        raise ValueError(SEVERAL_DEVICES)
     placement = make_placement(tensor, mesh, jax.devices(), data)
     if placement is not None:
         prepare_collectives()

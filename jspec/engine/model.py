@@ -165,7 +165,7 @@ def load(
         the memory of a device, which is known before any of them is read; or another process has failed.
       TypeError: an argument of the wrong type.
     """
-    options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv, draft_tensor)
+    options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv, draft_tensor)
     # Each process reads other parts, so one alone may find an error.
     with agreement(options.placement, _COMPARED) as compare:
         model = _load(source, bundled_draft(source) if draft is None else draft, options)

@@ -200,7 +200,7 @@ def from_named(
         split.
     """
     check_weights(weights)
-    options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv)
+    options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     parsed, ends = named.parse(config)

@@ -179,7 +179,7 @@ def test_a_host_without_proc_does_not_report_its_memory(tmp_path):
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
-    monkeypatch.setattr(Tensors, "device", None)
+    monkeypatch.setattr(Tensors, "get", None)
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (1_000_000, 8_000_000))
     message = r"bundled:python-tiny: 0.00 GB of weights \(float32\) do not fit: 0.00 GB of 0.01 GB are free"
     with pytest.raises(ValueError, match=message):
@@ -190,7 +190,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
 def test_a_draft_that_does_not_fit_is_refused_before_the_target_is_read(monkeypatch, draft):
     target = language_model.plan(Source(locate("bundled:python-small")), dtype="float32", mtp=False)
     free = memory.tree_bytes(target.held()) + 1000
-    monkeypatch.setattr(Tensors, "device", None)
+    monkeypatch.setattr(Tensors, "get", None)
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (free, 8 * free))
     message = rf"bundled:python-small with draft='bundled:{draft}': .* of weights \(float32.*\) do not fit"
     with pytest.raises(ValueError, match=message):
