@@ -27,13 +27,15 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(target, tmp_path_factory):
-    """Data of two kinds, the one with masks and the other without."""
+    """Data of each kind; only chats have masks."""
     directory = tmp_path_factory.mktemp("own")
     chat_files.write_lines(directory / "chats.jsonl", chat_files.questions(24))
     texts = [value["messages"][1]["content"] * 6 for value in chat_files.questions(24)]
     (directory / "text.txt").write_text("\n".join(texts))
     run("data", out=directory / "chats", tokenizer=target, chats=directory / "chats.jsonl", heldout_share=0.2)
     run("data", out=directory / "text", tokenizer=target, text=directory / "text.txt")
+    chat_files.write_lines(directory / "texts.jsonl", texts)
+    run("data", out=directory / "jsonl", tokenizer=target, jsonl=directory / "texts.jsonl")
     return directory
 
 
@@ -41,7 +43,7 @@ class Reached(Exception):
     """The training would begin."""
 
 
-@pytest.mark.parametrize("kind", ["chats", "text"])
+@pytest.mark.parametrize("kind", ["chats", "jsonl", "text"])
 def test_a_language_model_reads_all_kinds(made, target, tmp_path, monkeypatch, kind):
     def reach(task, **_):
         raise Reached(task.record)

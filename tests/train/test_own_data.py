@@ -1,6 +1,7 @@
 """`jspec train data` of the user's own files: what is kept, held out and dropped, and errors with file and line."""
 
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -164,6 +165,7 @@ def test_a_bad_line_is_named_or_skipped(model, tmp_path, capsys, line, message):
 def test_files_that_cannot_be_read(model, tmp_path, monkeypatch):
     (tmp_path / "empty").write_text("")
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"good\ncaf\xe9\n")
     (tmp_path / "list").write_text("[1, 2")
     (tmp_path / "one").write_text(GOOD % (1, 1))
@@ -171,6 +173,7 @@ def test_files_that_cannot_be_read(model, tmp_path, monkeypatch):
     for kind, given, message in [
         ("text", "missing", "missing: no such file"),
         ("text", "folder", "folder: must be a regular file"),
+        ("chats", "pipe", "pipe: must be a regular file"),
         ("text", "latin", r"latin, line 2: is not UTF-8 \(byte 8 of the file\)"),
         ("text", "empty", "--text: no text is left; there is nothing to train on"),
         ("jsonl", "empty", "--jsonl: no text is left"),

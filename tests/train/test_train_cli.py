@@ -18,7 +18,7 @@ pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 
 import train_files  # noqa: E402
-from damages import ANY, DOCUMENTS  # noqa: E402
+from damages import ANY, DOCUMENTS, make_pipe  # noqa: E402
 from train_files import run  # noqa: E402
 
 from jspec.checkpoints import language_model  # noqa: E402
@@ -213,6 +213,7 @@ FILES = {
     "rows.npy": ANY + ARRAYS,
     "data.json": [*ANY, *DOCUMENTS, *[change_manifest] * 20],
     "tokenizer.json": ANY + DOCUMENTS,
+    "target/config.json": [damage for damage in ANY if damage is not make_pipe] + DOCUMENTS,
 }
 POINTS = [(name, index) for name, damages in FILES.items() for index in range(len(damages))]
 

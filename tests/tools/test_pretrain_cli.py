@@ -1,0 +1,156 @@
+"""Bad input of `tools.pretrain` is refused before anything is read, with the option or the file, and what is valid."""
+
+import dataclasses
+import json
+import random
+import shutil
+
+import pytest
+
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
+
+import train_files  # noqa: E402
+from damages import ANY, DOCUMENTS, make_pipe  # noqa: E402
+from train_files import pretrain  # noqa: E402
+
+from jspec.checkpoints import llama  # noqa: E402
+from jspec.core.options import kind_of, options_of  # noqa: E402
+from jspec.models import Llama  # noqa: E402
+from jspec.train import trainer  # noqa: E402
+from tools.pretrain import __main__ as cli  # noqa: E402
+
+REQUIRED = {
+    "data": {"out": "x"},
+    "tokenizer": {"out": "x", "text": "x"},
+    "lm": {"data": "x", "work": "x", "out": "x", "shape": "python-tiny", "steps": 4},
+}
+COUNT, SIGNED, RATE = (0, -1, -(10**12)), (-1, 10**12), ("nan", "inf", -0.5, "1e300", "1e-46")
+NO_INT = ("", "x", "2.5", "nan", "0x10", "9" * 5000)
+BAD = {
+    **dict.fromkeys(("max_length", "heldout_prompts", "stop_after", "eval_every", "checkpoint_every"), COUNT),
+    **dict.fromkeys(("batch_tokens", "length"), COUNT),
+    **dict.fromkeys(("seed", "warmup"), SIGNED),
+    **dict.fromkeys(("learning_rate", "clip"), (0, *RATE)),
+    "vocab_size": (*COUNT, 257, 10**9),
+    "processes": (*COUNT, 10**6),
+    "steps": (*COUNT, 1, 10**12),
+    "rows_share": (1.5, *RATE),
+    "weight_decay": RATE,
+    "cross_entropy": ("nan", -0.1, 1.1),
+}
+"""For each number among the options: values out of bounds."""
+NUMBERS = [
+    (command, name, kind_of(field).type)
+    for command, module in cli.COMMANDS.items()
+    for kind in module.OPTIONS
+    for name, (field, _) in options_of(kind).items()
+    if kind_of(field).type in (int, float)
+]
+
+
+def test_numbers_out_of_range_are_refused_before_anything_is_read(capsys, monkeypatch):
+    """No directory of these commands exists."""
+    parser = cli.build_parser()
+    monkeypatch.setattr(cli, "build_parser", lambda: parser)
+    for module in cli.COMMANDS.values():
+        monkeypatch.setattr(module, "main", None)
+    assert {name for _, name, _ in NUMBERS} == BAD.keys()
+    for command, name, kind in NUMBERS:
+        for value in BAD[name] + (NO_INT if kind is int else ("", "x")):
+            with pytest.raises(SystemExit) as raised:
+                pretrain(command, **REQUIRED[command] | {name: value})
+            shown = str(value)[:70]
+            message = capsys.readouterr().err
+            assert raised.value.code == 2, (command, name, value)
+            assert f"argument --{name.replace('_', '-')}: '{shown}" in message and "must be" in message, message
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("lm", {"rows_share": 0.5}, "--rows-share=0.5: has an effect only with --rows"),
+        ("lm", {"cross_entropy": 0.5}, "--cross-entropy=0.5: has an effect only with --teacher"),
+        ("lm", {"stop_after": 5}, "--stop-after=5: must be at most 4, the --steps of the run"),
+        ("tokenizer", {"jsonl": "x"}, "exactly one of --text, --jsonl and --chats must be given, not 2"),
+    ],
+)
+def test_options_that_do_not_go_together(command, options, message):
+    with pytest.raises(ValueError, match=message):
+        pretrain(command, **REQUIRED[command] | options)
+
+
+def test_a_tokenizer_is_trained_on_text():
+    with pytest.raises(ValueError, match="--chats: a tokenizer is trained on text; give --text or --jsonl"):
+        pretrain("tokenizer", out="x", chats="x")
+
+
+def test_outputs_do_not_overwrite_inputs(tmp_path):
+    (tmp_path / "teacher").mkdir()
+    common = {**REQUIRED["lm"], "data": tmp_path, "work": tmp_path / "w"}
+    for option, out in (("data", tmp_path / "teacher" / ".."), ("teacher", tmp_path / "teacher")):
+        with pytest.raises(ValueError, match=f"--out=.*: is the directory of --{option}, whose files it would"):
+            pretrain("lm", **common | {"out": out, "teacher": tmp_path / "teacher"})
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+
+
+CONFIG = Llama(
+    vocab_size=train_files.VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_length=32,
+)
+
+
+class Reached(Exception):
+    """All input was accepted, and the training would begin."""
+
+
+@pytest.fixture
+def good(tmp_path, monkeypatch):
+    """Data with the config.json of a model for it, and no training."""
+
+    def reach(*_, **__):
+        raise Reached
+
+    monkeypatch.setattr(trainer, "run", reach)
+    train_files.write(tmp_path)
+    write(tmp_path)
+    return tmp_path
+
+
+def write(directory, **shape):
+    """Writes a config.json."""
+    shutil.rmtree(directory / "config.json", ignore_errors=True)
+    (directory / "config.json").write_text(json.dumps(llama.describe(dataclasses.replace(CONFIG, **shape))))
+
+
+def read(data, length=15):
+    """Runs `lm` up to its training."""
+    shape = {"steps": 4, "batch_tokens": 64, "length": length, "config": data}
+    pretrain("lm", data=data, work=data / "w", out=data / "o", rows=data / "rows.npy", **shape)
+
+
+def test_a_model_that_does_not_fit_the_data(good):
+    with pytest.raises(Reached):
+        read(good)
+    write(good, max_length=8)
+    with pytest.raises(ValueError, match=r"has sequences of 16 tokens, but the model's context holds 8"):
+        read(good, length=8)
+    write(good, vocab_size=300)
+    with pytest.raises(ValueError, match=r"vocab_size=300: must be 280, the tokenizer's vocabulary"):
+        read(good)
+
+
+def test_a_damaged_config_is_named(good):
+    """Or what the damage changes has no effect on what is read."""
+    for index, damage in enumerate([damage for damage in ANY if damage is not make_pipe] + DOCUMENTS):
+        write(good)
+        damage(good / "config.json", random.Random(index))
+        with pytest.raises((Reached, ValueError, TypeError, OSError), match="^$|config.json|vocab"):
+            read(good)
