@@ -126,4 +126,5 @@ KIND = DraftKind(
     read_params,
     lambda layout, config, params, verifier: describe(config),
     lambda layout, config, params: weights.write(config.weights(), params),
+    dtype_key="dtype",
 )

@@ -29,6 +29,7 @@ class DraftKind:
     describe: its config.json in a layout, for a configuration, weights, and the name of the target or None; raises
       ValueError if the layout cannot represent them. Only which weights exist matters.
     named_tensors: the weights under their names in a layout, [out, in].
+    dtype_key: the key of their precision in config.json; by default the one for releases of `transformers` of any age.
     """
 
     config: type[Draft]
@@ -38,6 +39,7 @@ class DraftKind:
     read_params: Callable[[Source, Any, Tensors], PyTree]
     describe: Callable[[str, Any, Any, str | None], dict[str, Any]]
     named_tensors: Callable[[str, Any, Any], Iterator[tuple[str, Any]]]
+    dtype_key: str = "torch_dtype"
 
     def plan(self, source: Source, target: Decoder, dtype: str | None = None, weights: str | None = None) -> Plan[Any]:
         """Plan to read a checkpoint of this kind, as `drafts.plan`."""

@@ -121,7 +121,7 @@ def save(
     if layout not in kind.layouts:
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(kind.layouts)}")
     # Integers and bools keep their types.
-    raw, stored = kind.describe(layout, config, params, verifier) | {"torch_dtype": dtype}, resolve_dtype(dtype)
+    raw, stored = kind.describe(layout, config, params, verifier) | {kind.dtype_key: dtype}, resolve_dtype(dtype)
     arrays = {name: np.asarray(tensor) for name, tensor in kind.named_tensors(layout, config, params)}
     contiguous = {
         name: np.ascontiguousarray(array if array.dtype.kind in "iub" else array.astype(stored))

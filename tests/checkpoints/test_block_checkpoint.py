@@ -109,6 +109,7 @@ def test_round_trip_in_each_layout(draft, tmp_path, name):
             assert not out.exists()
             continue
         write_draft(out, config, loaded.params)
+        assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
         again = load(out)
         assert again.config == config and equal(again.params, loaded.params)
         assert block.KIND.matches(Source(out))

@@ -96,6 +96,7 @@ def test_round_trip_in_each_layout(head, tmp_path, name):
                 write_head(out, loaded.config, loaded.params)
             continue
         write_head(out, loaded.config, loaded.params)
+        assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
         again = load(out)
         assert again.config == loaded.config and equal(again.params, loaded.params)
         assert eagle.matches(Source(out))

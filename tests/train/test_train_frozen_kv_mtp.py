@@ -1,6 +1,7 @@
 """Training of assistants: training equals serving, drafts improve, and checkpoints load."""
 
 import dataclasses
+import json
 
 import gemma
 import jax
@@ -102,6 +103,8 @@ def test_checkpoints_round_trip(name, target_head, tmp_path):
     own = toy.random_assistant(config)
     own = dataclasses.replace(own, head=None) if target_head else own
     drafts.save(tmp_path, config, own, dtype="float32")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["dtype"] == "float32" and "torch_dtype" not in written
     loaded = drafts.load(tmp_path, target=target, dtype="float32")
     assert loaded.config == config
     toy.assert_same(loaded.params, own)
