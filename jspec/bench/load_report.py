@@ -45,6 +45,7 @@ def lines(out: LoadReport) -> list[Measurement]:
 
 
 def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
+    # Settings of all lines.
     unused = report.unused_settings(result.mode)
     settings = {name: value for name, value in out.settings.items() if name not in unused}
     settings |= {"requests": out.requests, "prompt_tokens": out.tokens[0], "output_tokens": out.tokens[1]}
@@ -71,6 +72,7 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
     lines = [line("output tokens per second", "tokens/s", [run.tokens_per_second for run in runs])]
     if not runs:
         return lines
+    # Counters, then times.
     lines.append(line("rounds", "", [run.rounds for run in runs]))
     lines.append(line("row-rounds used", "", result.row_rounds_used()))
     for name, unit, scale in (("first token", "s", 1.0), ("inter-token", "ms", 1e3)):
@@ -83,9 +85,11 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
 
 def table(out: LoadReport) -> str:
     """The results as aligned text: the model and the load, one line per case, then the problems."""
+    # Columns and rows.
     names = ["mode", "slots", *_COLUMNS, "row-rounds used"]
     names += [f"{name} ms p{percent}" for name in _TIMES for percent in (50, 99)]
     rows = [[*names, "preemptions"], *(_cells(result) for result in out.results if result.runs)]
+    # The line above the table.
     prompt, output = out.tokens
     what = f"{out.requests} requests of {prompt:,} prompt and {output:,} output tokens in all"
     model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype)
@@ -109,6 +113,7 @@ def draw(out: LoadReport, path: Path) -> None:
     """Draws the last run of each case into a file: running, waiting and held sequences over time."""
     import matplotlib.pyplot as plt
 
+    # One panel for each load.
     measured = [result for result in out.results if result.runs]
     picture, axes = plt.subplots(len(measured), figsize=(8.0, 2.6 * len(measured)), layout="constrained", squeeze=False)
     for result, ax in zip(measured, axes[:, 0], strict=True):

@@ -133,6 +133,7 @@ def commit() -> str | None:
     """The commit of the checkout that this file belongs to; None if it is not in one."""
     source = Path(__file__).resolve()
 
+    # Ask git, if the package lies in a checkout.
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source.parent), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -127,6 +127,7 @@ def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context:
     result = new_case(setup, mode, drafter, batch, context)
     if result.problem:
         return result
+    # Measure; running out of memory is a result, too.
     try:
         _measure(setup, result, drafter, report)
     except jax.errors.JaxRuntimeError as error:
@@ -138,6 +139,7 @@ def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context:
 
 def new_case(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context: int) -> CaseResult:
     """A case that is not measured yet; `problem` has the reason if it is longer than the model's context."""
+    # Bytes and tokens of the case.
     depth, max_tokens = drafter.depth, math.ceil(setup.tokens_per_round)
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     floor = case_bytes(setup, drafter, batch, context)
@@ -163,11 +165,13 @@ def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) ->
 
 
 def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Progress) -> None:
+    # Compile.
     method = method_of(setup, drafter)
     report("compiling")
     compiled = _compile(setup, result, method)
     if compiled is None:
         return
+    # Time prefill, rounds and phases.
     report("first token")
     result.first_token_seconds = machine.seconds_of(compiled.prefill, repeats=FIRST_TOKENS, burst=0)
     report("rounds")
@@ -209,6 +213,7 @@ def _compile(setup: BenchSetup, result: CaseResult, method: Method) -> CompiledC
     if isinstance(method.drafter, Unfolded):
         programs["seed"] = seed.lower(setup.params, state, drafter=method.drafter).compile()
 
+    # Workspaces are known after compilation.
     for name, program in programs.items():
         result.problem = too_large(setup, result, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
         if result.problem:
@@ -253,6 +258,7 @@ def _device_int(value: int) -> Int[Array, ""]:
 
 def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
     """Why the state and a program's workspace do not fit into the memory that the weights leave; None if they do."""
+    # Free memory of the fullest device.
     placement = setup.placement
     local = groups.batch_of(placement, result.batch)
     has, held = memory.least_free(placement and placement.devices), on_one_device(placement, setup.params)
@@ -279,6 +285,7 @@ def prompts_of(setup: BenchSetup, result: CaseResult) -> Prompts:
 
 def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:
     """Times the same rounds repeatedly; returns the state before them."""
+    # The same rounds each time, from one state.
     before = _copy_small(s)
     for turn in range(machine.WARM_UP + setup.repeats):
         s = jax.block_until_ready(_rewind(s, before))

@@ -75,10 +75,12 @@ class Measurement:
     note: str | None = None
 
     def __post_init__(self):
+        # Types.
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise ValueError(f"{name}={value!r}: must be {' or '.join(kind.__name__ for kind in kinds)}")
+        # Formats.
         if not _ID.fullmatch(self.id):
             raise ValueError(f"id={self.id!r}: must be lowercase words joined by one of . _ / + -")
         datetime.fromisoformat(self.date)
@@ -86,6 +88,7 @@ class Measurement:
             raise ValueError(f"commit={self.commit!r}: must be a hash, with -dirty where the tree had changes")
         if self.device_count < 1:
             raise ValueError(f"device_count={self.device_count}: must be at least 1")
+        # Values and bounds.
         if not all(_is_number(value) for value in self.values):
             raise ValueError(f"values={self.values!r}: must be finite numbers")
         for name in ("expected", "goal"):
@@ -95,6 +98,7 @@ class Measurement:
         for name, value in self.settings.items():
             if not isinstance(name, str) or not isinstance(value, Scalar):
                 raise ValueError(f"settings[{name!r}]={value!r}: must be a string, a number, a bool or null")
+        # A line without values has a reason; the median fits the values.
         if not self.values and not self.note:
             raise ValueError("values is empty: note must say why")
         middle = statistics.median(self.values) if self.values else None

@@ -191,6 +191,7 @@ class BenchOptions(CaseOptions):
     requests: int | None = option(None, "number of requests (default: 256)", bounds=_BATCH)
 
     def __post_init__(self):
+        # One source of weights.
         if (self.preset is None) == (self.checkpoint is None):
             count = "none is given" if self.preset is None else "both are given"
             raise ValueError(f"--preset NAME or --checkpoint MODEL: {count}; must be one of them")
@@ -210,6 +211,7 @@ class BenchOptions(CaseOptions):
 
     def _check_load(self) -> None:
         """Fills in defaults, and checks that all options apply to what is measured: rounds, or requests."""
+        # Options of the other kind of measurement.
         for name in _NOT_OF_LOADS if self.load else _OF_LOADS:
             if getattr(self, name):
                 problem = "has no effect with --load; leave it out" if self.load else "requires --load"
@@ -217,6 +219,7 @@ class BenchOptions(CaseOptions):
         self._fill(repeats=self.repeats or (3 if self.load else 5))
         if not self.load:
             return
+        # Defaults and limits of loads.
         for mode in self.mode:
             if mode not in MODES:
                 raise ValueError(f"--mode {mode}: must be {', '.join(MODES[:-1])} or {MODES[-1]} with --load")

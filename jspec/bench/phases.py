@@ -85,6 +85,7 @@ def repeat(
     - No run can overlap with the next one, which waits for the zero.
     """
 
+    # Each run feeds a zero from its result to the next one.
     def body(_: int, loop: tuple[PyTree, Cache | None, Array]) -> tuple[PyTree, Cache | None, Array]:
         _, cache, zero = loop
         result, cache = phase(params, add_zero(inputs, zero), cache)
@@ -100,6 +101,7 @@ def add_zero(inputs: PyTree, zero: Int[Array, ""]) -> PyTree:
     """The same values, made to depend on `zero`."""
 
     def add(x: PyTree) -> PyTree:
+        # Caches are read through page tables; add the zero there.
         if isinstance(x, RecurrentCache):
             return dataclasses.replace(x, windows=x.windows + zero.astype(x.windows.dtype))
         if is_cache(x):
@@ -136,6 +138,7 @@ def time_phases(
     seconds: dict[str, list[float]] = {}
     times = repeat.variant(many=verifies_many(params, s, phases.method))
 
+    # Time `repeats` runs after the warm-up.
     def run(name: str, inputs: PyTree, cache: PyTree = None) -> tuple[PyTree, PyTree]:
         seconds[name], result = [], None
         for turn in range(WARM_UP + repeats):

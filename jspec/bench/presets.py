@@ -52,6 +52,7 @@ def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB
 
     draft_vocab_size: at most the target's.
     """
+    # One layer of the target's shape; it reads an early, a middle and a late layer.
     count = target.num_layers
     return EagleHead(
         version=3,
@@ -80,6 +81,7 @@ def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
     It reads the outputs of five layers, evenly spaced; of shallow targets, those that the head reads.
     """
     count = target.num_layers
+    # Five layers; the mask is the last token of the vocabulary.
     spread = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
     return BlockHead(
         vocab_size=head.vocab_size,

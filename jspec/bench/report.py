@@ -51,6 +51,7 @@ def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = M
     names: option -> a name in place of its value, which is a path of one machine.
     """
     shown, option = [], ""
+    # Replace paths, and leave out where results are written.
     for argument in arguments:
         if argument.startswith("-"):
             option, joined, _ = argument.partition("=")
@@ -105,14 +106,15 @@ def unused_settings(mode: str) -> tuple[str, ...]:
 
 
 def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | None]) -> list[Measurement]:
+    # Fields of all lines.
     unused = unused_settings(result.mode)
     settings = {name: value for name, value in report.settings.items() if name not in unused}
     shape = {"mode": result.mode, "batch": result.batch, "context": result.context}
 
     def line(metric: str, unit: str, values: Sequence[float], **fields) -> Measurement:
         parts = report.model, result.mode, f"b{result.batch}", f"c{result.context}"
-        given = {"settings": settings, **shared, **shape, **fields}
-        return measurement(report.environment, *parts, metric=metric, unit=unit, values=values, **given)
+        options = {"settings": settings, **shared, **shape, **fields}
+        return measurement(report.environment, *parts, metric=metric, unit=unit, values=values, **options)
 
     # Rounds first, then what explains them.
     milliseconds = [1e3 * seconds for seconds in result.round_seconds]
@@ -122,9 +124,10 @@ def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | N
         out.append(line("speed", "tokens/s", [accepted / seconds for seconds in result.round_seconds]))
         out.append(line("accept length", "", [result.accept_length]))
     for name, seconds in result.phase_seconds.items():
-        out.append(line(PHASES[name], "ms", [1e3 * each for each in seconds]))
+        out.append(line(PHASES[name], "ms", [1e3 * value for value in seconds]))
     if result.first_token_seconds:
-        out.append(line("first token", "ms", [1e3 * each for each in result.first_token_seconds]))
+        out.append(line("first token", "ms", [1e3 * value for value in result.first_token_seconds]))
+    # Compilation and memory.
     cached = {"settings": {**settings, "compilation_cache": report.environment.compilation_cache}}
     for name, seconds in result.compile_seconds.items():
         out.append(line(f"compiling {name}", "s", [seconds], **cached))
@@ -160,6 +163,7 @@ def describe(model: str, parameters: Mapping[str, int], drafter: object, dtype: 
 
 
 def _cells(report: Report, result: CaseResult) -> list[str]:
+    # One row of the table.
     assert result.round is not None and result.tokens_per_second is not None
     floor = report.floor(result)
     return [

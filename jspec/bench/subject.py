@@ -159,12 +159,14 @@ def _with_draft(
     name: str, target: Decoder, params: PyTree, draft: Draft, placement: Placement | None, options: CaseOptions
 ) -> Subject:
     """A target with a random draft, split as by `jspec.load`."""
+    # Split the draft, where it can be.
     dtype = params.embed.dtype
     if placement is not None:
         # The draft follows, where its shape allows.
         splits = splits_draft(draft, dtype, placement.size, options.weights)
         placement = dataclasses.replace(placement, draft=splits)
         draft = draft.split(placement.size) if placement.draft else draft
+    # Quantize its weights as those of the target.
     shapes = quantize_shapes(draft.param_shapes(dtype), options.weights)
     if placement is not None and placement.draft:
         check_split_groups(shapes, placement.size)

@@ -113,7 +113,7 @@ def _parse_dense(config: Fields) -> int:
     count, types = read_layer_count(config), config.optional_texts("mlp_layer_types")
     if types is None:
         return config.read_int("first_k_dense_replace", least=0, most=count)
-    dense = sum(each == "dense" for each in types)
+    dense = sum(kind == "dense" for kind in types)
     if list(types) != ["dense"] * dense + ["sparse"] * (count - dense):
         raise config.wrong("mlp_layer_types", list(types), "must have one entry per layer, dense ones first")
     return dense
@@ -194,13 +194,13 @@ def describe(config: Deepseek) -> dict[str, Any]:
     return raw
 
 
-def with_mtp(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
+def with_mtp(config: Deepseek, tensors: Tensors, enabled: bool) -> Deepseek:
     """The configuration with all of its MTP heads, or with none if they are not wanted or have no tensors.
 
     Checkpoints written by `transformers` declare heads but have no tensors of them.
     """
     prefixes = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.mtp_layers))
-    if wanted and any(name.startswith(prefixes) for name in tensors.names()):
+    if enabled and any(name.startswith(prefixes) for name in tensors.names()):
         return config
     tensors.leave(*prefixes)
     return dataclasses.replace(config, mtp_layers=0)

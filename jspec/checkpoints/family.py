@@ -23,7 +23,7 @@ def open_safetensors(source: Source, dtype: DTypeLike) -> Tensors:
     return Tensors(source.safetensors, dtype)
 
 
-def without_mtp(config: C, tensors: Tensors, wanted: bool) -> C:
+def without_mtp(config: C, tensors: Tensors, enabled: bool) -> C:
     """The configuration itself, for families whose checkpoints have no MTP heads."""
     return config
 

@@ -110,16 +110,16 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
         full_heads = global_heads if values_are_keys and global_heads is not None else heads
     # Rotation by kind, then the layers with their exceptions.
     ropes = {name: _parse_rope(name, text.section("rope_parameters").section(name)) for name in _ROPE}
-    own, found = text.section("per_layer_config"), []
+    exceptions, layers = text.section("per_layer_config"), []
     for index, name in enumerate(types):
-        sliding, layer = name == "sliding_attention", own.section(str(index))
+        sliding, layer = name == "sliding_attention", exceptions.section(str(index))
         if not set(layer.keys()) <= {"head_dim", "num_key_value_heads"}:
             raise CheckpointError(
                 f"{text.where}: per_layer_config of layer {index} has the keys {layer.keys()}; supported: head_dim, "
                 "num_key_value_heads"
             )
         theta, share = ropes[name]
-        found.append(
+        layers.append(
             Attention(
                 kv_heads=layer.read_int("num_key_value_heads", heads if sliding else full_heads),
                 head_dim=read_head_dim(layer, default=head_dim if sliding else full_dim),
@@ -130,16 +130,16 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
             )
         )
     # Exceptions for layers beyond the last.
-    unknown = [key for key in own.keys() if key not in map(str, range(count))]
+    unknown = [key for key in exceptions.keys() if key not in map(str, range(count))]
     if unknown:
         raise CheckpointError(f"{text.where}: per_layer_config has the keys {unknown}: there are {count} layers")
-    return tuple(found)
+    return tuple(layers)
 
 
-def _parse_rope(name: str, given: Fields) -> tuple[float, float]:
+def _parse_rope(name: str, stated: Fields) -> tuple[float, float]:
     """The base of a kind of layers, and the share of the dimensions that rotate."""
     # Absent parameters have the defaults of the kind.
-    rope = given if given.keys() else given.with_defaults(_ROPE[name])
+    rope = stated if stated.keys() else stated.with_defaults(_ROPE[name])
     kind = rope.read_text("rope_type", "default")
     if kind not in ("default", "proportional") or rope.read_number("factor", 1.0) != 1:
         raise CheckpointError(
@@ -244,7 +244,7 @@ def match_layers(model: Gemma4, target: Decoder, where: str) -> tuple[int, ...]:
         raise CheckpointError(
             f"{where}: this assistant requires a Gemma 4 target, but the target is of type {type(target).__name__}"
         )
-    found = []
+    sources = []
     for index, kind in enumerate(model.attention):
         alike = [i for i, other in enumerate(target.attention) if (other.window is None) == (kind.window is None)]
         if not alike:
@@ -256,8 +256,8 @@ def match_layers(model: Gemma4, target: Decoder, where: str) -> tuple[int, ...]:
             raise CheckpointError(
                 f"{where}: layer {index} reads {kind}, but layer {alike[-1]} of the target has {theirs}"
             )
-        found.append(alike[-1])
-    return tuple(found)
+        sources.append(alike[-1])
+    return tuple(sources)
 
 
 def table(config: Gemma4, names: Set[str]) -> Gemma4Params:

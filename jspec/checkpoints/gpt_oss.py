@@ -41,7 +41,7 @@ def parse_config(config: Fields) -> GptOss:
     heads, kv_heads = read_heads(config)
     # Heads and rotation.
     scalings = [config.section(name) for name in ("rope_parameters", "rope_scaling")]
-    if not any(each.has("rope_theta") for each in (config, *scalings)):
+    if not any(fields.has("rope_theta") for fields in (config, *scalings)):
         config.read_number("rope_theta")  # the families' default is not this one's
     theta, scaling = parse_yarn(config)
     with reading(config.where):

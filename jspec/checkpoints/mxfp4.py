@@ -78,11 +78,11 @@ class Blocks:
     def words(self, parts: int) -> np.ndarray:
         """The values, as `pack` makes words of them, [experts, words, out]. parts: of the rows, each packed alone."""
         count, out, blocks, _ = self.pairs.shape
-        made = np.empty((count, parts, word_rows(blocks * BLOCK // parts), out), np.int32)
-        for own, pairs in zip(made, self.pairs, strict=True):
-            for part, values in zip(own, np.split(_codes(pairs).T, parts), strict=True):
+        words = np.empty((count, parts, word_rows(blocks * BLOCK // parts), out), np.int32)
+        for expert, pairs in zip(words, self.pairs, strict=True):
+            for part, values in zip(expert, np.split(_codes(pairs).T, parts), strict=True):
                 part[:] = pack(values)
-        return made.reshape(count, -1, out)
+        return words.reshape(count, -1, out)
 
     def scales(self) -> np.ndarray:
         """The exponents, [experts, blocks, out]."""
@@ -91,12 +91,12 @@ class Blocks:
     def wide(self, dtype: DTypeLike) -> np.ndarray:
         """The matrices, in a floating-point type."""
         count, out, blocks, _ = self.pairs.shape
-        made = np.empty((count, blocks * BLOCK, out), dtype)
+        experts = np.empty((count, blocks * BLOCK, out), dtype)
         with np.errstate(over="ignore"):  # infinite values are found by the caller
-            for own, pairs, exponents in zip(made, self.pairs, self.exponents, strict=True):
+            for expert, pairs, exponents in zip(experts, self.pairs, self.exponents, strict=True):
                 scale = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
-                own[:] = (_VALUES[_codes(pairs)] * np.repeat(scale, BLOCK, axis=1)).T
-        return made
+                expert[:] = (_VALUES[_codes(pairs)] * np.repeat(scale, BLOCK, axis=1)).T
+        return experts
 
 
 def _codes(pairs: np.ndarray) -> np.ndarray:

@@ -55,12 +55,12 @@ class Packing:
 def parse_compressed(method: Fields) -> Packing | None:
     """The packing of a `quantization_config` of compressed-tensors; None: it is not supported."""
     groups = method.section("config_groups")
-    found = {_parse_group(groups.section(name).section("weights")) for name in groups.keys()}
-    if method.read_text("format") != "pack-quantized" or len(found) != 1:
+    packings = {_parse_group(groups.section(name).section("weights")) for name in groups.keys()}
+    if method.read_text("format") != "pack-quantized" or len(packings) != 1:
         return None
     if not is_known(method.section("kv_cache_scheme")):
         return None
-    return found.pop()
+    return packings.pop()
 
 
 def _parse_group(weights: Fields) -> Packing | None:
@@ -130,14 +130,14 @@ class PackedFiles:
           CheckpointError: it is missing, or of no such layer.
         """
         if name not in self._layers:
-            found = self._files.shape(self._stored(name))
-            return found[::-1] if name in self._scale_of and self._packing.layout != "compressed" else found
+            stored = self._files.shape(self._stored(name))
+            return stored[::-1] if name in self._scale_of and self._packing.layout != "compressed" else stored
         # A matrix is [out, in] and has one word for several values.
         layer, per_word = self._layers[name], 32 // self._packing.bits
         packed = self._packed_shape(layer)
         if self._packing.layout == "compressed":
-            given = self._files.get(layer + _SHAPE).reshape(-1) if layer + _SHAPE in self._files.names() else ()
-            out, width = map(int, given) if len(given) == 2 else (packed[0], packed[1] * per_word)
+            stated = self._files.get(layer + _SHAPE).reshape(-1) if layer + _SHAPE in self._files.names() else ()
+            out, width = map(int, stated) if len(stated) == 2 else (packed[0], packed[1] * per_word)
             if (out, -(-width // per_word)) != packed:
                 self._refuse(layer + self._values, f"has shape {packed} for a matrix of shape {(out, width)}")
             return out, width
@@ -167,10 +167,10 @@ class PackedFiles:
             values = self._unpack(words.T)
         else:
             values = self._unpack(words, _AWQ_ORDER).T
-        made = values.astype(np.int16) - self._zero_points(layer, out, width)
-        if made.min(initial=0) < -128 or made.max(initial=0) > 127:
+        centered = values.astype(np.int16) - self._zero_points(layer, out, width)
+        if centered.min(initial=0) < -128 or centered.max(initial=0) > 127:
             self._refuse(layer + self._zeros, "has zero points whose distance to the values exceeds 8 bits")
-        return made.astype(np.int8)
+        return centered.astype(np.int8)
 
     def has_parts(self, name: str) -> bool:
         """Whether parts of a tensor can be read: not of a packed layer."""

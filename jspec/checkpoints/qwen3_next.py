@@ -114,8 +114,8 @@ def _parse_rope(text: Fields, head_dim: int) -> tuple[float, float]:
             f"{', '.join(sorted(_ROPE_KEYS))}"
         )
     # The share of rotated dimensions.
-    shares = [each.optional_number("partial_rotary_factor", above=0, most=1) for each in (rope, text)]
-    share = next((each for each in shares if each is not None), 0.25)
+    shares = [fields.optional_number("partial_rotary_factor", above=0, most=1) for fields in (rope, text)]
+    share = next((stated for stated in shares if stated is not None), 0.25)
     # Pairs are split between the halves of a head.
     rotary = int(head_dim * share)
     if rotary % 2 or (head_dim - rotary) % 2 or not rotary:
@@ -175,15 +175,15 @@ MTP = "mtp."
 """Prefix of the tensors of the MTP head."""
 
 
-def with_mtp(config: Qwen3Next, tensors: Tensors, wanted: bool) -> Qwen3Next:
+def with_mtp(config: Qwen3Next, tensors: Tensors, enabled: bool) -> Qwen3Next:
     """The configuration with its MTP head, or without if it is not wanted or has no tensors.
 
     Checkpoints written by `transformers` never have one, whatever config.json declares.
     """
-    found = any(name.startswith(MTP) for name in tensors.names())
-    if not wanted:
+    has_tensors = any(name.startswith(MTP) for name in tensors.names())
+    if not enabled:
         tensors.leave(MTP)
-    return dataclasses.replace(config, mtp_layers=int(found and wanted))
+    return dataclasses.replace(config, mtp_layers=int(has_tensors and enabled))
 
 
 def table(config: Qwen3Next, names: Set[str]) -> Qwen3NextParams:

@@ -75,8 +75,8 @@ def parse_scheme(config: Fields) -> Scheme | None:
     if not method.keys():
         return None
     parse = _METHODS.get(method.optional_text("quant_method") or "")
-    found = None if parse is None else parse(method)
-    if found is None:
+    scheme = None if parse is None else parse(method)
+    if scheme is None:
         raise CheckpointError(
             f"{config.where}: {config.describe('quantization_config')} is not supported; must have quant_method='fp8', "
             "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' with symmetric "
@@ -84,7 +84,7 @@ def parse_scheme(config: Fields) -> Scheme | None:
             "group or by channel, and a kv_cache_scheme of 8 bits, type float, by tensor, or none; or "
             "quant_method='gptq' or 'awq' with 4 bits"
         )
-    return found
+    return scheme
 
 
 def _parse_blocks(method: Fields) -> Scheme | None:
@@ -214,7 +214,7 @@ def _part(argument: Any, half: int) -> Any:
         return (argument.narrow, argument.scale)[half]
     if isinstance(argument, np.ndarray | Deferred) and argument.dtype.kind not in "iub":
         raise CheckpointError("matrices that form one weight must all have 8 bits, or none of them")
-    return [_part(each, half) for each in argument] if isinstance(argument, list | tuple) else argument
+    return [_part(item, half) for item in argument] if isinstance(argument, list | tuple) else argument
 
 
 class ScaledTensors(Tensors):
@@ -277,12 +277,12 @@ class ScaledTensors(Tensors):
             narrow, scale = self._put_each(options, map(_halves, parts))
             return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
         narrow, scale, *zeros = self._put_each(options, (_packed_parts(part, packing.zeros) for part in parts))
-        made = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[-2] % BLOCK)
-        return dataclasses.replace(made, zero=zeros[0]) if zeros else made
+        weight = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[-2] % BLOCK)
+        return dataclasses.replace(weight, zero=zeros[0]) if zeros else weight
 
     def _put_each(self, options: Leaf, parts: Iterable[Sequence[np.ndarray]]) -> list[Any]:
         """What each part has, as arrays of their own."""
-        return [super(ScaledTensors, self).put(options, each) for each in zip(*parts, strict=True)]
+        return [super(ScaledTensors, self).put(options, arrays) for arrays in zip(*parts, strict=True)]
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too.
@@ -303,13 +303,13 @@ class ScaledTensors(Tensors):
             groups = (*stack, -(-width // (group or width)), columns)
             scale: Any = jax.ShapeDtypeStruct(groups, np.float32)
             narrow: Any = jax.ShapeDtypeStruct(leaf.shape, self.scheme.kind)
-            made = Quantized(narrow, scale, np.dtype(leaf.dtype), group)
+            weight = Quantized(narrow, scale, np.dtype(leaf.dtype), group)
             if not packed:
-                return made
+                return weight
             assert self.scheme.packing is not None
             words: Any = jax.ShapeDtypeStruct((*stack, word_rows(width), columns), np.int32)
             zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
-            return dataclasses.replace(made, narrow=words, zero=zero, filling=-width % BLOCK)
+            return dataclasses.replace(weight, narrow=words, zero=zero, filling=-width % BLOCK)
 
         return map_leaves(stored, shapes)
 
@@ -356,19 +356,19 @@ class ScaledTensors(Tensors):
         """A function that gives the scale of each value of a part of a matrix, in float32."""
         shape, name = self.files.shape(name), name + self.scheme.suffix
         if self.scheme.block == (None, None):
-            found = self.files.shape(name)
-            counts = found if found in ((), (1,), (shape[0],)) else (shape[0], 1)
+            stored = self.files.shape(name)
+            counts = stored if stored in ((), (1,), (shape[0],)) else (shape[0], 1)
             blocks = [1 if math.prod(counts) > 1 else shape[0], shape[1]]
         else:
-            blocks = [size if each is None else each for size, each in zip(shape, self.scheme.block, strict=True)]
-            counts = [-(-size // each) for size, each in zip(shape, blocks, strict=True)]
+            blocks = [size if block is None else block for size, block in zip(shape, self.scheme.block, strict=True)]
+            counts = [-(-size // block) for size, block in zip(shape, blocks, strict=True)]
         scale = super().stored(name, *counts).astype(np.float32)
         return partial(_spread, scale.reshape(-1, 1) if self.scheme.block == (None, None) else scale, blocks)
 
 
 def _spread(scale: np.ndarray, blocks: Sequence[int], part: Part) -> np.ndarray:
     """The scale of each value of a part of a matrix. blocks: rows and columns that share one."""
-    rows, columns = (np.asarray(each) // size for each, size in zip(part, blocks, strict=True))
+    rows, columns = (np.asarray(index) // size for index, size in zip(part, blocks, strict=True))
     if scale.shape[1] == 1:  # Without memory for each column.
         return np.broadcast_to(scale[rows], (len(rows), len(columns)))
     return scale[rows[:, None], columns]

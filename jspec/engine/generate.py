@@ -88,6 +88,7 @@ def generate(
       ValueError, TypeError: an invalid argument, or caches that do not fit in the memory of the device. Raised before
         anything is compiled.
     """
+    # Check the arguments, for all processes at once.
     with one_call(model):
         options = GenerateOptions(**keywords)
         check_flag("progress", progress)
@@ -95,6 +96,7 @@ def generate(
         if n is not None:
             options = repeat(options, len(prompt_ids), check_int("n", n, least=1))
             prompt_ids = [ids for ids in prompt_ids for _ in range(n)]
+    # More prompts than slots go through an engine.
     generations = generate_many(model, prompt_ids, options, progress=progress)
     if generations is None:
         generations = _generate(model, prompt_ids, options, progress)
@@ -103,6 +105,7 @@ def generate(
 
 def _generate(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:
     """Generates for all prompts at once."""
+    # With a progress bar the loop returns after some rounds.
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         rounds = ROUNDS_PER_UPDATE if progress else None
         run = Run(model, prompts, options, plan=f"generate, progress={progress}")

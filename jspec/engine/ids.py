@@ -74,6 +74,7 @@ class IdsOptions:
             )
         check_options(self)
         _check_placement(self.target, self.draft, self.placement)
+        # Options whose types are converted.
         values: dict[str, Any] = {}
         eos, most = check_sequence("eos", self.eos, items="a list of ids"), self.target.vocab_size - 1
         values["eos"] = [check_int(f"eos[{i}]", token, least=0, most=most) for i, token in enumerate(eos)]
@@ -88,6 +89,7 @@ class IdsOptions:
         Raises:
           ValueError, TypeError: the prompts, or the new tokens, do not fit in the columns or in the model's context.
         """
+        # Without a length: the columns of the prompts and the new tokens.
         new, most = self.max_new_tokens, self.target.max_length
         if not isinstance(new, int):
             _check_array("max_new_tokens", new, [(), (batch,)])
@@ -183,6 +185,7 @@ def generate_ids(
       ValueError, TypeError: invalid arguments, or caches that do not fit in the memory of the device, while tracing.
         Values of traced arrays are not checked; those of other arrays are.
     """
+    # Check shapes, options and memory.
     options = IdsOptions(**keywords)
     batch, columns = _check_arrays(params, ids, lengths, key, options.target.vocab_size)
     capacity = options.columns(batch, columns)
@@ -243,6 +246,7 @@ def _results(s: DecodeState, method: Method, batch: int) -> GeneratedIds:
 
 def _compile_grammars(options: IdsOptions, batch: int) -> Automaton:
     """Compiles the grammars of all sequences to one automaton."""
+    # Compile each distinct grammar once.
     assert not isinstance(options.sampling, RowSampling)
     grammars = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
     if not any(one is not None for one in grammars):
@@ -257,6 +261,7 @@ def _compile_grammars(options: IdsOptions, batch: int) -> Automaton:
 
 def _check_arrays(params: object, ids: object, lengths: object, key: object, vocab_size: int) -> tuple[int, int]:
     """Checks the arrays of `generate_ids`; returns B and T."""
+    # Types and shapes.
     if not isinstance(params, Params):
         raise TypeError(f"params is of type {type(params).__name__}: must be jspec.core.types.Params, as model.params")
     if not isinstance(ids, jax.Array | np.ndarray) or ids.ndim != 2 or not ids.size:
@@ -269,6 +274,7 @@ def _check_arrays(params: object, ids: object, lengths: object, key: object, voc
         raise TypeError(f"key is of type {type(key).__name__}: must be a key as jax.random.key makes it")
     if key.shape not in ((), (batch,)):
         raise ValueError(f"key has the shape {key.shape}: must be a single key, or one for each of {batch} sequences")
+    # Values, unless they are traced.
     _check_values("lengths", lengths, 1, columns)
     if not isinstance(ids, Tracer) and not isinstance(lengths, Tracer):
         used = np.arange(columns)[None] < np.asarray(lengths)[:, None]
@@ -278,6 +284,7 @@ def _check_arrays(params: object, ids: object, lengths: object, key: object, voc
 
 def _check_placement(target: Target, draft: object, placement: object) -> None:
     """Raises unless `placement` is that of the models."""
+    # Weights must be split as the placement says.
     if placement is not None and not isinstance(placement, sharding.Placement):
         raise TypeError(f"placement={shorten(placement)}: must be model.placement, or None")
     size, splits_draft = (1, False) if placement is None else (placement.size, placement.draft)

@@ -53,6 +53,7 @@ def choose_rule(
       ValueError: an unknown name, or a rule for other parameters or drafters.
       TypeError: neither a name nor a callable.
     """
+    # The default: coupled sampling if any sequence samples.
     check_rule(rule)
     all_greedy = row_sampling is None or row_sampling.temperature is None
     if rule is None:
@@ -61,6 +62,7 @@ def choose_rule(
         if all_greedy and isinstance(rule, LossyThresholds):
             raise ValueError(f"accept={rule}: LossyThresholds has no effect when every sequence is greedy; omit it")
         return rule, drafter
+    # Greedy sequences alone need no distributions.
     if all_greedy:
         return greedy, drafter
     if rule == "greedy":
@@ -102,6 +104,7 @@ def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
     """
     bound = drafter.bind(target, draft)
     kind, bound_kind = type(drafter).__name__, type(bound).__name__
+    # A drafter of one's own may lack a part, or have one of another type.
     if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
         raise TypeError(f"{kind}.bind: must return a drafter, but this {bound_kind} has no {', '.join(missing)}")
     if not isinstance(bound.capture_layers, tuple):

@@ -90,16 +90,19 @@ class Model:
         Raises:
           TypeError, ValueError: not a model, or one of another vocabulary.
         """
+        # No draft: drop its weights, too.
         if draft is None:
             return dataclasses.replace(self, draft=None, params=Params(self.params.target))
         if not isinstance(draft, Model):
             raise TypeError(f"draft is of type {type(draft).__name__}: must be a jspec.Model, or None")
+        # Both must have one vocabulary.
         if draft.target.vocab_size != self.target.vocab_size:
             raise ValueError(
                 f"draft={draft.name!r}: has a vocabulary of {draft.target.vocab_size} tokens; must have "
                 f"{self.target.vocab_size}, as {self.name!r}"
             )
         refuse_split(draft, "with_draft")
+        # The draft is whole on each device.
         params, placement = Params(self.params.target, draft.params.target), self.placement
         if placement is not None:
             placement = dataclasses.replace(placement, draft=False)

@@ -45,6 +45,7 @@ class RequestOptions:
     logprobs: bool | int = False
 
     def __post_init__(self):
+        # Convert: equal options must compare equal.
         check_options(self)
         values: dict[str, object] = {
             "max_new_tokens": _check_limits(self.max_new_tokens),
@@ -88,6 +89,7 @@ class RequestOptions:
         Raises:
           ValueError: not one seed per sequence, or `seed + i` exceeds 2**32 - 1.
         """
+        # One seed: sequence i adds i.
         if isinstance(self.seed, int):
             if self.seed > MAX_SEED - (batch - 1):
                 raise ValueError(
@@ -95,6 +97,7 @@ class RequestOptions:
                     f"sequences: give at most {MAX_SEED - (batch - 1)}, or one seed per sequence"
                 )
             return (self.seed + np.arange(batch, dtype=np.int64)).astype(np.uint32)
+        # One seed for each sequence.
         if len(self.seed) != batch:
             raise ValueError(
                 f"seed={shorten(self.seed)}: {len(self.seed)} seeds for {batch} sequences; give one int, or one seed "
@@ -226,6 +229,7 @@ def takes(kind: type) -> Callable[[F], F]:
     """Shows the fields of a dataclass, with defaults, in the signature of a function that takes them as keywords."""
 
     def show(function: F) -> F:
+        # Keywords in the place of `**keywords`.
         signature = inspect.signature(function)
         fields = dataclasses.fields(kind)
         keywords = [
@@ -272,6 +276,7 @@ def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Draft
     Raises:
       ValueError: they do not.
     """
+    # The context of the target.
     if longest >= target.max_length:
         raise ValueError(
             f"the longest prompt has {longest} tokens, which leaves no space for new ones in the model's context of "
@@ -282,6 +287,7 @@ def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Draft
             f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, at most "
             f"{target.max_length - longest} fit in the model's context of {target.max_length}"
         )
+    # The context of the draft.
     context = None if drafter is None else optional.max_length(drafter)
     if context is not None and longest + max_new_tokens > context:
         raise ValueError(
@@ -345,6 +351,7 @@ def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:
 
 def check_rule(rule: object) -> None:
     """Raises TypeError or ValueError unless `rule` is None, the name of an acceptance rule, or may be one."""
+    # None, a name, or a callable object.
     if rule is None:
         return
     valid = f"one of {', '.join(RULES)}, or a callable"

@@ -62,6 +62,7 @@ def from_function(
       TypeError, ValueError: arguments of the wrong type, a result of another shape or dtype, or dependent on later
         tokens.
     """
+    # Types.
     if not callable(function):
         raise TypeError(f"function is of type {type(function).__name__}: must be f(params, tokens) -> logits")
     check_hashable("function", function)
@@ -75,6 +76,7 @@ def from_function(
     size = _check_result(function, params, name, length)
     if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != size:
         raise ValueError(f"vocab_size={vocab_size}: {name} returns logits of {size} tokens")
+    # Ids and causality, for this vocabulary.
     ids = _check_eos(eos, size)
     if check and not is_causal(function, params, size, length):
         raise ValueError(
@@ -135,6 +137,7 @@ def from_target(
     Raises:
       TypeError, ValueError: arguments of the wrong type, or a missing or wrong attribute or method.
     """
+    # Parts of a target.
     kind = type(target).__name__
     if isinstance(target, type):
         raise TypeError(f"target is the class {target.__name__}: must be an object of it")
@@ -142,6 +145,7 @@ def from_target(
         raise TypeError(
             f"target is of type {kind}, which has no {', '.join(missing)}: must be a jspec.core.types.Target"
         )
+    # Values.
     check_hashable("target", target)
     for size in ("vocab_size", "max_length"):
         check_int(size, getattr(target, size), least=1, owner=kind)
@@ -242,6 +246,7 @@ def _split(module: Any, variables: PyTree) -> tuple[Function, PyTree]:
         from flax import linen, nnx
     except ModuleNotFoundError:
         raise ValueError(f"jspec.from_module requires flax: {package.install('train')}") from None
+    # Each library has its own split into structure and weights.
     if isinstance(module, linen.Module):
         if variables is None:
             raise ValueError("variables=None: a module of linen needs those that `module.init` returns")

@@ -66,6 +66,7 @@ def check_same_devices(old: Params, new: Params) -> None:
     Raises:
       ValueError: they are not, with the path of the leaf.
     """
+    # Each leaf must lie where the program expects it.
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if isinstance(x, Tracer) or isinstance(y, Tracer):
             continue

@@ -122,6 +122,7 @@ class TunixRollout(Base):
         pad_id: int | None = None,
         **engine: Unpack[EngineKeywords],
     ):
+        # One device, and ids from the trainer or the model.
         if mesh is not None and mesh.size != 1:
             raise ValueError(f"mesh: has {mesh.size} devices; must have one")
         if pad_id is None and tokenizer is None:
@@ -131,6 +132,7 @@ class TunixRollout(Base):
         pad = tokenizer.pad_id() if pad_id is None and tokenizer is not None else pad_id
         self._pad = check_int("pad_id", pad, least=0, most=model.target.vocab_size - 1)
         self._eos = model.eos[0] if tokenizer is None else tokenizer.eos_id()
+        # The engine, and how weights reach it.
         if rollout_config is not None:
             _check_eos(rollout_config, model)
         self._actor, self._to_params = rollout_actor, to_params
@@ -193,6 +195,7 @@ class TunixRollout(Base):
         Raises:
           ValueError: a row without a prompt, or a mask with gaps.
         """
+        # Rectangles of ids.
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         if prompts.ndim != 2 or completions.ndim != 2 or len(prompts) != len(completions):
             raise ValueError(
@@ -200,6 +203,7 @@ class TunixRollout(Base):
                 "[B, P] and [B, C]"
             )
         belongs = completions != self._pad if completion_mask is None else np.asarray(completion_mask, bool)
+        # Score each sequence without its padding.
         result = np.zeros(completions.shape, np.float32)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             begin = int((prompt != self._pad).argmax())

@@ -183,12 +183,12 @@ class Assistant:
             raise ValueError(
                 f"clusters={self.clusters}: must be None with target_head=True, as the target's LM head has no clusters"
             )
-        count, chosen = self.clusters.count, self.clusters.chosen
+        count, read = self.clusters.count, self.clusters.chosen
         if count < 1 or self.vocab_size % count:
             raise ValueError(
                 f"clusters={self.clusters}: vocab_size={self.vocab_size} is not a multiple of count={count}"
             )
-        if not 1 <= chosen <= count:
+        if not 1 <= read <= count:
             raise ValueError(f"clusters={self.clusters}: chosen must be between 1 and count={count}")
 
     def check_target(self, target: Decoder) -> None:
@@ -199,10 +199,10 @@ class Assistant:
         """
         # Vocabulary and width.
         pairs = (self.vocab_size, target.vocab_size), (self.target_hidden_size, target.hidden_size)
-        for field, (wanted, given) in zip(("vocabulary", "hidden size"), pairs, strict=True):
-            if wanted != given:
+        for field, (expected, actual) in zip(("vocabulary", "hidden size"), pairs, strict=True):
+            if expected != actual:
                 raise ValueError(
-                    f"the assistant was made for a target with {field} {wanted}, but this target has {given}"
+                    f"the assistant was made for a target with {field} {expected}, but this target has {actual}"
                 )
         # The keys of each layer.
         for layer, head_dim in zip(self.target_layers, self.head_dims, strict=True):
@@ -278,13 +278,13 @@ class Assistant:
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights that one forward reads: of a clustered LM head, the centroids and the chosen clusters."""
-        own: AssistantParams = params.draft
-        head = tree_bytes(own.head)
-        if own.clusters is not None:
+        draft: AssistantParams = params.draft
+        head = tree_bytes(draft.head)
+        if draft.clusters is not None:
             assert self.clusters is not None
-            rows = tree_bytes(own.clusters.head) * self.clusters.chosen // self.clusters.count
-            head = tree_bytes(own.clusters.centroids) + rows
-        return head + tree_bytes((own.pre_projection, own.layers, own.norm, own.post_projection))
+            rows = tree_bytes(draft.clusters.head) * self.clusters.chosen // self.clusters.count
+            head = tree_bytes(draft.clusters.centroids) + rows
+        return head + tree_bytes((draft.pre_projection, draft.layers, draft.norm, draft.post_projection))
 
     def extend_bytes(self, params: Params) -> int:
         """0: an assistant has no rows, so it does not absorb committed tokens."""
@@ -314,14 +314,14 @@ class Assistant:
           length: committed rows of each sequence; sliding windows end at the last of them.
           positions: by which the queries of each sequence are rotated.
         """
-        own: AssistantParams = params.draft
+        draft: AssistantParams = params.draft
         # Join the token's embedding with the hidden state.
         joined = jnp.concatenate([target.embed(params.target, tokens), hidden], axis=-1)
-        x = layers.linear(joined, own.pre_projection)
-        normed = self._norm(x, own.layers[0].attention_norm)
-        following = [*(layer.attention_norm for layer in own.layers[1:]), own.norm]
+        x = layers.linear(joined, draft.pre_projection)
+        normed = self._norm(x, draft.layers[0].attention_norm)
+        following = [*(layer.attention_norm for layer in draft.layers[1:]), draft.norm]
         # Layers; each add computes the next norm, too.
-        for layer, read, norm in zip(own.layers, self.target_layers, following, strict=True):
+        for layer, read, norm in zip(draft.layers, self.target_layers, following, strict=True):
             seen = layers.linear(self._attend(layer, read, target, params, normed, cache, length, positions), layer.o)
             seen = sum_over_devices(seen, self.tensor)
             x, normed = self._add(x, seen, layer.attention_out_norm, layer.mlp_norm)
@@ -329,10 +329,10 @@ class Assistant:
             mlp = sum_over_devices(mlp, self.tensor)
             x, normed = self._add(x, mlp, layer.mlp_out_norm, norm, layer.scalar)
         # The hidden state of the next step, and the logits.
-        out = layers.linear(normed, own.post_projection)
+        out = layers.linear(normed, draft.post_projection)
         if self.target_head:
             return AssistantOutput(target.unembed(params.target, out), None, out)
-        logits, ids = self._unembed(own, normed)
+        logits, ids = self._unembed(draft, normed)
         return AssistantOutput(logits, ids, out)
 
     def _norm(self, x, weight):
@@ -364,27 +364,27 @@ class Assistant:
             seen = multiplied(seen, scales[1])
         return seen.reshape(batch, nodes, -1)
 
-    def _unembed(self, own: AssistantParams, normed) -> tuple[Array, Array | None]:
+    def _unembed(self, draft: AssistantParams, normed) -> tuple[Array, Array | None]:
         """Logits in float32, and the token of each, see `AssistantOutput.ids`."""
         # The whole vocabulary.
-        if own.clusters is None or self.clusters is None:
-            assert own.head is not None
-            logits = gather_last(layers.linear(normed, own.head.T), self.vocab_size)
+        if draft.clusters is None or self.clusters is None:
+            assert draft.head is not None
+            logits = gather_last(layers.linear(normed, draft.head.T), self.vocab_size)
             return logits.astype(jnp.float32), None
         # The tokens of the most likely clusters.
-        chosen = _largest(layers.linear(normed, own.clusters.centroids), self.clusters.chosen)
-        rows = jnp.take(own.clusters.head, chosen, axis=0, mode="clip")
+        clusters = _largest(layers.linear(normed, draft.clusters.centroids), self.clusters.chosen)
+        rows = jnp.take(draft.clusters.head, clusters, axis=0, mode="clip")
         logits = jnp.einsum("bnkse,bne->bnks", rows, normed, precision=exactness(normed)).astype(jnp.float32)
-        ids = jnp.take(own.clusters.ids, chosen, axis=0, mode="clip")
+        ids = jnp.take(draft.clusters.ids, clusters, axis=0, mode="clip")
         return logits.reshape(*normed.shape[:2], -1), ids.reshape(*normed.shape[:2], -1)
 
 
 def _largest(scores: Float[Array, "B N C"], count: int) -> Int[Array, "B N k"]:
     """The indices of the `count` largest scores, in descending order."""
-    place, found = jnp.arange(scores.shape[-1], dtype=jnp.int32), []
+    place, tokens = jnp.arange(scores.shape[-1], dtype=jnp.int32), []
     for begin in range(0, count, _TOPK_SIZE):
         _, best, _ = topk(scores, min(_TOPK_SIZE, count - begin))
-        found.append(best)
+        tokens.append(best)
         taken = (best[..., None] == place.reshape(1, 1, 1, -1)).any(2)
         scores = jnp.where(taken, -jnp.inf, scores)
-    return jnp.concatenate(found, axis=-1)
+    return jnp.concatenate(tokens, axis=-1)

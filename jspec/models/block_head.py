@@ -222,21 +222,23 @@ class BlockHead:
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights that the forward of a block reads, and each generation after it: the Markov head once."""
-        own: BlockParams = params.draft
+        draft: BlockParams = params.draft
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
-        head = shared if own.lm_head is None else own.lm_head
-        return tree_bytes((own.layers, own.norm, head, self._step_markov(own)))
+        head = shared if draft.lm_head is None else draft.lm_head
+        return tree_bytes((draft.layers, draft.norm, head, self._step_markov(draft)))
 
-    def _step_markov(self, own: BlockParams) -> PyTree:
-        return None if own.markov is None else (own.markov.out, own.markov.mix, own.markov.mix_bias)
+    def _step_markov(self, draft: BlockParams) -> PyTree:
+        return None if draft.markov is None else (draft.markov.out, draft.markov.mix, draft.markov.mix_bias)
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights that are read after a round: those that fuse hidden states, and of each layer's projection
         the keys and values.
         """
-        own: BlockParams = params.draft
-        share = 1 - self._queries / own.layers[0].qkv.shape[1]
-        return int(share * tree_bytes([layer.qkv for layer in own.layers])) + tree_bytes((own.fc, own.hidden_norm))
+        draft: BlockParams = params.draft
+        share = 1 - self._queries / draft.layers[0].qkv.shape[1]
+        return int(share * tree_bytes([layer.qkv for layer in draft.layers])) + tree_bytes(
+            (draft.fc, draft.hidden_norm)
+        )
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
         """Bytes of its own keys and values that a forward reads on a device for `context` tokens of a sequence."""
@@ -250,7 +252,7 @@ class BlockHead:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         if not any(self.windows):
             return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
-        keys = [each.split(self.tensor) for each in self._layer_keys()]
+        keys = [layer.split(self.tensor) for layer in self._layer_keys()]
         return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=params.fc.dtype)
 
     def _layer_keys(self) -> list[LayerKeys]:
@@ -309,37 +311,37 @@ class BlockHead:
           positions: from `start` on.
           start: committed rows in the cache. None: none.
         """
-        own: BlockParams = params.draft
+        draft: BlockParams = params.draft
         # The block: embeddings, rotation and the mask of both directions.
         x = self._embed(params, target, tokens)
         rotation, nodes = self._rotation(positions, x.dtype), tokens.shape[1]
         both_ways = jnp.ones((1, nodes, nodes), bool)
         # Layers write no rows of the block.
-        for index, layer in enumerate(own.layers):
+        for index, layer in enumerate(draft.layers):
             assert layer.attention_norm is not None
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             mask = None if self.causal[index] else both_ways
             options = {"start": start, "mask": mask, "scale": self.head_dim**-0.5, "positions": positions}
             x, _ = decoder_layer(self, layer, x, normed, rotation, partial(cache.attend, index, **options), None)
-        return layers.rms_norm(x, own.norm, self.rms_norm_eps)
+        return layers.rms_norm(x, draft.norm, self.rms_norm_eps)
 
     def _embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        own: BlockParams = params.draft
-        if own.embed is None:
+        draft: BlockParams = params.draft
+        if draft.embed is None:
             x = target.embed(params.target, tokens)
         else:
-            x = layers.look_up(own.embed, tokens, self.vocab_size, self.tensor)
-        if own.mask_embed is None:
+            x = layers.look_up(draft.embed, tokens, self.vocab_size, self.tensor)
+        if draft.mask_embed is None:
             return x
-        return jnp.where((tokens == self.mask_token)[:, :, None], own.mask_embed.reshape(1, 1, -1), x)
+        return jnp.where((tokens == self.mask_token)[:, :, None], draft.mask_embed.reshape(1, 1, -1), x)
 
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary before the Markov head, in float32."""
-        own: BlockParams = params.draft
-        if own.lm_head is None:
+        draft: BlockParams = params.draft
+        if draft.lm_head is None:
             logits = target.unembed(params.target, normed)
         else:
-            logits = gather_last(layers.linear(normed, own.lm_head), self.draft_vocab_size).astype(jnp.float32)
+            logits = gather_last(layers.linear(normed, draft.lm_head), self.draft_vocab_size).astype(jnp.float32)
         if self.logit_scale != 1.0:
             logits = self.logit_scale * logits
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
@@ -369,22 +371,22 @@ class BlockHead:
         if params.markov is None:
             return logits, None
         # The embedding of the token before each row.
-        own, nodes = params.markov, previous.shape[1]
-        embedded = jnp.take(own.previous, previous, axis=0, mode="clip")
+        markov, nodes = params.markov, previous.shape[1]
+        embedded = jnp.take(markov.previous, previous, axis=0, mode="clip")
         hidden = jnp.broadcast_to(hidden, (hidden.shape[0], nodes, hidden.shape[2]))
         # A bias from the previous token alone, or gated by the hidden state.
         if self.markov == "vanilla":
-            return logits + self._bias(own, embedded), None
-        assert own.mix is not None
+            return logits + self._bias(markov, embedded), None
+        assert markov.mix is not None
         if self.markov == "gated":
-            gate = layers.linear(jnp.concatenate([hidden, embedded], axis=-1), own.mix, own.mix_bias)
-            return logits + self._bias(own, jax.nn.sigmoid(gate) * embedded), None
+            gate = layers.linear(jnp.concatenate([hidden, embedded], axis=-1), markov.mix, markov.mix_bias)
+            return logits + self._bias(markov, jax.nn.sigmoid(gate) * embedded), None
         # A recurrent state along the block.
         assert state is not None
         joined = jnp.concatenate([state, embedded, hidden], axis=-1)
-        keep, new, out = jnp.split(layers.linear(joined, own.mix, own.mix_bias), 3, axis=-1)
+        keep, new, out = jnp.split(layers.linear(joined, markov.mix, markov.mix_bias), 3, axis=-1)
         keep = jax.nn.sigmoid(keep)
-        return logits + self._bias(own, jnp.tanh(out)), keep * state + (1 - keep) * jnp.tanh(new)
+        return logits + self._bias(markov, jnp.tanh(out)), keep * state + (1 - keep) * jnp.tanh(new)
 
     def confide(
         self, params: BlockParams, previous: Int[Array, "B M"], hidden: Float[Array, "B M E"]
@@ -401,5 +403,5 @@ class BlockHead:
             hidden = jnp.concatenate([hidden, embedded], axis=-1)
         return layers.linear(hidden, params.confidence, params.confidence_bias)[..., 0].astype(jnp.float32)
 
-    def _bias(self, own: MarkovParams, latent: Float[Array, "B M R"]) -> Float[Array, "B M Vd"]:
-        return layers.linear(latent, own.out).astype(jnp.float32)
+    def _bias(self, markov: MarkovParams, latent: Float[Array, "B M R"]) -> Float[Array, "B M Vd"]:
+        return layers.linear(latent, markov.out).astype(jnp.float32)

@@ -249,9 +249,9 @@ class Decoder(abc.ABC):
         if len(self.attention_layers) < self.num_layers:
             raise ValueError("some of its layers keep a state of fixed size instead of a row for each position")
         keys = [self.layer_keys(layer) for layer in range(self.num_layers)]
-        if any(each.latent is not None for each in keys):
+        if any(layer.latent is not None for layer in keys):
             raise ValueError("attention to its latent keys has no windows")
-        return [each.window for each in keys]
+        return [layer.window for layer in keys]
 
     def summary(self) -> str:
         """The draft in a few words."""
@@ -335,8 +335,8 @@ class Decoder(abc.ABC):
         if max(capture_layers, default=0) < self.num_layers:
             selected = layers.SelectedToken.from_index(select, mask, tokens, earlier)
         # Layers.
-        for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, selected):
-            rows.append(own)
+        for state, layer_rows in self.run_layers(params, tokens, embedded, positions, attend, earlier, selected):
+            rows.append(layer_rows)
             states.append(state)
         x = states[-1]
         if len(rows) + 1 in capture_layers:
@@ -354,6 +354,6 @@ def _has_field(kind: type, name: str) -> bool:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

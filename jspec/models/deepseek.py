@@ -309,9 +309,9 @@ class Deepseek(Decoder):
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = self.rotation(positions, x.dtype)
         for index, layer in enumerate(params.layers):
-            own = None if earlier is None else earlier[index]
+            layer_earlier = None if earlier is None else earlier[index]
             here_selected = selected if index + 1 == self.num_layers else None
-            x, rows = self.layer(layer, x, rotation, partial(attend, index), own, here_selected)
+            x, rows = self.layer(layer, x, rotation, partial(attend, index), layer_earlier, here_selected)
             yield x, rows
 
     def layer(
@@ -346,7 +346,7 @@ class Deepseek(Decoder):
         if earlier is not None:
             rows = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
         if selected is not None:
-            x, q, query = jax.tree.map(lambda each: layers.take_token(each, selected.token), (x, q, query))
+            x, q, query = jax.tree.map(lambda array: layers.take_token(array, selected.token), (x, q, query))
             attend = partial(attend, mask=selected.mask)
         # Attention.
         row, *keys = rows

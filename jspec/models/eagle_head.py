@@ -178,17 +178,17 @@ class EagleHead:
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights that one forward reads while drafting."""
-        own: EagleParams = params.draft
+        draft: EagleParams = params.draft
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
-        head = shared if own.lm_head is None else own.lm_head
+        head = shared if draft.lm_head is None else draft.lm_head
         # EAGLE-1 applies `fc` in every step, EAGLE-3 only to captured hidden states.
-        every_step = (own.fc, own.fc_bias) if self.version == 1 else None
-        return tree_bytes((own.layers, own.norm, own.hidden_norm, every_step, head))
+        every_step = (draft.fc, draft.fc_bias) if self.version == 1 else None
+        return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights that the head reads after a round: those of a step and those that fuse hidden states."""
-        own: EagleParams = params.draft
-        fusing = (own.fc, own.fc_bias, own.fc_norms, own.input_norm) if self.version == 3 else None
+        draft: EagleParams = params.draft
+        fusing = (draft.fc, draft.fc_bias, draft.fc_norms, draft.input_norm) if self.version == 3 else None
         return self.step_bytes(params) + tree_bytes(fusing)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
@@ -257,10 +257,10 @@ class EagleHead:
             if index:
                 assert layer.attention_norm is not None
                 normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
-            own = None if earlier is None else earlier[index]
+            layer_earlier = None if earlier is None else earlier[index]
             attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
             last = index + 1 == len(head.layers)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own, selected if last else None)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, layer_earlier, selected if last else None)
             rows.append(pair)
         # Logits, and the feature of the next step.
         if select is not None and x.shape[1] > 1:

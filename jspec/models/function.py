@@ -107,8 +107,8 @@ class FunctionModel(Decoder):
         """Logits of the last `count` rows, which continue each other, or of the one that is selected."""
         column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
         logits = self._call(params, put_tokens(committed, begin[:, None] + column, rows))
-        chosen = column[:, -count:] if select is None else (rows.shape[1] - count + select)[:, None]
-        return jnp.take_along_axis(logits, (begin[:, None] + chosen)[:, :, None], axis=1, mode="clip")
+        column_index = column[:, -count:] if select is None else (rows.shape[1] - count + select)[:, None]
+        return jnp.take_along_axis(logits, (begin[:, None] + column_index)[:, :, None], axis=1, mode="clip")
 
     def _along_paths(
         self,
@@ -203,8 +203,8 @@ def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) 
         kind = "NaN" if jnp.isnan(logits).any() else "+inf"
         raise ValueError(f"function: {describe(function)} returns logits that are {kind}; its weights may be wrong")
     # Compare the logits before the change, up to rounding.
-    own = jnp.broadcast_to(logits[:1], logits.shape)
-    same = (own == logits) | changed[:, :, None]
+    reference = jnp.broadcast_to(logits[:1], logits.shape)
+    same = (reference == logits) | changed[:, :, None]
     finite = jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0.0)
     tolerance = _ROUNDING if jnp.finfo(result.dtype).bits < 32 else _ROUNDING_FLOAT32
-    return bool((jnp.where(same, 0.0, jnp.abs(own - logits)) <= tolerance * (1 + finite.max())).all())
+    return bool((jnp.where(same, 0.0, jnp.abs(reference - logits)) <= tolerance * (1 + finite.max())).all())

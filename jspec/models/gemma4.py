@@ -284,9 +284,9 @@ class Gemma4(Decoder):
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         sources = map(self.kv_source_layer, range(self.num_layers))
-        own = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
-        made = [own[index] if source == index else source for index, source in enumerate(sources)]
-        return HybridCache.empty(batch, capacity, page_size, layers=made, dtype=dtype)
+        split_keys = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
+        cache_layers = [split_keys[index] if source == index else source for index, source in enumerate(sources)]
+        return HybridCache.empty(batch, capacity, page_size, layers=cache_layers, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values that a layer reads."""
@@ -329,12 +329,15 @@ class Gemma4(Decoder):
         following = [*(layer.attention_norm for layer in params.layers[1:]), None]
         for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
             # Rows: those of the layer, or of the layer it shares with.
-            q, own = self._project(layer, kind, normed, positions, frequencies[kind])
-            if own is not None and earlier is not None:
+            q, layer_rows = self._project(layer, kind, normed, positions, frequencies[kind])
+            if layer_rows is not None and earlier is not None:
                 before = earlier[index]
                 assert before is not None
-                own = jnp.concatenate([before[0], own[0]], axis=1), jnp.concatenate([before[1], own[1]], axis=1)
-            rows.append(own)
+                layer_rows = (
+                    jnp.concatenate([before[0], layer_rows[0]], axis=1),
+                    jnp.concatenate([before[1], layer_rows[1]], axis=1),
+                )
+            rows.append(layer_rows)
             pair = rows[self.kv_source_layer(index)]
             assert pair is not None
             # Attention.
@@ -352,7 +355,7 @@ class Gemma4(Decoder):
                 branch = self._linear(gate * inputs[:, :, index], layer.per_layer.out)
                 norm = layer.per_layer.norm
             x, normed = self._add(x, branch, norm, following[index], layer.scalar)
-            yield x, own
+            yield x, layer_rows
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None) -> Float[Array, "*batch E"]:
         """The norm of the residual stream and of heads; weight None: 1."""
@@ -378,13 +381,13 @@ class Gemma4(Decoder):
 
     def _per_layer_inputs(self, params: Gemma4Params, tokens, x) -> Float[Array, "B N L P"] | None:
         """The per-layer inputs, from the token and from its embedding `x`."""
-        made, size = params.per_layer, self.per_layer_size
-        if made is None:
+        inputs, size = params.per_layer, self.per_layer_size
+        if inputs is None:
             return None
         shape = (*tokens.shape, self.num_layers, size)
-        token = self._scaled(jnp.take(made.embed, tokens, axis=0, mode="clip"), size).reshape(shape)
-        context = _times(self._linear(x, made.projection), self.hidden_size**-0.5).reshape(shape)
-        return _times(self.norm(context, made.norm) + token, 2**-0.5)
+        token = self._scaled(jnp.take(inputs.embed, tokens, axis=0, mode="clip"), size).reshape(shape)
+        context = _times(self._linear(x, inputs.projection), self.hidden_size**-0.5).reshape(shape)
+        return _times(self.norm(context, inputs.norm) + token, 2**-0.5)
 
     def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, positions, frequencies):
         """The queries, and the new keys and values of a layer; None if it shares another layer's."""
@@ -403,8 +406,8 @@ class Gemma4(Decoder):
         out = sum_over_devices(parts.whole(out, x.ndim, x.dtype), self.tensor)
         if layer.experts is None:
             return out
-        chosen = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)
-        return self.norm(out, layer.experts.mlp_out_norm) + chosen
+        routed = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)
+        return self.norm(out, layer.experts.mlp_out_norm) + routed
 
     def _experts(self, experts: ExpertParams, x):
         """The output of the chosen experts. Router and experts each have their own norm of the stream."""
@@ -416,8 +419,8 @@ class Gemma4(Decoder):
         ids, weights = self.experts.router.route(logits, exact=self.exact)
         weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
         # The experts.
-        own, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
-        out = experts_mlp(own, ids, weights, *matrices, layers.gelu, exact=self.exact)
+        normed, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
+        out = experts_mlp(normed, ids, weights, *matrices, layers.gelu, exact=self.exact)
         return sum_over_devices(out, self.tensor).reshape(x.shape)
 
 

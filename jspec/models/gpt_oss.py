@@ -225,10 +225,12 @@ class GptOss(Decoder):
             if last and selected is not None:
                 at = layers.take_token(jnp.broadcast_to(positions, tokens.shape), selected.token)
             here = partial(attend, index, scale=self.layer_scale(index), sinks=layer.sinks, positions=at)
-            own = None if earlier is None else earlier[index]
+            layer_earlier = None if earlier is None else earlier[index]
             normed = self.norm(x, layer.attention_norm)
             only = selected if last else None
-            x, normed, pair = attend_layer(self, layer, x, normed, rotation, here, own, only, exact=self.exact)
+            x, normed, pair = attend_layer(
+                self, layer, x, normed, rotation, here, layer_earlier, only, exact=self.exact
+            )
             x = x + sum_over_devices(self._mlp(layer.experts, normed), self.tensor)
             yield x, pair
 

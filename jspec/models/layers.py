@@ -202,7 +202,7 @@ def layer_norm(
     wide = x.astype(jnp.float32)
     centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scaled = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
-    weight, bias = (each.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + each.shape) for each in (weight, bias))
+    weight, bias = (array.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + array.shape) for array in (weight, bias))
     return (scaled * weight + bias).astype(x.dtype)
 
 
@@ -219,8 +219,8 @@ def look_up(
     index = jnp.clip(tokens, 0, vocab_size - 1) - lax.axis_index(TENSOR).astype(jnp.int32) * rows
     here = (index >= 0) & (index < rows)
     # Exact: all devices but one add zeros.
-    own = jnp.where(here[..., None], jnp.take(table, index, axis=0, mode="clip"), jnp.zeros((), table.dtype))
-    return sum_over_devices(own, vocab_size // rows)
+    part = jnp.where(here[..., None], jnp.take(table, index, axis=0, mode="clip"), jnp.zeros((), table.dtype))
+    return sum_over_devices(part, vocab_size // rows)
 
 
 def gated_mlp(
@@ -303,9 +303,9 @@ def rotation(
 
 def proportional_frequencies(head_dim: int, theta: float, share: float) -> Float[Array, " half"]:
     """`rope_frequencies` of the first `share` of the pairs; the others do not rotate."""
-    kept = int(share * head_dim // 2)
+    rotated = int(share * head_dim // 2)
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    return jnp.where(jnp.arange(head_dim // 2) < kept, frequency, 0.0)
+    return jnp.where(jnp.arange(head_dim // 2) < rotated, frequency, 0.0)
 
 
 def rope(

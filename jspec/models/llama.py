@@ -163,14 +163,14 @@ class Llama(Decoder):
         norms = [layer.attention_norm for layer in params.layers]
         normed = layers.rms_norm(x, norms[0], self.rms_norm_eps, exact=self.exact)
         for index, layer in enumerate(params.layers):
-            own = None if earlier is None else earlier[index]
+            layer_earlier = None if earlier is None else earlier[index]
             here = partial(attend, index, scale=self.layer_scale(index))
             options = {"routed": self.experts, "exact": self.exact, "kv": self.kv}
             if index + 1 < self.num_layers:
-                x, branch, pair = layer_branches(self, layer, x, normed, rotation, here, own, **options)
+                x, branch, pair = layer_branches(self, layer, x, normed, rotation, here, layer_earlier, **options)
                 x, normed = layers.add_rms_norm(x, branch, norms[index + 1], self.rms_norm_eps, exact=self.exact)
             else:
-                x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, selected, **options)
+                x, pair = decoder_layer(self, layer, x, normed, rotation, here, layer_earlier, selected, **options)
             yield x, pair
 
 

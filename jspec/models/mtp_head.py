@@ -139,26 +139,26 @@ class MtpHead:
         selected: layers.SelectedToken | None = None,
     ) -> tuple[Float[Array, "B N E"], PyTree]:
         """The part of `apply` before the LM head: the features of all tokens, or the `selected` ones, and all rows."""
-        own: MtpParams = params.draft[self.index]
+        head: MtpParams = params.draft[self.index]
         # The embedding of the token, of this head or of the target.
-        if own.embed is None:
+        if head.embed is None:
             embedded = target.embed(params.target, tokens)
         else:
-            embedded = layers.look_up(own.embed, tokens, self.vocab_size, self.layer.tensor)
+            embedded = layers.look_up(head.embed, tokens, self.vocab_size, self.layer.tensor)
         # Join it with the feature.
-        joined = [self.layer.norm(embedded, own.token_norm), self.layer.norm(feature, own.hidden_norm)]
-        x = layers.linear(jnp.concatenate(joined, axis=-1), own.projection)
+        joined = [self.layer.norm(embedded, head.token_norm), self.layer.norm(feature, head.hidden_norm)]
+        x = layers.linear(jnp.concatenate(joined, axis=-1), head.projection)
         # The layer.
         attend = partial(cache.attend, start=start, mask=mask)
-        ((x, rows),) = self.layer.run_layers(own, tokens, x, positions, attend, earlier, selected)
-        return self.layer.norm(x, own.norm), (rows,)
+        ((x, rows),) = self.layer.run_layers(head, tokens, x, positions, attend, earlier, selected)
+        return self.layer.norm(x, head.norm), (rows,)
 
     def unembed(self, params: Params, target: Target, feature: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """Logits, in float32."""
-        own: MtpParams = params.draft[self.index]
-        if own.lm_head is None:
+        head: MtpParams = params.draft[self.index]
+        if head.lm_head is None:
             return target.unembed(params.target, feature)
-        return gather_last(layers.linear(feature, own.lm_head), self.vocab_size).astype(jnp.float32)
+        return gather_last(layers.linear(feature, head.lm_head), self.vocab_size).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,16 +216,16 @@ class MtpHeads:
 
     def param_shapes(self, dtype: DTypeLike) -> tuple[MtpParams, ...]:
         """The weights as `jax.ShapeDtypeStruct`s; embedding and LM head are the target's."""
-        own = self.layer.param_shapes(dtype)
-        return (mtp_shapes(own.layers[0], own.norm, dtype),) * self.count
+        shapes = self.layer.param_shapes(dtype)
+        return (mtp_shapes(shapes.layers[0], shapes.norm, dtype),) * self.count
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights that one forward of the first head reads; of experts, those that one token chooses."""
-        own: MtpParams = params.draft[0]
+        first: MtpParams = params.draft[0]
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
-        head = shared if own.lm_head is None else own.lm_head
-        every = tree_bytes((own.token_norm, own.hidden_norm, own.projection, own.layer, own.norm, head))
-        return every - self.layer.unread_expert_bytes(own, 1)
+        head = shared if first.lm_head is None else first.lm_head
+        every = tree_bytes((first.token_norm, first.hidden_norm, first.projection, first.layer, first.norm, head))
+        return every - self.layer.unread_expert_bytes(first, 1)
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights that the first head reads after a round: those of a step."""

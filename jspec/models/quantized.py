@@ -160,9 +160,9 @@ def _quantize_groups(weight: Float[Array, "*stack in out"], weights: str) -> Qua
     if rows <= BLOCK:
         return _quantize_columns(weight, weights)
     padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -rows % BLOCK), (0, 0)])
-    made = _quantize_columns(padded.reshape(*stack, -1, BLOCK, columns), weights)
-    narrow = made.narrow.reshape(*stack, -1, columns)[..., :rows, :]
-    return Quantized(narrow, made.scale[..., 0, :], made.dtype, BLOCK)
+    quantized = _quantize_columns(padded.reshape(*stack, -1, BLOCK, columns), weights)
+    narrow = quantized.narrow.reshape(*stack, -1, columns)[..., :rows, :]
+    return Quantized(narrow, quantized.scale[..., 0, :], quantized.dtype, BLOCK)
 
 
 def widen(weight: Weight) -> Float[Array, "*stack in out"]:
@@ -241,8 +241,8 @@ def check_split_groups(shapes: PyTree, devices: int) -> None:
 
 def largest_matrix(shapes: PyTree) -> jax.ShapeDtypeStruct | None:
     """The largest matrix before it is quantized, which is in memory for a moment as it is read; None: none is."""
-    found = jax.tree.leaves(shapes, is_leaf=is_matrix)
-    wide = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in found if isinstance(leaf, Quantized)]
+    leaves = jax.tree.leaves(shapes, is_leaf=is_matrix)
+    wide = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Quantized)]
     return max(wide, key=lambda leaf: leaf.size * leaf.dtype.itemsize, default=None)
 
 
@@ -255,7 +255,7 @@ def dtype_names(params: PyTree) -> list[str]:
     """The dtypes of weights, or shapes of them, that of packed values in the place of that of their words."""
     leaves = jax.tree.leaves(params, is_leaf=is_matrix)
     packed = [leaf for leaf in leaves if isinstance(leaf, Quantized) and leaf.filling is not None]
-    others = [leaf for leaf in leaves if not any(leaf is each for each in packed)]
+    others = [leaf for leaf in leaves if not any(leaf is words for words in packed)]
     names = {str(leaf.dtype) for leaf in jax.tree.leaves(others) if hasattr(leaf, "dtype")}
     return sorted(names | {name for leaf in packed for name in (str(leaf.scale.dtype), leaf.codes)})
 

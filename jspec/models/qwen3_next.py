@@ -367,8 +367,8 @@ class Qwen3Next(Decoder):
         """The output of gated attention, that of a device's heads if they are split, and its keys and values."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(self.num_kv_heads, self.tensor) // self.tensor
         # Queries, keys, values and gate; rotate.
-        made = layers.linear(normed, mixer.qkv).reshape(*normed.shape[:2], -1, self.head_dim)
-        q, k, v, gate = jnp.split(made, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=2)
+        projected = layers.linear(normed, mixer.qkv).reshape(*normed.shape[:2], -1, self.head_dim)
+        q, k, v, gate = jnp.split(projected, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=2)
         q, k = (rotate(self.norm(x, norm), *rotation) for x, norm in ((q, mixer.q_norm), (k, mixer.k_norm)))
         # Rows of this round; only the selected token goes on.
         if earlier is not None:

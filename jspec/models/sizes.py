@@ -38,5 +38,5 @@ def keys_bytes(keys: Iterable[LayerKeys], context: int, itemsize: int, devices: 
 
     devices: over which heads are split; the bytes are those of one of them.
     """
-    own = [layer.split(devices) for layer in keys]
-    return sum(layer.row_bytes(itemsize) * min(context, layer.window or context) for layer in own)
+    local = [layer.split(devices) for layer in keys]
+    return sum(layer.row_bytes(itemsize) * min(context, layer.window or context) for layer in local)

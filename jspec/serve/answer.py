@@ -78,12 +78,14 @@ class Answer:
         texts: Sequence[str],
         score: Scorer | None = None,
     ):
+        # What is echoed, counted and written for each choice.
         self._call, self._names, self._texts = call, names, [text for text in texts for _ in range(call.n)]
         self._prompts, self._score = prompts, score
         self._prompt_tokens = sum(map(len, prompts))
         self._new_tokens = 0
         self._offsets = [_Offset(len(text)) for text in self._texts]
         self._chat = call.messages is not None
+        # Fields at the top of every chunk.
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -128,6 +130,7 @@ class Answer:
                 yield self._chunk([self._choice(i, piece, "delta")])
             else:
                 self._new_tokens += len(piece.tokens)
+        # Usage, in a chunk of its own.
         if self._call.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage(results())}
 
@@ -162,8 +165,10 @@ class Answer:
         if self._call.logprobs is None:
             return None
         logprobs, top = piece.logprobs or [], piece.top_logprobs or [[] for _ in piece.tokens]
+        # Completions: columns.
         if not self._chat:
             return self._columns(piece.tokens, logprobs, top, self._offsets[index])
+        # Chats: one entry for each token.
         content = []
         for token, logprob, entry in zip(piece.tokens, logprobs, top, strict=True):
             best = [self._entry(*one) for one in entry[: self._call.logprobs]]
@@ -196,6 +201,7 @@ class Answer:
 
     def _usage(self, stats: Sequence[GenerationStats]) -> dict[str, object]:
         """Tokens so far, and how drafts fared where the counters of the sequences are known."""
+        # OpenAI's counters, and its details of predicted outputs.
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._new_tokens,
@@ -222,6 +228,7 @@ def _join(pieces: Sequence[Piece]) -> Piece:
     """All pieces of a sequence as one; where there are none, no tokens were asked for."""
     if not pieces:
         return Piece(0, "", [], finish_reason="length")
+    # Join texts and lists; the last piece has the reason.
     last = pieces[-1]
     return dataclasses.replace(
         last,

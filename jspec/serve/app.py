@@ -50,6 +50,7 @@ class Service:
     """
 
     def __init__(self, engine: Engine, *, name: str, limits: Limits, api_keys: Sequence[str] = ()):
+        # A server needs a tokenizer, and keys without spaces.
         if engine.model.tokenizer is None:
             raise ValueError(f"model={engine.model.name!r}: has no tokenizer, which a server requires")
         self.tokenizer: Tokenizer = engine.model.tokenizer
@@ -58,8 +59,10 @@ class Service:
             raise ValueError("api_key: must have at least one character, and no spaces")
         self._keys = [key.encode() for key in api_keys]
         self.has_keys = bool(api_keys)
+        # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
         self._vocab_size = engine.model.target.vocab_size
+        # Requests in flight; `stop` cancels them.
         self._live: set[Handle] = set()
         # A thread of its own: texts wait there, and leave the others free to submit.
         self._scorer, self._scored = ThreadPoolExecutor(1, "jspec score"), 0
@@ -67,6 +70,7 @@ class Service:
 
     def app(self) -> Starlette:
         """The ASGI application."""
+        # Endpoints behind the API key.
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
@@ -79,6 +83,7 @@ class Service:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
+        # Routes, and errors in OpenAI's format.
         app = Starlette(
             routes=[
                 Route("/health", self._health, methods=["GET"]),
@@ -120,6 +125,7 @@ class Service:
         """`endpoint` for requests with a valid key."""
 
         async def guarded(request: Request) -> Response:
+            # The key, as OpenAI's clients send it.
             kind, _, key = request.headers.get("authorization", "").partition(" ")
             token = key.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
             # All keys are compared, each in constant time.
@@ -199,10 +205,12 @@ class Service:
     async def _complete(self, request: Request, call: Call) -> Response:
         scores = call.echo and call.logprobs is not None
         with contextlib.ExitStack() as stack:
+            # Refuse a score before any sequence is submitted.
             stack.enter_context(self._scoring(len(call.prompts) if scores else 0))
             # The sequences run from here on; leaving the context cancels them.
             ids, handles = await self._submit(call)
             stack.enter_context(self._running(handles))
+            # The text before the new tokens of each choice.
             texts = ["" for _ in ids]
             if call.echo:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
@@ -236,6 +244,7 @@ class Service:
         seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
         logprobs = False if call.logprobs is None else call.logprobs or True
         sampling = openai.constrained(call)
+        # Submit every sample; an error cancels those before it.
         handles: list[Handle] = []
         try:
             for prompt, max_tokens in zip(ids, limits, strict=True):
@@ -267,6 +276,7 @@ class Service:
     async def _score(self, prompt: list[int], top_k: int) -> Scores:
         """The log-probabilities of a prompt, when those that wait have theirs."""
 
+        # Runs in the scoring thread.
         def score() -> Scores:
             if self._stopped:
                 raise ApiError("the server is shutting down", status=503, code="cancelled")

@@ -65,11 +65,13 @@ class Fields:
         refused: fields that are not supported -> values that ask for nothing and are allowed.
         """
         for name, value in self._left.items():
+            # Unknown: suggest the closest name.
             param = self._where + name
             if name not in refused:
                 close = difflib.get_close_matches(name[:64], self._known, 1)
                 hint = f"; did you mean {self._where}{close[0]}?" if close else ""
                 raise ApiError(f"{param[:200]}: unknown field{hint}", param=param, code="unknown_field")
+            # Known but unsupported: only values without an effect may be sent.
             neutral = refused[name]
             if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
                 raise ApiError(

@@ -33,6 +33,7 @@ class GrammarRequest:
         Raises:
           ApiError: it is invalid, or not supported.
         """
+        # Compile by kind.
         try:
             if self.kind == "regex":
                 return Grammar.regex(self.value)
@@ -41,6 +42,7 @@ class GrammarRequest:
             if self.whitespace is None:
                 return Grammar.json_schema(self.value)
             return Grammar.json_schema(self.value, whitespace=self.whitespace)
+        # Name the field, and cut long messages.
         except (ValueError, TypeError) as error:
             message = str(error)
             shown = message if len(message) <= _MOST_OF_MESSAGE else f"{message[:_MOST_OF_MESSAGE]}..."
@@ -53,11 +55,13 @@ def take_grammar(fields: Fields) -> GrammarRequest | None:
     Raises:
       ApiError: a field is invalid or not supported, or several ask for a grammar.
     """
+    # Fields of OpenAI, of vLLM, and older ones of vLLM.
     formatted = fields.take("response_format", _response_format)
     outputs = fields.take("structured_outputs", _structured_outputs)
     schema = fields.take("guided_json", _check_schema)
     regex, choice = fields.take("guided_regex", check_text), fields.take("guided_choice", _check_choices)
     whitespace = fields.take("guided_whitespace_pattern", check_text)
+    # The grammars of the request.
     requests = [request for request in (formatted, outputs) if request is not None]
     for param, kind, value in (
         ("guided_json", "json_schema", schema),
@@ -79,6 +83,7 @@ def take_grammar(fields: Fields) -> GrammarRequest | None:
 def _response_format(name: str, value: object) -> GrammarRequest | None:
     fields = Fields(value, name)
     kind = fields.require("type", check_text)
+    # The kind of format.
     if kind not in ("text", "json_object", "json_schema"):
         message = f"{name}.type={kind[:40]!r}: must be 'text', 'json_object' or 'json_schema'"
         raise ApiError(message, param=f"{name}.type")
@@ -101,11 +106,13 @@ def _named_schema(name: str, value: object) -> object:
 
 
 def _structured_outputs(name: str, value: object) -> GrammarRequest:
+    # Read the fields.
     fields = Fields(value, name)
     schema, regex = fields.take("json", _check_schema), fields.take("regex", check_text)
     choice, anything = fields.take("choice", _check_choices), fields.take("json_object", check_flag, False)
     whitespace = fields.take("whitespace_pattern", check_text)
     fields.end(_REFUSED)
+    # Exactly one grammar.
     kinds = {"json": schema, "regex": regex, "choice": choice, "json_object": {"type": "object"} if anything else None}
     requested = [kind for kind, value in kinds.items() if value is not None]
     if len(requested) != 1:

@@ -39,10 +39,12 @@ def render(values: Metrics, model: str) -> str:
         for suffix, labels, value in samples:
             lines.append(f"vllm:{name}{suffix}{_labels({'model_name': model, **labels})} {value:.17g}")
 
+    # Gauges.
     for name, (field, text) in _GAUGES.items():
         add(name, "gauge", text, [("", {}, getattr(values, field))])
     used = values.pages_used / max(values.pages, 1)
     add("kv_cache_usage_perc", "gauge", "Share of the pages in use, from 0 to 1.", [("", {}, used)])
+    # Counters.
     for name, (field, text) in _COUNTERS.items():
         add(name, "counter", text, [("", {}, getattr(values, field))])
     add(
@@ -57,6 +59,7 @@ def render(values: Metrics, model: str) -> str:
         "Sequences that ended, by reason.",
         [("", {"finished_reason": reason}, n) for reason, n in sorted(values.requests_finished.items())],
     )
+    # Histograms.
     for name, (field, text) in _HISTOGRAMS.items():
         add(name, "histogram", text, _histogram(getattr(values, field)))
     return "\n".join([*lines, ""])

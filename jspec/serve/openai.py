@@ -132,12 +132,14 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
     Raises:
       ApiError: a field is unknown, not supported or invalid.
     """
+    # Prompts and samples.
     fields = Fields(body)
     n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
     prompts = fields.require("prompt", _check_prompts, vocab_size=vocab_size, limits=limits, n=n)
     echo = fields.take("echo", check_flag, False)
     max_tokens = fields.take("max_tokens", check_int, None, least=0 if echo else 1)
     logprobs = fields.take("logprobs", check_int, None, least=0, most=_MOST_TOP)
+    # Fields of both endpoints.
     return _read_common(
         fields,
         vocab_size,
@@ -155,20 +157,24 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
 
 def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     """The body of /v1/chat/completions; as `read_completion`."""
+    # Messages, and how they are rendered.
     fields = Fields(body)
     n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
     messages = fields.require("messages", check_messages)
     template = fields.take("chat_template_kwargs", _check_template, {})
+    # The limit has two names.
     max_tokens = fields.take("max_tokens", check_int, None, least=1)
     newer = fields.take("max_completion_tokens", check_int, None, least=1)
     if None not in (max_tokens, newer) and max_tokens != newer:
         raise ApiError(
             f"max_tokens={max_tokens}: differs from max_completion_tokens={newer}; must be omitted", param="max_tokens"
         )
+    # Log-probabilities.
     recorded = fields.take("logprobs", check_flag, False)
     top = fields.take("top_logprobs", check_int, None, least=0, most=_MOST_TOP_IN_CHATS)
     if top and not recorded:
         raise ApiError(f"top_logprobs={top}: requires logprobs=True", param="top_logprobs")
+    # Fields of both endpoints.
     return _read_common(
         fields,
         vocab_size,
@@ -186,6 +192,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
 
 def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> Call:
     """Reads the fields of both endpoints; `others` are the values of the fields of one of them."""
+    # The service has checked the model; the user has no effect.
     fields.take("model", check_text)
     fields.take("user", check_text)
     stream = fields.take("stream", check_flag, False)
@@ -193,6 +200,7 @@ def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> C
     usage = fields.take("stream_options", _check_stream_options)
     if usage is not None and not stream:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
+    # Sampling, grammar and scheduling.
     call = Call(
         **others,
         n=n,
@@ -213,6 +221,7 @@ def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> C
 
 def _sampling(fields: Fields, vocab_size: int) -> Sampling | None:
     """The sampling parameters; None if tokens are chosen greedily and nothing changes the logits."""
+    # Each field under its name in `Sampling`.
     values: dict[str, Any] = {}
     for name, field in _SAMPLING_FIELDS.items():
         value = fields.take(name, _check_sampling, field=field)
@@ -233,6 +242,7 @@ def _check_sampling(name: str, value: object, *, field: str) -> int | float:
     checked_value = check_int(name, value, least=-1, most=2**31 - 1) if whole else check_number(name, value)
     if (field, checked_value) in _WITHOUT_EFFECT:
         return checked_value
+    # Report the error under the name of the request.
     try:
         parameter: dict[str, Any] = {field: checked_value}
         Sampling(**parameter)
@@ -304,6 +314,7 @@ def _check_content(name: str, value: object) -> str:
     if not isinstance(value, list):
         return check_text(name, value)
     texts = []
+    # Only text parts.
     for i, part in enumerate(value):
         fields = Fields(part, f"{name}[{i}]")
         kind = fields.require("type", check_text)
@@ -319,6 +330,7 @@ def _check_content(name: str, value: object) -> str:
 
 def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits, n: int) -> list[str | list[int]]:
     # One prompt or a list of them.
+    # A single prompt, or a list.
     prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_int(value[0])) else value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(f"{name}: must be text, a list of token ids, or a list of these that is not empty")
@@ -326,6 +338,7 @@ def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits,
         raise ValueError(
             f"{name}: {len(prompts)} prompts with n={n}; prompts times n must be at most {limits.sequences}"
         )
+    # Texts or ids.
     single = prompts is not value
     names = [name if single else f"{name}[{i}]" for i in range(len(prompts))]
     return [

@@ -30,6 +30,7 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], template: Any
 
 def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
     """New tokens of a sequence whose prompt has `tokens`; 0 only where the call asks for none."""
+    # Space for at least one new token.
     field = "prompt" if call.messages is None else "messages"
     most, code = limits.context - tokens, "context_length_exceeded"
     least = 0 if call.max_tokens == 0 else 1
@@ -44,6 +45,7 @@ def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
             param=call.length_field,
             code=code,
         )
+    # The default, and the minimum of the sampling options.
     count = min(call.default_tokens or most, most) if call.max_tokens is None else call.max_tokens
     required = 0 if call.sampling is None else call.sampling.min_new_tokens
     if required > count:

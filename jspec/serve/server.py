@@ -25,11 +25,13 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
       ValueError: the address is unknown or in use.
     """
+    # Resolve the host.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise ValueError(f"host={host!r}: must be an address or a name of this machine ({error})") from None
+    # Listen; time out on vanished clients.
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by the connections
@@ -46,11 +48,13 @@ def make_server(service: Service, bound: socket.socket, *, grace: float) -> uvic
 
     It then takes no more requests, and cancels what still runs after `grace` seconds. The caller closes the engine.
     """
+    # What is printed at the start.
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     notes = [f"jspec: serving {service.name} on {url}/v1"]
     if not (service.has_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
         notes.append("jspec: no API key is set: everyone who reaches this address can use the model")
+    # The server.
     config = uvicorn.Config(
         _with_notes(service, notes),
         loop="asyncio",

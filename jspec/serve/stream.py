@@ -25,6 +25,7 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
     """
     arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
+    # Each sequence has a task of its own; they meet in one queue.
     async def pump(index: int, handle: Handle) -> None:
         try:
             async for piece in handle:
@@ -35,6 +36,7 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
 
     tasks = [asyncio.create_task(pump(i, handle)) for i, handle in enumerate(handles)]
     ended: set[int] = set()
+    # Yield until all have ended.
     try:
         while len(ended) < len(handles):
             index, piece = await arrived.get()
@@ -49,6 +51,7 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
             if piece.finish_reason is not None:
                 ended.add(index)
             yield index, piece
+    # Leave no task when the client disconnects.
     finally:
         for task in tasks:
             task.cancel()
@@ -96,6 +99,7 @@ class EventStream(Response):
             await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
+        # Headers first; an error after them is an event.
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def push(data: bytes, more: bool = True) -> None:
@@ -119,11 +123,13 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     Raises:
       ApiError: it is too large or too slow.
     """
+    # Refuse by the header, without reading.
     close = {"connection": "close"}
     too_large = ApiError(f"body: must be at most {most} bytes", status=413, code="body_too_large", headers=close)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > most:
         raise too_large
+    # Read, and count; the header may be wrong or absent.
     data = bytearray()
     try:
         async with asyncio.timeout(seconds):

@@ -43,6 +43,7 @@ class ChatTemplate:
           CheckpointError: it is not valid Jinja, or exceeds a bound.
           ValueError: it rejects the variables or fails for them.
         """
+        # Parse.
         if len(self.source) > MOST_SOURCE:
             raise CheckpointError(
                 f"{self.where}: has {len(self.source)} characters: a chat template must have at most {MOST_SOURCE}"
@@ -52,6 +53,7 @@ class ChatTemplate:
         except Exception as error:  # Python compiles what Jinja makes of it, and refuses very deep code
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(f"{self.where}: invalid chat template{line} ({_describe(error)})") from None
+        # Render, and tell errors of the template from those of the messages.
         try:
             return "".join(_bounded(template.generate({"range": _Range(), **values})))
         except _TooMuchError as error:
@@ -116,12 +118,14 @@ class _Generation(ext.Extension):
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     """The compiled template. Compiling takes several times as long as rendering a short chat."""
+    # No access to Python beyond the values.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,  # the time of optimizing grows with the square of an expression's depth
         extensions=[ext.loopcontrols, _Generation],
     )
+    # What Hugging Face offers to templates.
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,

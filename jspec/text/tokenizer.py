@@ -34,6 +34,7 @@ class Tokenizer:
         templates: Mapping[str, str | ChatTemplate] | None = None,
         special: Mapping[str, str] | None = None,
     ):
+        # Prompts are never cut or padded.
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._special = backend, dict(special or {})
@@ -171,6 +172,7 @@ def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     Raises:
       ValueError: an unknown step, or one with a dependence on neighboring tokens.
     """
+    # One step or several.
     decoder = decoder or {"type": None}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     fused = False
@@ -220,12 +222,14 @@ _BYTE_OF = _byte_characters()
 
 def _parse_backend(data: bytes, path: Path) -> tokenizers.Tokenizer:
     """Parse the bytes of a tokenizer.json. path: for errors."""
+    # Parse.
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:  # the library raises no narrower class, and a Rust panic is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise CheckpointError(f"{path}: not a valid tokenizer ({error})") from None
+    # Bound the vocabulary, since tables have a row for each id.
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= MOST_SIZE:
         raise CheckpointError(f"{path}: has the token id {largest}: must be below {MOST_SIZE}")

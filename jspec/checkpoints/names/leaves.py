@@ -36,7 +36,7 @@ def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
     Raises:
       CheckpointError: two leaves have the same path.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         # Keys may be joined by dots or slashes; roots and the wrapper of a value are no part of the path.
         parts = [part for key in keys for part in re.split(r"[./]", _name(key))]
@@ -45,10 +45,10 @@ def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
         if parts and parts[-1] == "value":
             parts.pop()
         path = ".".join(parts)
-        if path in found:
+        if path in leaves:
             raise CheckpointError(f"params: two leaves have the path {path}")
-        found[path] = leaf
-    return found
+        leaves[path] = leaf
+    return leaves
 
 
 def _name(key: Any) -> str:
@@ -80,16 +80,16 @@ class Leaves:
         if path not in self.arrays:
             raise CheckpointError(f"params: {path} is missing; must have the shape {shape}")
         leaf = self.arrays[path]
-        kept = leaf
+        array = leaf
         if pad is not None and leaf.ndim == len(shape) and leaf.shape[pad] > shape[pad]:
-            kept = jax.lax.slice_in_dim(leaf, 0, shape[pad], axis=pad)
-        if kept.shape != shape:
+            array = jax.lax.slice_in_dim(leaf, 0, shape[pad], axis=pad)
+        if array.shape != shape:
             raise CheckpointError(f"params: {path} has shape {leaf.shape}, but the configuration implies {shape}")
         if np.dtype(leaf.dtype) not in FLOATS:
             known = ", ".join(sorted(map(str, FLOATS)))
             raise CheckpointError(f"params: {path} has dtype {leaf.dtype}; must be one of {known}")
         self.taken.add(path)
-        return kept
+        return array
 
     def leave(self, *prefixes: str) -> None:
         """Marks leaves whose paths start with a prefix as deliberately unused."""

@@ -85,6 +85,7 @@ class Grammar:
           TypeError, ValueError: not a schema, an unsupported keyword, or a schema that no document satisfies.
         """
         max_depth = check_int("max_depth", max_depth, least=1)
+        # Whitespace, then the schema.
         space, _, _ = parse_regex(whitespace, "whitespace")
         _check_space(whitespace, space)
         if isinstance(schema, str):

@@ -97,6 +97,7 @@ class _Nfa:
 
     def add(self, start: int, part: Expression) -> int:
         """Add a part after a node; returns the node at its end."""
+        # A character, a sequence, alternatives, a chain; otherwise a repetition.
         if isinstance(part, Characters):
             return self._characters(start, part.ranges)
         if isinstance(part, Concat):
@@ -124,6 +125,7 @@ class _Nfa:
 
     def _characters(self, start: int, ranges: Sequence[Range]) -> int:
         # Encodings with equal ends share the nodes of these.
+        # Characters with a common rest share its nodes.
         ends: dict[tuple[Range, ...], int] = {(): self.new()}
         for first, last in ranges:
             for encoded in utf8(first, last):
@@ -137,6 +139,7 @@ class _Nfa:
 
     def _repeat(self, start: int, part: Expression, least: int, most: int | None, separator: Expression) -> int:
         # Unbounded: the required copies, then a loop.
+        # Unbounded: a loop after the required copies.
         if most is None:
             for _ in range(least - 1):
                 start = self.add(self.add(start, part), separator)
@@ -154,6 +157,7 @@ class _Nfa:
 
     def _chain(self, start: int, chain: Chain) -> int:
         # `none`: the node before any part (None: one was required), `some`: the node after at least one part.
+        # Two ends: without any part so far, and after some.
         none, some = start, None
         for part, required in chain.parts:
             begins = [] if none is None else [none]
@@ -206,6 +210,7 @@ def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarra
             closures[node] = frozenset(state for state in reached if nfa.arcs[state] or state == end)
         return closures[node]
 
+    # Subset construction.
     first = close(begin)
     index, order, rows = {first: 0}, [first], []
     for nodes in order:

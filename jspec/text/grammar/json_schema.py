@@ -82,10 +82,12 @@ class _Parser:
 
     def parse(self, schema: object, where: str) -> Expression:
         """Compile the schema at `where`, a JSON pointer."""
+        # true, false, or an object.
         if isinstance(schema, bool):
             return self._json.anything(self._max_depth) if schema else NOTHING
         if not isinstance(schema, Mapping):
             raise TypeError(f"{_at(where)}: is {shorten(schema)}; must be an object, or true or false")
+        # Keywords in place of a type.
         for keyword, parser in (("$ref", self._reference), ("enum", self._enum), ("const", self._enum)):
             if keyword in schema:
                 return parser(schema, where)
@@ -126,8 +128,10 @@ class _Parser:
 
     def _resolve(self, pointer: object, where: str) -> object:
         """The schema at a reference."""
+        # Only references into this schema.
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise ValueError(f"{_at(where)}: $ref {shorten(pointer)} must be within the schema: '#' or '#/...'")
+        # Follow the pointer.
         value: Any = self._root
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
@@ -180,15 +184,18 @@ class _Parser:
 
     def _marks(self, schema: object, where: str) -> tuple[set[str], dict[str, list[Any]]]:
         """The types of a schema, and the values of its required properties with `const` or `enum`."""
+        # Follow references, without a loop.
         followed: set[str] = set()
         while isinstance(schema, Mapping) and "$ref" in schema and str(schema["$ref"]) not in followed:
             followed.add(str(schema["$ref"]))
             schema = self._resolve(schema["$ref"], where)
         if not isinstance(schema, Mapping):
             return set(_OF_TYPE), {}
+        # Values have a type each.
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             return {name for name in _OF_TYPE for value in values if _is_of(value, name)}, {}
+        # Constants of required properties tell objects apart.
         types = set(self._types(schema, where) if "type" in schema else _OF_TYPE)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         marks = {}
@@ -202,6 +209,7 @@ class _Parser:
         return types | ({"integer"} if "number" in types else set()), marks
 
     def _object(self, schema: Schema, where: str) -> Expression:
+        # The keywords must fit each other.
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping):
             raise ValueError(f"{_at(where)}: properties {shorten(properties)} must be an object")

@@ -57,12 +57,14 @@ def quoted(inner: Expression) -> Expression:
 
 def spelled(text: Expression) -> Expression:
     """The texts of an expression within a string, each character in its shortest spelling."""
+    # Characters: as they are, or escaped.
     if isinstance(text, Characters):
         parts: list[Expression] = [e.characters(e.without(text.ranges, _ESCAPED))]
         for code in (*range(0x20), 0x22, 0x5C):
             if any(first <= code <= last for first, last in text.ranges):
                 parts.append(e.literal("\\" + _SHORT.get(code, f"u{code:04x}")))
         return e.either(*parts)
+    # Composed expressions.
     if isinstance(text, Concat):
         return e.concat(*map(spelled, text.parts))
     if isinstance(text, Either):

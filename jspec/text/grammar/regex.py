@@ -87,6 +87,7 @@ def _sequence(items: Any, dotall: bool, shown: str) -> Expression:
 
 def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
     """Convert an element of Python's parse tree."""
+    # Characters.
     if kind == "LITERAL":
         return e.characters([(value, value)])
     if kind == "NOT_LITERAL":
@@ -95,6 +96,7 @@ def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
         return e.characters([(0, e.MAX_CODE)] if dotall else e.complement([(10, 10)]))
     if kind == "IN":
         return e.characters(_set(value))
+    # Alternatives and groups.
     if kind == "BRANCH":
         return e.either(*[_sequence(branch, dotall, shown) for branch in value[1]])
     if kind == "SUBPATTERN":
@@ -102,6 +104,7 @@ def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
         _check_flags(re.RegexFlag(added | removed), shown)
         dotall = (dotall or bool(added & re.DOTALL)) and not removed & re.DOTALL
         return _sequence(items, dotall, shown)
+    # Repetitions, greedy or not: a full match is the same.
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
         least, most, items = value
         return e.repeat(_sequence(items, dotall, shown), int(least), None if most is _names.MAXREPEAT else int(most))
@@ -112,6 +115,7 @@ def _set(items: Any) -> tuple[Range, ...]:
     """The characters of a bracket expression."""
     ranges: list[Range] = []
     negated = False
+    # Join the ranges of the class.
     for kind, value in items:
         if str(kind) == "NEGATE":
             negated = True
