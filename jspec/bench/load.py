@@ -27,12 +27,12 @@ SEED = 11
 SAMPLE_SECONDS = 0.01
 """Time between two samples of what the engine holds."""
 MOST_EXTRA = 2
-"""Runs in which programs are compiled, which do not count."""
+"""Limit of additional runs, for those that compiled a program and do not count."""
 
 Request = tuple[list[int], int]
 """The ids of a prompt, and the number of new tokens."""
 Sample = tuple[float, int, int, int]
-"""Seconds since the start, and the sequences that run, wait and are held."""
+"""Seconds since the start, and the running, waiting and held sequences."""
 
 
 def requests(count: int, vocab_size: int) -> list[Request]:
@@ -47,7 +47,7 @@ def _length(source: random.Random, median: float, sigma: float, least: int, most
 
 
 def check_fits(name: str, max_length: int) -> None:
-    """Checks that a model can hold the longest request.
+    """Checks the longest request against the context of the model.
 
     name, max_length: of the model.
 
@@ -68,7 +68,7 @@ class LoadRun:
     row_rounds: rounds of all sequences.
     first_token, inter_token: seconds at the 50th and the 99th percentile. The tokens of one report came at even
       distances since the report before it.
-    preemptions: sequences that left their slot because pages ran out.
+    preemptions: sequences preempted because pages ran out.
     samples: what the engine held, over time.
     """
 
@@ -97,7 +97,7 @@ class LoadResult:
     problem: str | None = None
 
     def row_rounds_used(self) -> list[float]:
-        """For each run the share of slots times rounds in which a sequence ran."""
+        """For each run the used share of slots times rounds."""
         return [run.row_rounds / (self.slots * run.rounds) for run in self.runs]
 
     def median(self, value: Callable[[LoadRun], float]) -> float:

@@ -23,12 +23,12 @@ WARM_UP = 2
 BURST = 0.1
 """Minimum seconds of a burst of calls. The host's overhead per burst is 0.4 ms on a machine with an H100."""
 COPY_BYTES = {"cpu": 2**26}
-"""Bytes of the array that is copied, by platform; 2**30 on all others. Larger than any hardware cache."""
+"""Bytes of the copied array, by platform; 2**30 on all others. Larger than any hardware cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """The bytes that an operation moves, and the seconds of each repetition."""
+    """The bytes moved by an operation, and the seconds of each repetition."""
 
     bytes: int
     seconds: list[float]
@@ -55,7 +55,7 @@ class Environment:
 
 
 def copy_bandwidth(repeats: int) -> Bandwidth:
-    """Bandwidth of a copy of `COPY_BYTES`, which reads and writes that many bytes."""
+    """Bandwidth of a copy of `COPY_BYTES`, read and written."""
     size = COPY_BYTES.get(jax.default_backend(), 2**30)
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     # The addition keeps XLA from aliasing input and output instead of copying.
@@ -71,7 +71,7 @@ def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: DTypeLike, repeats:
 
 
 def seconds_of(function: Callable, *arguments: object, repeats: int, burst: float = BURST) -> list[float]:
-    """Seconds per call, `repeats` times: each the mean over a burst of calls that takes `burst` seconds or more.
+    """Seconds per call, `repeats` times: each the mean over a burst of calls of `burst` seconds or more.
 
     The host waits for the last call of a burst only.
     """
@@ -100,7 +100,7 @@ def compilations() -> int:
 
 @functools.cache
 def _compile_events() -> list[str]:
-    """The names of JAX's events, to which a listener adds."""
+    """The names of JAX's events, from a listener."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -114,7 +114,7 @@ def _compile_events() -> list[str]:
 def environment(device_count: int = 1) -> Environment:
     """The machine, the versions and the time.
 
-    device_count: devices that the measurement uses.
+    device_count: devices in use.
     """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,7 +130,7 @@ def environment(device_count: int = 1) -> Environment:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file belongs to; None if it is not in one."""
+    """The commit of the checkout of this file; None if it is not in one."""
     source = Path(__file__).resolve()
 
     # Ask git, if the package lies in a checkout.

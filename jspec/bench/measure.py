@@ -30,7 +30,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
 FROM_HOST = ("stepped", "unfolded")
-"""Modes in which the host calls each round: a chain in one program, and a chain whose seed is a separate program."""
+"""Modes with a call from the host for each round: a chain in one program, or with its seed in a separate program."""
 FIRST_TOKENS = 3
 """Timed prefills per case, after a warm-up."""
 
@@ -48,8 +48,8 @@ class BenchSetup:
     rounds: rounds per call of `decode`; one time is their mean.
     repeats: repetitions of each measurement.
     split: also time each phase separately.
-    draft: the draft model; None: that of the drafter, if it has one.
-    placement: the devices over which weights are split, or that have copies of them; None: they are on one.
+    draft: the draft model; None: the drafter's, if it has one.
+    placement: the devices with parts or copies of the weights; None: they are on one.
     """
 
     target: Decoder
@@ -68,12 +68,12 @@ class CaseResult:
     """The measurements of one mode, batch and context; empty where a step was not reached.
 
     problem: why it was not measured, or not completely.
-    floor_bytes: the minimum that a round reads on each device; see `weights.round_bytes`.
+    floor_bytes: the fewest bytes read by a round on each device; see `weights.round_bytes`.
     capacity: tokens per sequence.
     state_bytes: caches and buffers of all sequences, on each device.
-    accept_length: tokens per round that resulted from the imposed acceptance, bonus token included.
+    accept_length: tokens per round under the imposed acceptance, bonus token included.
     compile_seconds: of prefill and decode, from tracing to the executable.
-    first_token_seconds: of prefill, which chooses the first token, without compilation.
+    first_token_seconds: of prefill with the choice of the first token, without compilation.
     round_seconds: per round, each the mean over all rounds of a call.
     phase_seconds: per run of each phase alone.
     """
@@ -138,7 +138,7 @@ def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context:
 
 
 def new_case(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context: int) -> CaseResult:
-    """A case that is not measured yet; `problem` has the reason if it is longer than the model's context."""
+    """A case to be measured; `problem` has the reason if it is longer than the model's context."""
     # Bytes and tokens of the case.
     depth, max_tokens = drafter.depth, math.ceil(setup.tokens_per_round)
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
@@ -153,7 +153,7 @@ def new_case(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context
 
 
 def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) -> int:
-    """The fewest bytes that a round of a case reads, on each device; see `weights.round_bytes`."""
+    """The fewest bytes read by a round of a case, on each device; see `weights.round_bytes`."""
     depth = drafter.depth
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     nodes = Shape(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None)).nodes
@@ -230,7 +230,7 @@ def method_of(setup: BenchSetup, drafter: Drafter) -> Method:
 
 
 def lower_prefill(setup: BenchSetup, result: CaseResult, method: Method, prompts: Prompts) -> Lowered:
-    """The program that reads the prompts of a case, lowered."""
+    """The lowered prefill of a case."""
     chunk = prefill_chunk(groups.batch_of(setup.placement, result.batch))
     shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": chunk}
     return jitted_prefill.lower(setup.params, prompts, method=method, **shape)
@@ -252,12 +252,12 @@ def from_host(rounds: Rounds, seed: Seed | None, s: DecodeState, until: Int[Arra
 
 @functools.cache
 def _device_int(value: int) -> Int[Array, ""]:
-    """An integer on the device. Cached, so that no transfer is timed."""
+    """An integer on the device. Cached, to time no transfer."""
     return jnp.int32(value)
 
 
 def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
-    """Why the state and a program's workspace do not fit into the memory that the weights leave; None if they do."""
+    """Why the state and a program's workspace do not fit beside the weights; None if they do."""
     # Free memory of the fullest device.
     placement = setup.placement
     local = groups.batch_of(placement, result.batch)
@@ -293,7 +293,7 @@ def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: Decod
         s = jax.block_until_ready(rounds(s, jnp.int32(setup.rounds)))
         if turn >= machine.WARM_UP:
             result.round_seconds.append((time.perf_counter() - began) / setup.rounds)
-    ran = int(np.min(s.round_index))  # of several groups, that which ran the fewest
+    ran = int(np.min(s.round_index))  # of several groups, the slowest
     if ran != setup.rounds:
         raise RuntimeError(
             f"{ran} rounds ran instead of {setup.rounds}: sequences ended at the limit of {result.capacity} tokens"
@@ -303,14 +303,14 @@ def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: Decod
 
 
 def _copy_small(s: DecodeState) -> list[Array | None]:
-    """Copies of all leaves except the caches (None), which survive the donation of the state."""
+    """Copies of all leaves except the caches (None), to survive the donation of the state."""
     return [None if is_cache(leaf) else jnp.copy(leaf) for leaf in jax.tree.leaves(s, is_leaf=is_cache)]
 
 
 def _rewind(s: DecodeState, before: list[Array | None]) -> DecodeState:
     """The state with all leaves except the caches as they were.
 
-    Pages beyond each length are undefined by contract. Recurrent states continue from where they are, which takes as
+    Pages beyond each length are undefined by contract. Recurrent states continue from where they are; it takes as
     long.
     """
     leaves, structure = jax.tree.flatten(s, is_leaf=is_cache)

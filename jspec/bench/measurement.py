@@ -1,4 +1,4 @@
-"""One measurement: what was measured, where, with which versions, and the values.
+"""One measurement: its subject, the machine, versions and values.
 
 `benchmarks/README.md` documents the schema. `jspec bench --json` writes such lines, and `benchmarks/render.py` renders
 pages from them.
@@ -24,27 +24,27 @@ _COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The fields of a line, in the order in which they are written. None means unknown or not applicable.
+    """The fields of a line, in the order of writing. None means unknown or not applicable.
 
     Args:
       id: a unique name.
-      date: ISO date, or date and time, on which it was measured.
+      date: ISO date, or date and time, of the measurement.
       commit: of jspec; with `-dirty` where the tree had changes.
       jspec, jax: versions. driver: version of the GPU's driver.
       device: the kind, as JAX reports it. device_count: how many were used.
-      command: that repeats the measurement.
+      command: to repeat the measurement.
       peer: name and version of the engine if it is not jspec.
-      subject: the model, preset or part that is measured.
+      subject: the measured model, preset or part.
       mode: how it runs, for example "chain of 5".
       batch: sequences. context: tokens of the prompt or of the prefix.
       dtype: of weights and activations.
-      settings: everything else that the values depend on.
+      settings: everything else the values depend on.
       metric: what the values are. unit: of values, floor, expected and goal.
       values: one per repetition, or fewer where only their median was recorded. Empty if nothing was measured; `note`
         has the reason.
       floor: the lower bound, from bytes over the copy bandwidth of the same run.
       expected: the prediction made before the measurement. goal: the target set for it. A number, or a range.
-      superseded_by: id of the measurement that replaces this one.
+      superseded_by: id of the newer measurement in its place.
       note: source and caveats.
     """
 
@@ -142,10 +142,10 @@ def machine_name(device: str, count: int) -> str:
 
 
 def parse(line: str) -> Measurement:
-    """The measurement that a line of JSON holds.
+    """Parse a line of JSON.
 
     Raises:
-      ValueError: not JSON, a field that is missing, unknown or of another type, or a median that is not of the values.
+      ValueError: not JSON, a field missing, unknown or of another type, or a median in contradiction to the values.
     """
     raw = json.loads(line)
     names = [field.name for field in dataclasses.fields(Measurement)]
@@ -172,7 +172,7 @@ def read(path: Path) -> list[Measurement]:
     """The measurements of a file.
 
     Raises:
-      ValueError: a line that `parse` refuses; the message has its number.
+      ValueError: a line is invalid; the message has its number.
     """
     measurements = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -50,7 +50,7 @@ class Phases:
     def extend(
         self, params: Params, inputs: tuple[DecodeState, Committed], cache: Cache | None
     ) -> tuple[PyTree, Cache | None]:
-        """State whose drafter lacks its cache, what was committed; that cache -> the drafter's state; the cache."""
+        """State without the drafter's cache, what was committed; the cache -> the drafter's state; the cache."""
         s, committed = inputs
         s = dataclasses.replace(s, draft=with_cache(s.draft, cache))
         return without_cache(extend(params, s, committed, method=self.method).draft)
@@ -76,13 +76,13 @@ def repeat(
 ) -> tuple[PyTree, Cache | None]:
     """Runs a phase `count` times in sequence; returns the last result.
 
-    A compiler could optimize such a loop so that the phase looks cheaper than it is. Therefore:
+    A compiler could make the phase look cheaper than it is, by optimizing such a loop. Therefore:
     - Nothing can be hoisted: each run adds a data-dependent zero to every input, computed from the previous result, so
-      XLA knows neither that it is zero nor that the inputs repeat. The addition is fused into the readers of the input.
-      The pools of keys and values are too large for that, and are read through page tables, which get the zero; in
+      XLA knows neither the zero nor the repetition of inputs. The addition is fused into the readers of the input.
+      The pools of keys and values are too large for it, and are read through page tables; the zero goes there; in
       recurrent layers the inputs of the convolution get it. Weights are the same in every round of `decode` as well.
     - Nothing can be omitted: the loop carries the whole result and returns it.
-    - No run can overlap with the next one, which waits for the zero.
+    - No run can overlap with the next one: it waits for the zero.
     """
 
     # Each run feeds a zero from its result to the next one.

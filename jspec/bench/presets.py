@@ -23,7 +23,7 @@ class Preset:
 
     head: an EAGLE-3 head.
     standalone: a smaller model with the same vocabulary.
-    assistant: a draft that reads the target's keys and values.
+    assistant: a draft on the target's keys and values.
     mtp: the MTP heads of the target's own checkpoint.
     """
 
@@ -78,7 +78,7 @@ def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
 
     It shares the target's embedding and LM head.
 
-    It reads the outputs of five layers, evenly spaced; of shallow targets, those that the head reads.
+    It reads the outputs of five layers, evenly spaced; of shallow targets, those of the head.
     """
     count = target.num_layers
     # Five layers; the mask is the last token of the vocabulary.
@@ -111,7 +111,8 @@ def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
 def gemma4_assistant(
     target: Decoder, *, hidden_size: int, intermediate_size: int, clusters: Clusters | None = None
 ) -> Assistant:
-    """An assistant of three layers that read the target's last sliding layer and one that reads its last full layer."""
+    """An assistant: three layers on the target's last sliding layer, and one on its last full layer."""
+    # The last sliding and the last full layer.
     keys = [target.layer_keys(layer) for layer in range(target.num_layers)]
     sliding = max(layer for layer, shape in enumerate(keys) if shape.window is not None)
     full = max(layer for layer, shape in enumerate(keys) if shape.window is None)
@@ -179,7 +180,7 @@ def _presets() -> dict[str, Preset]:
         "qwen3-32b": _llama("qwen3-32b", "qwen3-0.6b"),
         "tiny": Preset(tiny, eagle_head(tiny, draft_vocab_size=64), _first_layer(tiny, tie_embeddings=True)),
         "qwen3-next": _with_mtp("qwen3-next", head=True, standalone=small),
-        # The 16 of 48 layers that fit on one GPU with 80 GB.
+        # 16 of the 48 layers fit on one GPU with 80 GB.
         "qwen3-next-16-layers": _with_mtp("qwen3-next-16-layers", head=True, standalone=small),
         "qwen3.5-9b": _with_mtp("qwen3.5-9b", head=True),
         # With their MTP heads alone: the shapes of published EAGLE-3 heads are not known here.
@@ -192,7 +193,7 @@ def _presets() -> dict[str, Preset]:
         "qwen3-30b-a3b": Preset(moe, eagle_head(dataclasses.replace(moe, experts=None)), small),
         "tiny-deepseek": Preset(tiny_lite, standalone=_first_layer(tiny_lite)),
         "deepseek-v3.2": _with_mtp("deepseek-v3.2"),
-        # The 3 dense layers and the first with experts, which fit on one GPU with 80 GB, together with the MTP head.
+        # The 3 dense layers and the first with experts fit on one GPU with 80 GB, together with the MTP head.
         "deepseek-v3.2-4-layers": _with_mtp("deepseek-v3.2-4-layers"),
         "tiny-deepseek-v3.2": _with_mtp("tiny-deepseek-v3.2"),
         "gpt-oss-20b": Preset(_target("gpt-oss-20b"), gpt_oss_head(_target("gpt-oss-20b"))),

@@ -20,11 +20,11 @@ _DRAFT_SETTINGS = ("drafter", "depth", "tokens_per_round", "window", "keep_first
 
 @dataclasses.dataclass
 class Report:
-    """Everything that one run measures.
+    """All measurements of one run.
 
-    settings: drafter and the options that times depend on.
+    settings: drafter and the options of the timed programs.
     parameters: number of parameters, of the target and of the draft.
-    streamed_bytes: bytes that are read, by operation.
+    streamed_bytes: bytes read, by operation.
     """
 
     model: str
@@ -38,7 +38,7 @@ class Report:
     results: list[CaseResult] = dataclasses.field(default_factory=list)
 
     def floor(self, result: CaseResult) -> float:
-        """Seconds that a copy needs for the bytes of a round."""
+        """Seconds of a copy of the bytes of a round."""
         return result.floor_bytes / self.bandwidth["copy"].gb_per_second / 1e9
 
 
@@ -46,9 +46,9 @@ _WRITTEN = ("--json", "--plot")
 
 
 def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The command of a measurement, without the files that it writes, which are those of one machine.
+    """The command of a measurement, without its output files, which belong to one machine.
 
-    names: option -> a name in place of its value, which is a path of one machine.
+    names: option -> a name in place of its value, a path of one machine.
     """
     shown, option = [], ""
     # Replace paths, and leave out where results are written.
@@ -101,7 +101,7 @@ def lines(report: Report) -> list[Measurement]:
 
 
 def unused_settings(mode: str) -> tuple[str, ...]:
-    """The settings that do not concern a mode."""
+    """The settings without a meaning in a mode."""
     return _DRAFT_SETTINGS if mode == "plain" else () if mode == "tree" else _TREE_SETTINGS
 
 
@@ -137,7 +137,7 @@ def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | N
 
 
 def table(report: Report) -> str:
-    """The results as aligned text: model and machine, one line per case, then the cases that could not be measured."""
+    """The results as aligned text: model and machine, one line per case, then the cases without a measurement."""
     names = ["mode", "batch", "context", "ms/round", "tokens/s", "accept length", *PHASES.values()]
     rows = [[*names, "floor ms", "of floor", "first token ms", "compile s"]]
     rows += [_cells(report, result) for result in report.results if result.round]

@@ -1,4 +1,4 @@
-"""Random weights in the shapes of a configuration, and the bytes that a round reads."""
+"""Random weights in the shapes of a configuration, and the bytes read by a round."""
 
 from functools import partial
 from typing import TypeVar
@@ -26,9 +26,9 @@ P = TypeVar("P")
 def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placement | None = None) -> P:
     """Arrays of these shapes, made on the device one by one: norms are ones, matrices have SPREAD.
 
-    shapes: `param_shapes` of a configuration; leaves that are arrays already are kept.
-    vocab_size: the target's vocabulary, over which the draft's vocabulary is spread evenly.
-    placement: the devices that each array is made on, split as in a model; None: the default device.
+    shapes: `param_shapes` of a configuration; existing arrays are kept.
+    vocab_size: the target's vocabulary; the draft's vocabulary is spread evenly over it.
+    placement: the devices of each array, split as in a model; None: the default device.
     """
     # Leaves, each with its place.
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_matrix)
@@ -47,7 +47,7 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placeme
         elif len(leaf.shape) <= 1:
             arrays.append(jnp.ones(leaf.shape, leaf.dtype, device=place))
         else:
-            # The dimension that logits are summed over.
+            # The dimension logits are summed over.
             width = {"embed": leaf.shape[-1], "head": leaf.shape[-1], "lm_head": leaf.shape[0]}.get(path[-1].name)
             spread = SPREAD if width is None else LOGIT_SPREAD * width**-0.5
             narrow = _format(leaf) if isinstance(leaf, Quantized) else None
@@ -88,16 +88,16 @@ def round_bytes(
     nodes: int | None = None,
     seen: int | None = None,
 ) -> int:
-    """The fewest bytes that a round reads.
+    """The fewest bytes read by a round.
 
     Each forward reads its weights and the keys and values of its context once; the commit reads the states of recurrent
-    layers once more. Of a mixture of experts, those that `nodes` tokens per sequence choose count.
+    layers once more. Of a mixture of experts, the choice of `nodes` tokens per sequence counts.
 
     draft, depth: the draft model and the number of tokens it drafts; depth 0 is plain decoding. A round has one forward
-      of the target and `depth` of the draft, of which the first is its extension, if it has one; or one, and its
-      extension, if that drafts all tokens at once.
-    nodes: nodes of the tree that the target verifies, root included; None: those of a chain.
-    seen: tokens of the context that the draft sees; None: all.
+      of the target and `depth` of the draft (the first is its extension, if it has one); or one, and its
+      extension, if the draft proposes all tokens at once.
+    nodes: nodes of the verified tree, root included; None: those of a chain.
+    seen: tokens of the context the draft sees; None: all.
     """
     itemsize = params.target.embed.dtype.itemsize
     tokens = batch * (nodes or depth + 1)

@@ -30,10 +30,10 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 
 
 def matches(source: Source) -> bool:
-    """Whether a checkpoint is that of an EAGLE head, of any version."""
+    """Whether a checkpoint holds an EAGLE head, of any version."""
     if speculators.is_speculators(source.config) or find_architectures(source.config, ["eagle"]):
         return True
-    # The config.json of an EAGLE-1 head is that of an ordinary Llama.
+    # The config.json of an EAGLE-1 head is an ordinary Llama's.
     return "fc.weight" in source.files.names()
 
 

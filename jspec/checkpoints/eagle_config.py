@@ -1,6 +1,6 @@
 """The config.json of EAGLE heads, in both layouts: reading and writing it.
 
-"safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), which SpecForge writes and SGLang reads:
+"safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), written by SpecForge, read by SGLang:
 the config.json of a Llama with a few more keys. "speculators" (github.com/vllm-project/speculators), which vLLM reads,
 is for EAGLE-3 only and has the configuration of the layer under `transformer_layer_config`.
 """
@@ -72,7 +72,7 @@ def _is_eagle3(config: Fields, names: set[str]) -> bool:
 
 
 def _refuse(config: Fields, layer: Fields) -> None:
-    """Raise CheckpointError if the configuration requires another forward than that of `EagleHead`."""
+    """Raise CheckpointError if the configuration requires another forward than `EagleHead`'s."""
     # Options at the top level and of the layers.
     wrong = config.unsupported({"speculators_model_type": ("eagle3",)})
     for fields in (config, layer):
@@ -101,7 +101,7 @@ def _refuse(config: Fields, layer: Fields) -> None:
 def _read_captured(config: Fields, target: Decoder) -> tuple[int, ...]:
     """Read the captured hidden states of an EAGLE-3 head, as in `Decoder.apply`.
 
-    An id in speculators' own key means the input of that layer, one in `eagle_config` its output.
+    An id in speculators' own key means the input of the layer, an id in `eagle_config` its output.
     """
     count, key = target.num_layers, "eagle_aux_hidden_state_layer_ids"
     fields, shift = (config, 0) if is_speculators(config) else (config.section("eagle_config"), 1)

@@ -1,6 +1,6 @@
 """Typed, bounded reading of the values in a JSON file of a checkpoint.
 
-Parsers get a `Fields` and never the JSON itself, so that no value is used without a type and bounds.
+Parsers get a `Fields` and never the JSON itself: no value is used without a type and bounds.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ MOST_LAYERS = 4096
 MOST_SIZE = 2**24
 """Bound of widths, counts and vocabularies. No product of a few of them overflows 64 bits."""
 MOST_LENGTH = 2**31 - 1
-"""Bound of positions, which are 32-bit integers on the device."""
+"""Bound of positions: 32-bit integers on the device."""
 MOST_NUMBER = 1e12
 """Bound of factors and bases."""
 _REQUIRED: Any = object()
@@ -26,8 +26,8 @@ _REQUIRED: Any = object()
 class Fields:
     """The values of a JSON object. A null counts as a missing key.
 
-    where: the file, which errors name.
-    path: the keys that lead to the object within the file, each followed by a dot.
+    where: the file, for errors.
+    path: the keys from the top of the file to the object, each followed by a dot.
     """
 
     def __init__(self, raw: Json, where: str = "config.json", path: str = ""):
@@ -58,7 +58,7 @@ class Fields:
         return [key for key in self._raw if self.has(key)]
 
     def wrong(self, key: str, value: object, problem: str) -> CheckpointError:
-        """The error about a value of the right type that contradicts others."""
+        """The error about a value of the right type in contradiction to others."""
         return CheckpointError(f"{self.where}: {self.path}{key}={value}: {problem}")
 
     def read_int(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> int:

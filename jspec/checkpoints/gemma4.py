@@ -31,20 +31,20 @@ _ROPE = {
 
 
 def parse_config(config: Fields) -> Gemma4:
-    """The text model that a config.json describes.
+    """Parse the text model of a config.json.
 
     Full layers have their own shape in `global_head_dim` and `num_global_key_value_heads`, or in `per_layer_config` if
     the file was written by a newer version of `transformers`.
 
     Raises:
-      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
+      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
     """
     text = config.section("text_config")
     return _parse_text(config, text if text.keys() else config)
 
 
 def _parse_text(config: Fields, text: Fields) -> Gemma4:
-    """config: the whole file. text: the part that describes the text model."""
+    """config: the whole file. text: the section of the text model."""
     _refuse_options(config, text)
     # The checkpoints of the unified model omit the per-layer size if there is none.
     per_layer = 0 if "unified" in text.read_text("model_type", "") else 256
@@ -137,7 +137,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
 
 
 def _parse_rope(name: str, stated: Fields) -> tuple[float, float]:
-    """The base of a kind of layers, and the share of the dimensions that rotate."""
+    """The base of a kind of layers, and the share of rotated dimensions."""
     # Absent parameters have the defaults of the kind.
     rope = stated if stated.keys() else stated.with_defaults(_ROPE[name])
     kind = rope.read_text("rope_type", "default")
@@ -211,7 +211,7 @@ def parse_assistant(config: Fields) -> Gemma4:
     """The layers of an assistant of Gemma 4, as a text model.
 
     Raises:
-      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
+      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
     """
     # All layers of an assistant share keys and values with the target.
     text = config.required_section("text_config").with_defaults({"hidden_size_per_layer_input": 0})
@@ -235,10 +235,10 @@ def parse_assistant(config: Fields) -> Gemma4:
 
 
 def match_layers(model: Gemma4, target: Decoder, where: str) -> tuple[int, ...]:
-    """For each layer of an assistant, the layer of the target that it reads: the last of the same kind.
+    """For each layer of an assistant, the target's layer it reads: the last of the same kind.
 
     Raises:
-      CheckpointError: the target is not a Gemma 4 model, or has no layer of that kind and shape.
+      CheckpointError: the target is not a Gemma 4 model, or has no layer of this kind and shape.
     """
     if not isinstance(target, Gemma4):
         raise CheckpointError(

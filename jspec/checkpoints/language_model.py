@@ -1,6 +1,6 @@
 """Checkpoint directories of language models of all families: reading and writing them.
 
-Reading copies one tensor at a time, or the part of it that a device gets, to the device, so the host never holds the
+Reading copies one tensor at a time, or the part for one device, to the device, so the host never holds the
 whole model.
 """
 
@@ -75,7 +75,7 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
 
 
 def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:
-    """The configuration with the MTP heads that it declares and of which there are tensors."""
+    """The configuration with the declared MTP heads, if their tensors are there."""
     return _family_by_config(config).with_mtp(config, tensors, True)
 
 
@@ -110,10 +110,10 @@ def _check_shapes(params: PyTree, shapes: PyTree, directory: Path) -> None:
 
 
 def parse_config(config: Fields) -> Decoder:
-    """The configuration that a config.json describes.
+    """Parse a config.json.
 
     Raises:
-      CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
+      CheckpointError: an unsupported architecture or option, or a key missing or of the wrong type.
     """
     return _family_of(config).parse_config(config)
 
@@ -138,7 +138,7 @@ def _family_by_config(config: Decoder) -> Family[Any]:
 
 
 def _read_eos(source: Source, vocab_size: int) -> tuple[int, ...]:
-    """All ids that end a text: config.json may list fewer of them than generation_config.json."""
+    """All end-of-text ids: config.json may list fewer of them than generation_config.json."""
     files = [source.config, source.config.section("text_config")]
     generation = find_file(source.directory, "generation_config.json")
     if generation is not None:
@@ -147,7 +147,7 @@ def _read_eos(source: Source, vocab_size: int) -> tuple[int, ...]:
 
 
 def ends_of_text(files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text, by any of these files."""
+    """The end-of-text ids, by any of these files."""
     ids = {i for file in files for i in file.int_or_ints("eos_token_id", least=0, most=vocab_size - 1)}
     return tuple(sorted(ids))
 
@@ -161,13 +161,13 @@ def save(
     eos: tuple[int, ...] = (),
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Writes config.json, generation_config.json and the weights to a directory, which is created if needed.
+    """Writes config.json, generation_config.json and the weights to a directory; creates it if needed.
 
-    A write that fails, on a full disk say, leaves the directory as it was.
+    A failed write, on a full disk say, leaves the directory as it was.
 
     Args:
       dtype: precision of the stored weights.
-      eos: ids that end a text.
+      eos: end-of-text ids.
       max_shard_bytes: a new file is started before the next tensor would exceed this size; None: one file.
 
     Raises:

@@ -31,10 +31,10 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen
 
 
 def parse_config(config: Fields) -> Llama:
-    """The Llama or Qwen3 model that a config.json of either generation describes.
+    """Parse the config.json of a Llama or Qwen3 model, of either generation.
 
     Raises:
-      CheckpointError: an unsupported architecture or option, or a key that is missing, of the wrong type or out of
+      CheckpointError: an unsupported architecture or option, or a key missing, of the wrong type or out of
         bounds.
     """
     family = family_of(config, ARCHITECTURES)
@@ -83,7 +83,7 @@ def _parse_experts(config: Fields, family: str) -> dict[str, Any]:
 
 
 def refuse_options(config: Fields, *, quantized: bool = False) -> None:
-    """Raises if the configuration has options that the models here do not implement.
+    """Raises if the configuration has options not implemented by the models here.
 
     quantized: whether its matrices may be quantized.
 

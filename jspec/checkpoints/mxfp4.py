@@ -1,8 +1,8 @@
 """Experts in MXFP4: values of 4 bits, and a power of two for each block of 32 inputs (OCP Microscaling Formats 1.0).
 
-The matrices X of all experts of a layer are `X_blocks` [experts, out, blocks, 16], two values in a byte, that of the
+The matrices X of all experts of a layer are `X_blocks` [experts, out, blocks, 16], two values in a byte, the
 lower bits first, and `X_scales` [experts, out, blocks], exponents with a bias of 127. Linear layers keep both, in the
-layout of the kernel that multiplies.
+layout of the kernel.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from pallas_kernels import packed_matmul
 from pallas_kernels.packed_matmul import E2M1, pack, word_rows
 
 BLOCK = 32
-"""Inputs that share a scale."""
+"""Inputs with one scale."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The value of each 4 bits (e2m1), the highest of which is the sign."""
+"""The value of each 4 bits (e2m1); the highest bit is the sign."""
 _BIAS, _MOST_SCALE = 127, 252
 """Beyond the latter values are infinite in float32; 255 is NaN."""
 
@@ -51,7 +51,7 @@ def is_mxfp4(config: Fields) -> bool:
 
 
 def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
-    """The tensors of a checkpoint, in which the matrices of experts may be in MXFP4."""
+    """Open the tensors of a checkpoint, with matrices of experts in MXFP4 or not."""
     return Mxfp4Tensors(source.safetensors, dtype) if is_mxfp4(source.config) else Tensors(source.safetensors, dtype)
 
 
@@ -105,7 +105,7 @@ def _codes(pairs: np.ndarray) -> np.ndarray:
 
 
 class Mxfp4Files:
-    """The tensors of a checkpoint, in which `X_blocks` and `X_scales` are X, [experts, in, out]."""
+    """The tensors of a checkpoint; `X_blocks` and `X_scales` appear as X, [experts, in, out]."""
 
     def __init__(self, files: SafetensorFiles):
         self.directory, self._files = files.directory, files
@@ -144,7 +144,7 @@ class Mxfp4Files:
         return name not in self.packed
 
     def part(self, name: str, part: Part) -> np.ndarray:
-        """A copy of a part of a tensor that is not in MXFP4."""
+        """A copy of a part of a tensor in another format than MXFP4."""
         return self._files.part(name, part)
 
     def read(self, name: str) -> Blocks:
@@ -169,7 +169,7 @@ class Mxfp4Files:
 
 
 class Mxfp4Tensors(Tensors):
-    """Tensors of which the matrices of experts are in MXFP4; linear layers keep them if `weights` is None."""
+    """Tensors with matrices of experts in MXFP4; linear layers keep them if `weights` is None."""
 
     def __init__(self, files: SafetensorFiles, dtype: DTypeLike):
         self.stacks = Mxfp4Files(files)
@@ -201,7 +201,7 @@ class Mxfp4Tensors(Tensors):
         return _quantized(words, scale, parts[0].pairs.shape[2] * BLOCK // pieces, self.dtype)
 
     def _parts_of_rows(self, options: Leaf) -> int:
-        """Devices that share the rows of a matrix; those of each are packed alone, and need not fill whole blocks."""
+        """Devices the rows of a matrix are split over; each part is packed alone, and need not fill whole blocks."""
         return 1 if self.placement is None or options.split != -2 else self.placement.size
 
     def shapes(self, shapes: PyTree) -> PyTree:
@@ -232,5 +232,5 @@ class Mxfp4Tensors(Tensors):
 
 
 def _quantized(words: Any, scale: Any, width: int, dtype: DTypeLike) -> Quantized:
-    """Matrices with that many rows, on each device if devices share them."""
+    """Matrices with this number of rows, on each device if devices share them."""
     return Quantized(words, scale, np.dtype(dtype), BLOCK, filling=-width % packed_matmul.BLOCK, codes=E2M1)

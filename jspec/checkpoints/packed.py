@@ -10,7 +10,7 @@ Three layouts of a linear layer X with weights [out, in], all with the lowest bi
 - AWQ (Lin et al., arXiv 2306.00978), the layout of its matrix products: `X.qweight` [in, out / 8], `X.scales` and
   `X.qzeros` as in GPTQ. A word has eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
-A value minus its zero point fits 8 bits, in which it is read; `scaled.py` packs 4 bits again, in the kernel's layout.
+A value minus its zero point is read as 8 bits; `scaled.py` packs 4 bits again, in the kernel's layout.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Packing:
     """How values are packed.
 
     bits: of a value, 4 or 8.
-    group: inputs that share a scale; None: all.
+    group: inputs with one scale; None: all.
     zeros: whether there are zero points; otherwise the zero is half of the range.
     zero_offset: what is added to a stored zero point.
     """
@@ -118,7 +118,7 @@ class PackedFiles:
         return self._names
 
     def dtype(self, name: str) -> np.dtype | None:
-        """The type of one tensor, without reading it; None: one that cannot be read."""
+        """The type of one tensor, without reading it; None: unreadable."""
         if name in self._layers:
             return np.dtype(np.int8)
         return self._files.dtype(self._stored(name))
@@ -177,7 +177,7 @@ class PackedFiles:
         return name not in self._layers and name not in self._scale_of
 
     def part(self, name: str, part: Part) -> np.ndarray:
-        """A copy of a part of a tensor that is not packed."""
+        """A copy of a part of an unpacked tensor."""
         return self._files.part(name, part)
 
     def _zero_points(self, layer: str, out: int, width: int) -> np.ndarray:

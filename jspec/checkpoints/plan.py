@@ -21,7 +21,7 @@ class Splittable(Protocol):
         ...
 
     def split(self, devices: int) -> Self:
-        """The configuration split over that many devices; raises ValueError if it cannot be."""
+        """The configuration split over this number of devices; raises ValueError if it cannot be."""
         ...
 
 
@@ -33,7 +33,7 @@ class Checkpoint(Generic[C]):
     """A loaded language model or draft.
 
     params: the weights, in the structure of its family or kind, such as `LlamaParams`.
-    eos: ids that end a text; none for drafts with a layout of their own.
+    eos: end-of-text ids; none for drafts with a layout of their own.
     """
 
     config: C
@@ -48,7 +48,7 @@ def unchanged(config: Any, tensors: Tensors) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[C]):
-    """What `read` will read, and onto which devices.
+    """The weights `read` will read, and their devices.
 
     config: the configuration; `over` splits it.
     tensors: the open files, with the dtype, the format and the devices of the weights.
@@ -91,7 +91,7 @@ class Plan(Generic[C]):
 
 
 def can_split(config: Splittable, devices: int) -> bool:
-    """Whether a model can be split over that many devices."""
+    """Whether a model can be split over this number of devices."""
     try:
         config.split(devices)
     except ValueError:

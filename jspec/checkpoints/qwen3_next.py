@@ -43,10 +43,10 @@ _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope
 
 
 def parse_config(config: Fields) -> Qwen3Next:
-    """The text model that a config.json describes.
+    """Parse the text model of a config.json.
 
     Raises:
-      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
+      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
     """
     # Multimodal checkpoints have the language model in a section.
     text = config.section("text_config")
@@ -103,7 +103,7 @@ def _refuse_options(config: Fields, text: Fields) -> None:
 
 
 def _parse_rope(text: Fields, head_dim: int) -> tuple[float, float]:
-    """The base, and the share of the dimensions that rotate.
+    """The base, and the share of rotated dimensions.
 
     `mrope_section` can be ignored: the several positions of a token only differ in images.
     """

@@ -43,10 +43,10 @@ class Scheme:
     """How matrices are scaled.
 
     kind: their type.
-    suffix: what the name of their scales adds to that of the matrix.
-    block: rows and columns, [out, in], that share a scale; None: all of them.
-    spare: end of the names of tensors that are not used: scales of activations, which are not quantized here.
-    packing: of the values in words, which are unpacked as they are read; None: each is stored by itself.
+    suffix: of the name of their scales, after the matrix's.
+    block: rows and columns, [out, in], with one scale; None: all of them.
+    spare: end of the names of unused tensors: scales of activations (not quantized here).
+    packing: of the values in words, to unpack while reading; None: each is stored by itself.
     """
 
     kind: np.dtype
@@ -56,17 +56,17 @@ class Scheme:
     packing: Packing | None = None
 
     def group(self, width: int) -> int | None:
-        """Rows of a matrix [in, out] that share a scale; None: all."""
+        """Rows of a matrix [in, out] with one scale; None: all."""
         size = self.block[1]
         return None if size is None or size >= width else size
 
     def stays_packed(self, shape: Sequence[int]) -> bool:
-        """Whether a weight [..., in, out] keeps 4 bits: groups that no kernel supports have 8."""
+        """Whether a weight [..., in, out] stays in 4 bits; unsupported group sizes are widened to 8."""
         return self.packing is not None and self.packing.bits == 4 and not (self.group(shape[-2]) or 0) % STRIDE
 
 
 def parse_scheme(config: Fields) -> Scheme | None:
-    """How the matrices are scaled that a config.json describes; None: they are not quantized.
+    """Parse the quantization of a config.json; None: the matrices are not quantized.
 
     Raises:
       CheckpointError: another quantization method.
@@ -124,11 +124,11 @@ _METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
     "gptq": lambda method: _packed(parse_gptq(method)),
     "awq": lambda method: _packed(parse_awq(method)),
 }
-"""Quantization method of config.json -> a function that reads its options; None: they are not supported."""
+"""Quantization method of config.json -> a reader of its options; None: they are not supported."""
 
 
 def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
-    """The tensors of a checkpoint, some of which may be 8-bit matrices with scales."""
+    """Open the tensors of a checkpoint, with 8-bit matrices and their scales or without."""
     scheme = parse_scheme(source.config)
     if scheme is None:
         return Tensors(source.safetensors, dtype)
@@ -139,7 +139,7 @@ def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
 class ScaledArray:
     """Narrow values, and beside each its scale, with NumPy's interface: both are moved alike. Both may be `Deferred`.
 
-    group: rows of a matrix [in, out] that share a scale; None: all.
+    group: rows of a matrix [in, out] with one scale; None: all.
     """
 
     def __init__(self, narrow: Any, scale: Any, group: int | None):
@@ -191,7 +191,7 @@ class ScaledArray:
         return (np.asarray(self.narrow).astype(np.float32) * np.asarray(self.scale)).astype(dtype)
 
     def scales(self) -> np.ndarray:
-        """The scales of a matrix [..., in, out], which are [..., groups, out]."""
+        """The scales [..., groups, out] of a matrix [..., in, out]."""
         return self.scale[..., :: self.group or self.shape[-2], :]
 
     def is_grouped(self) -> bool:
@@ -218,7 +218,7 @@ def _part(argument: Any, half: int) -> Any:
 
 
 class ScaledTensors(Tensors):
-    """Tensors of which some are 8-bit matrices with scales, which linear layers keep if `weights` is None."""
+    """Tensors with 8-bit matrices and their scales; linear layers keep both if `weights` is None."""
 
     def __init__(self, files: SafetensorFiles | PackedFiles, dtype: DTypeLike, scheme: Scheme):
         super().__init__(files, dtype)
@@ -322,19 +322,19 @@ class ScaledTensors(Tensors):
         return HEAD in self.names() and self.is_narrow(HEAD)
 
     def _read_narrow(self, name: str) -> tuple[np.ndarray, Callable[[Part], np.ndarray]]:
-        """An 8-bit matrix, [out, in], and a function that gives the scale of each value of a part.
+        """Read an 8-bit matrix, [out, in]; also returns a function: part -> the scale of each of its values.
 
         Raises:
-          CheckpointError: it is no matrix, has values that are NaN, or its scales are missing or of another shape.
+          CheckpointError: it is no matrix, has NaN values, or its scales are missing or of another shape.
         """
         self._check_matrix(name)
         return self._known(name, super().get(name)), self._read_scale(name)
 
     def _narrow_reader(self, name: str) -> tuple[Callable[[Part], np.ndarray], Callable[[Part], np.ndarray]]:
-        """Functions that give a part of an 8-bit matrix, [out, in], and the scale of each of its values.
+        """Return two functions of a part of an 8-bit matrix, [out, in]: to its values, and to the scale of each.
 
         Raises:
-          CheckpointError: as `_read_narrow`; values that are NaN are found when they are read.
+          CheckpointError: as `_read_narrow`; NaN values are found when they are read.
         """
         self._check_matrix(name)
         read = super().reader(name)
@@ -347,13 +347,13 @@ class ScaledTensors(Tensors):
             )
 
     def _known(self, name: str, narrow: np.ndarray) -> np.ndarray:
-        """Values, none of which is NaN."""
+        """Read values and check for NaN."""
         if narrow.dtype == FP8 and ((narrow.view(np.uint8) & _NAN) == _NAN).any():
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
         return narrow
 
     def _read_scale(self, name: str) -> Callable[[Part], np.ndarray]:
-        """A function that gives the scale of each value of a part of a matrix, in float32."""
+        """Return a function of a part of a matrix, to the scale of each of its values, in float32."""
         shape, name = self.files.shape(name), name + self.scheme.suffix
         if self.scheme.block == (None, None):
             stored = self.files.shape(name)
@@ -367,7 +367,7 @@ class ScaledTensors(Tensors):
 
 
 def _spread(scale: np.ndarray, blocks: Sequence[int], part: Part) -> np.ndarray:
-    """The scale of each value of a part of a matrix. blocks: rows and columns that share one."""
+    """The scale of each value of a part of a matrix. blocks: rows and columns with one scale."""
     rows, columns = (np.asarray(index) // size for index, size in zip(part, blocks, strict=True))
     if scale.shape[1] == 1:  # Without memory for each column.
         return np.broadcast_to(scale[rows], (len(rows), len(columns)))
@@ -390,8 +390,8 @@ def _halves(part: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
 def _packed_parts(part: ScaledArray, zeros: bool) -> tuple[Any, ...]:
     """Words, scales and, if the values are not symmetric, zero points.
 
-    The values are integers minus their zero points, of which there are at most 16 in a group. Any zero point for which
-    they fit 4 bits describes the same weights, so that of the file is not needed.
+    The values are integers minus their zero points, at most 16 different ones in a group. Any zero point with which
+    they fit 4 bits describes the same weights, so the file's is not needed.
     """
     values, scale = _halves(part)
     if not zeros:

@@ -1,4 +1,4 @@
-"""What drafts of all kinds share in the layout "speculators" (github.com/vllm-project/speculators), which vLLM reads.
+"""The shared part of all drafts in vLLM's layout "speculators" (github.com/vllm-project/speculators).
 
 The configuration of the layers is under `transformer_layer_config`; `d2t` maps a reduced vocabulary to the target's.
 """
@@ -37,7 +37,7 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }
-"""Defaults of `transformers` for missing keys: `transformer_layer_config` only has those that differ."""
+"""Defaults of `transformers` for missing keys: `transformer_layer_config` only has the others."""
 
 
 def is_speculators(config: Fields) -> bool:
@@ -46,9 +46,9 @@ def is_speculators(config: Fields) -> bool:
 
 
 def read_layer_config(config: Fields, kinds: tuple[str, ...]) -> Fields:
-    """The configuration of the decoder layers, complete; that of any other layout is at the top level.
+    """The configuration of the decoder layers, complete; any other layout has it at the top level.
 
-    kinds: the model types that a draft's layers may have.
+    kinds: supported model types of a draft's layers.
 
     Raises:
       CheckpointError: another model type.
@@ -66,7 +66,7 @@ def read_layer_config(config: Fields, kinds: tuple[str, ...]) -> Fields:
 def describe(
     config: FeatureDraft, class_name: str, algorithm: str, tokens: int, verifier: str | None, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keys that the config.json of every kind of draft has in this layout.
+    """The keys of every config.json in this layout, for any kind of draft.
 
     algorithm: the model type.
     tokens: drafts per round.
@@ -130,7 +130,7 @@ def read_ids(tensors: Tensors, count: int, vocab: int) -> Int[Array, " Vd"] | No
 
 
 def name_ids(ids: Int[Array, " Vd"] | None, vocab: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors that hold a reduced vocabulary; none if it is the target's."""
+    """The tensors of a reduced vocabulary; none if it is the target's."""
     if ids is not None:
         tokens = np.asarray(ids, np.int64)
         yield "d2t", tokens - np.arange(tokens.size)

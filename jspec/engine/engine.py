@@ -39,17 +39,17 @@ from jspec.engine.score import Chunk, Scores, TokenScores, check_score, split
 
 T = TypeVar("T")
 _STUCK_SECONDS = 5.0
-"""How long `Engine.close` waits for a thread that may wait for a process that is gone."""
+"""How long `Engine.close` waits for a thread when another process may be gone."""
 
 
 class Engine:
-    """Generates for any number of requests at once: a slot that becomes free takes the next one (continuous batching).
+    """Generates for any number of requests at once: a free slot takes the next one (continuous batching).
 
     The tokens of a request are those of `jspec.generate` with the same options, whatever else the engine does. A thread
     of the engine talks to the device; all methods may be called from any thread.
 
     Over several groups of devices, `jspec.load(..., data=N)`, each group has slots, pages and a thread of its own. A
-    request goes to the group that has read most of its prompt before, unless that one is busier than another
+    request goes to the group with most of its prompt in the cache, unless the group is busier than another
     (docs/several-gpus.md).
 
         with jspec.Engine(model, slots=64) as engine:
@@ -58,7 +58,7 @@ class Engine:
                 print(piece.text, end="")
 
     Where the devices belong to several processes, each of them makes the engine with the same arguments. Process 0 has
-    the requests; in the others only `update` and `close` may be called, of which the latter waits until process 0 has
+    the requests; in the others only `update` and `close` may be called, and `close` waits until process 0 has
     closed the engine. So the end of the `with` block waits as well, unless an error has ended it
     (docs/several-gpus.md).
 
@@ -68,26 +68,26 @@ class Engine:
 
     Args:
       model: from `jspec.load`.
-      drafter, accept: as in `jspec.generate`, for all requests. accept None: "coupled" for requests that sample.
-      slots: sequences that are generated at the same time, by each group of devices.
+      drafter, accept: as in `jspec.generate`, for all requests. accept None: "coupled" for sampling requests.
+      slots: concurrent sequences of each group of devices.
       context: tokens of the longest request, prompt included. None: the model's context, at most 8192.
       pages: pages of the caches of each group. None: as many as all slots can use, or as `memory_fraction` allows.
-      memory_fraction: fraction of the device's memory that may be in use, weights included; it limits `pages` where
-        that is None, and snapshots. None: 0.9, or 0.75 on a CPU, whose memory other programs use as well.
+      memory_fraction: fraction of the device's memory to use, weights included; it limits `pages` (if None)
+        and snapshots. None: 0.9, or 0.75 on a CPU, whose memory other programs use as well.
       page_size: rows per cache page. Whole pages are what requests share.
-      prefill_tokens: tokens of prompts that a group reads between two bursts while others generate.
-      burst_ms: time that the device runs rounds before the host hears of them, in milliseconds.
+      prefill_tokens: prompt tokens a group reads between two bursts while others generate.
+      burst_ms: time of rounds on the device between two reports to the host, in milliseconds.
       prefix_cache: whether requests share the pages of equal beginnings, and snapshots of what is not in pages: one per
         slot, or as many as fit into a tenth of the memory for pages.
-      max_queue: requests that may wait for a slot, of all groups together; None: any number.
+      max_queue: largest number of waiting requests, of all groups together; None: any number.
 
     Attributes:
       leads: whether requests may be submitted in this process.
-      groups: one for each group of devices; none in a process that does not lead.
+      groups: one for each group of devices; none in a process other than the leader.
       params: the weights, of all groups together; those of the last `update`.
 
     Raises:
-      ValueError, TypeError: invalid arguments, a model that does not fit, or arguments that differ between processes.
+      ValueError, TypeError: invalid arguments, a model too large for the memory, or differences between processes.
       EngineError: another process cannot be reached.
     """
 
@@ -105,7 +105,7 @@ class Engine:
         self._closing = False
         self._error: BaseException | None = None
 
-        # Make the parts, of all groups for equal shares of the memory that is there now.
+        # Make the parts, of all groups for equal shares of the free memory.
         self._leader: lockstep.Leader | None = None
         self._follower: lockstep.Follower | None = None
         free = lockstep.least_free(placement)
@@ -156,8 +156,8 @@ class Engine:
           salt: requests share the pages of equal beginnings only if their salts are equal.
 
         Raises:
-          ValueError, TypeError: invalid arguments, or a request that can never fit.
-          QueueFull: `max_queue` requests wait, or the stop strings of those that are there leave no space for these.
+          ValueError, TypeError: invalid arguments, or a request too large for the engine.
+          QueueFull: `max_queue` requests wait, or the stop strings of others leave no space for these.
           EngineError: the engine has failed or is closed.
         """
         options = RequestOptions(**keywords)
@@ -216,7 +216,7 @@ class Engine:
           prompts: one prompt or a list of prompts, each as text or as token ids.
           max_new_tokens, sampling, stop, ignore_eos, seed, logprobs: as in `jspec.generate`.
           priority, salt: as in `submit`.
-          n: samples of each prompt, which share its pages. The result has n items for the first prompt, then n for the
+          n: samples of each prompt, on shared pages. The result has n items for the first prompt, then n for the
             next, and so on; item i has the seed `seed + i`. None: one sample, and for a single prompt no list.
           progress: whether to display a progress bar.
 
@@ -271,7 +271,7 @@ class Engine:
         One prompt is scored at a time; further calls wait.
 
         Raises:
-          ValueError, TypeError: invalid arguments, or a cache that does not fit in the memory that is left.
+          ValueError, TypeError: invalid arguments, or a cache too large for the free memory.
           EngineError: the engine has failed or is closed.
         """
         self._check_leads()
@@ -279,7 +279,7 @@ class Engine:
         top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
         with self._scoring:
             self._check_alive()
-            # Of several groups any that has a device here, as its results need not be sent.
+            # Any group with a local device: its results need not be sent.
             group = next(group for group in self.groups if group.device.executor.here)
             model = dataclasses.replace(group.model, params=group.device.params)
             ((_, batch),) = split(model, prompts, top_k, page_size)
@@ -291,7 +291,7 @@ class Engine:
         """Compiles all programs for requests with these options, and runs each as often as it takes to be fast.
 
         Otherwise each of them is compiled when it is first needed, and requests wait meanwhile. A program depends on
-        which sampling options are used, not on their values; stop strings may need others (`docs/engine.md`).
+        the set of sampling options in use, not on their values; stop strings may need others (`docs/engine.md`).
 
         sampling, logprobs: as in `submit`.
 
@@ -314,8 +314,8 @@ class Engine:
     def update(self, params: Params) -> None:
         """Replaces the weights, such as those of a running trainer, between two bursts. Compiles nothing.
 
-        Requests that are running continue with the new weights over the keys and values of the old ones; nothing that
-        was cached with the old weights is found by later requests. Each group of devices takes the weights between two
+        Running requests continue with the new weights over the keys and values of the old ones; later requests find
+        nothing cached with the old weights. Each group of devices takes the weights between two
         bursts of its own, and this waits for all of them. If there are several processes, each of them must call this.
 
         params: weights of target and draft, of the structure, shapes and dtypes of `model.params`, and of its shardings
@@ -358,11 +358,11 @@ class Engine:
         return self._error is None and not self._closing
 
     def close(self) -> None:
-        """Cancels all requests and ends the engine's threads. In a process that does not lead: waits until process 0
+        """Cancels all requests and ends the engine's threads. In a process other than the leader: waits until process 0
         has closed the engine.
 
         Raises:
-          EngineError: the engine has failed, in a process that does not lead.
+          EngineError: the engine has failed, in a process other than the leader.
         """
         if self._follower is not None:
             self._follower.wait()
@@ -436,7 +436,7 @@ class Engine:
         return [handles[request] for request in requests]
 
     def _choose(self, request: DeviceRequest) -> Group:
-        """The group that gets a request, and expects it."""
+        """Choose the group for a request, and count it there."""
         index, groups = 0, self.groups
         if len(groups) > 1:
             index = choose(
@@ -461,12 +461,12 @@ class Engine:
         return [future.result() for future in futures]
 
     def _score(self, group: Group, chunk: Chunk) -> TokenScores:
-        """Dispatches a chunk of a score, after the burst that is running."""
+        """Dispatches a chunk of a score, after the running burst."""
         call = partial(group.device.score, chunk)
         if self.model.placement is not None:
             # Several devices must get all programs in one order, so from one thread.
             return self._on_all([call], [group])[0]
-        # An update waits meanwhile. An error is that of the caller alone.
+        # An update waits meanwhile. An error concerns the caller alone.
         with self._weights:
             self._check_alive()
             return call()

@@ -1,4 +1,4 @@
-"""`generate` and `stream`, which take text or ids."""
+"""`generate` and `stream`, from text or ids."""
 
 from collections.abc import Generator, Sequence
 from typing import Unpack, overload
@@ -49,31 +49,31 @@ def generate(
     progress: bool = False,
     **keywords: Unpack[GenerateKeywords],
 ) -> Generation | Generations:
-    """Continues prompts with the tokens that the target alone would generate.
+    """Continues prompts with the tokens the target alone would generate.
 
     The drafter changes the speed, not the output. This includes sampling: by default the tokens are those of plain
     sampling with the same seed, for any drafter, tree shape, batch and page size.
 
-    Of more than 64 prompts, 64 run at a time: a sequence that ends makes room for the next one, as in `jspec.Engine`.
+    Of more than 64 prompts, 64 run at a time: the end of a sequence makes room for the next one, as in `jspec.Engine`.
     With groups of devices (`jspec.load(..., data=2)`), batches of 64 for each group take turns.
 
     Args:
       model: from `jspec.load`.
       prompts: one prompt or a list of prompts, each as text or as token ids.
       drafter: a name in `jspec.drafters.DRAFTERS`, an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
-        decoding. "auto": the drafter that uses the loaded draft; ngram if there is none.
+        decoding. "auto": the drafter for the loaded draft; ngram if there is none.
       max_new_tokens: maximum number of new tokens of every sequence, or a list with one entry per prompt.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence. None: greedy.
       accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
         drafter. Greedy sequences stay greedy under every lossless rule.
-      stop: strings that end a sequence; its text ends before them.
+      stop: stop strings; a text ends before the first of them.
       ignore_eos: whether a sequence goes on after the model has ended the text, for measurements of fixed lengths.
       seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
         sequence.
       logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
         probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits; the
-        result has those of the distributions that the tokens were sampled from as well (`sampled_logprobs`).
+        result has those of the sampled distributions as well (`sampled_logprobs`).
       n: samples of each prompt. The result has n items for the first prompt, then n for the next, and so on; `sampling`
         and `max_new_tokens` have one entry per prompt, `seed` one per item. None: one sample, and for a single prompt
         no list.
@@ -85,7 +85,7 @@ def generate(
       A `Generation` for a single prompt without `n`, otherwise `Generations`.
 
     Raises:
-      ValueError, TypeError: an invalid argument, or caches that do not fit in the memory of the device. Raised before
+      ValueError, TypeError: an invalid argument, or caches too large for the memory of the device. Raised before
         anything is compiled.
     """
     # Check the arguments, for all processes at once.
@@ -123,14 +123,14 @@ def stream(
 ) -> Generator[Piece, None, Generation | Generations]:
     """Like `generate`, but yields text and tokens while they are generated.
 
-    The other arguments are those of `generate`. A multi-byte character is yielded whole, and text that may be the
-    beginning of a stop string is held back until that is decided.
+    The other arguments are those of `generate`. A multi-byte character is yielded whole, and a possible
+    beginning of a stop string is held back until it is decided.
 
     Args:
       rounds: rounds on the device between two pieces.
 
     Yields:
-      The new text and tokens of each sequence that has any.
+      The new text and tokens of each sequence, where there are any.
 
     Returns:
       What `generate` returns, as the value of `yield from`.

@@ -284,7 +284,7 @@ def _check_arrays(params: object, ids: object, lengths: object, key: object, voc
 
 def _check_placement(target: Target, draft: object, placement: object) -> None:
     """Raises unless `placement` is that of the models."""
-    # Weights must be split as the placement says.
+    # Weights must be split as in the placement.
     if placement is not None and not isinstance(placement, sharding.Placement):
         raise TypeError(f"placement={shorten(placement)}: must be model.placement, or None")
     size, splits_draft = (1, False) if placement is None else (placement.size, placement.draft)

@@ -32,7 +32,7 @@ class Model:
       checkpoint; None if no draft was loaded.
     params: weights of both.
     tokenizer: None if the checkpoint has none; prompts and outputs are then token ids.
-    eos: ids that end a text.
+    eos: end-of-text ids.
     placement: the devices over which weights and sequences are split, and whether the draft is; None: all are on one
       device.
     """
@@ -59,7 +59,7 @@ class Model:
         params: `Params` of target and draft, or the weights of the target alone.
 
         Raises:
-          ValueError: another structure, shape or dtype than those of this model's, or of a model that is split, another
+          ValueError: another structure, shape or dtype than those of this model's, or of a split model, another
             sharding; with the path of the leaf.
         """
         params = params if isinstance(params, Params) else Params(params, self.params.draft)
@@ -67,7 +67,7 @@ class Model:
         return dataclasses.replace(self, params=params)
 
     def check_replacement(self, params: Any) -> None:
-        """Check that weights can replace this model's without compiling anything.
+        """Check whether weights can replace this model's without compiling anything.
 
         Raises:
           ValueError: as `with_params`.
@@ -153,10 +153,10 @@ def load(
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster; an assistant is
         always split.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
-        half precision too; on one device, for the families that docs/losslessness.md lists.
+        half precision too; on one device, for the families in docs/losslessness.md.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
         have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
-        "wide": all weights are in `dtype`. None: those that a checkpoint stores in 8 or 4 bits keep them, and the
+        "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them, and the
         others are in `dtype`. See docs/quantization.md.
       kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. Drafted output
         equals plain output with the same `kv`. See docs/quantization.md.
@@ -164,8 +164,8 @@ def load(
     Raises:
       CheckpointError: files are missing, damaged or not supported.
       ValueError: an unknown dtype, format or bundled model, the draft's tokenizer differs, a model without an exact
-        forward or a narrow cache, a number of devices over which it cannot be split, or weights that do not fit into
-        the memory of a device, which is known before any of them is read; or another process has failed.
+        forward or a narrow cache, an unsupported number of devices, or weights too large for
+        the memory of a device (known before any of them is read); or another process has failed.
       TypeError: an argument of the wrong type.
     """
     options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv, draft_tensor)
@@ -177,7 +177,7 @@ def load(
 
 
 _COMPARED = ("target", "draft")
-"""Values of a loaded model that processes compare."""
+"""Values of a loaded model to compare between processes."""
 
 
 def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) -> Model:
@@ -203,7 +203,7 @@ def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) ->
 
 
 def _complete(loaded: Checkpoint, placement: Placement | None) -> Checkpoint:
-    """Copy weights that are not split to all devices."""
+    """Copy unsplit weights to all devices."""
     return loaded if placement is None else dataclasses.replace(loaded, params=placement.complete(loaded.params))
 
 

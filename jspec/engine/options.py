@@ -26,12 +26,12 @@ MAX_SEED = 2**32 - 1
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
 MAX_TOP_LOGPROBS = 20
-"""The most probable tokens that can be recorded with each new token."""
+"""Largest number of most probable tokens to record with each new token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """The options of a generation that requests of one engine may differ in; see `jspec.generate`.
+    """The per-request options of a generation; see `jspec.generate`.
 
     Raises:
       ValueError, TypeError: an invalid option; the message has its name, its value and what is valid.
@@ -110,7 +110,7 @@ class RequestOptions:
 class GenerateOptions(RequestOptions):
     """The options of a generation. Their meaning is documented at `jspec.generate`, whose keywords they are.
 
-    `generate` and `stream` build this value from their keywords; code that passes options on builds it itself and
+    `generate` and `stream` build this value from their keywords; code in between builds it itself and
     hands it to `jspec.engine.run.Run`. What depends on the model or on the prompts is validated there.
 
     Raises:
@@ -226,7 +226,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes(kind: type) -> Callable[[F], F]:
-    """Shows the fields of a dataclass, with defaults, in the signature of a function that takes them as keywords."""
+    """Shows the fields of a dataclass, with defaults, in the signature of a function with these keywords."""
 
     def show(function: F) -> F:
         # Keywords in the place of `**keywords`.
@@ -252,7 +252,7 @@ def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list
     """The automaton of the grammar of each sequence over the tokens of the model, or None.
 
     Raises:
-      ValueError: a grammar that does not suit the model or the other options.
+      ValueError: a grammar unsuited to the model or the other options.
     """
     grammars = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
     if any(one is not None for one in grammars):
@@ -261,7 +261,7 @@ def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list
 
 
 def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> None:
-    """Raises ValueError for options that cannot keep a text within a grammar."""
+    """Raises ValueError for options in conflict with a grammar."""
     if ignore_eos:
         raise ValueError("ignore_eos=True: a text of a grammar ends with an id that ends the text; omit it")
     if isinstance(accept, Imposed):
@@ -269,7 +269,7 @@ def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> N
 
 
 def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Drafter | None = None) -> None:
-    """Checks that the longest prompt and its new tokens fit in the context of the model.
+    """Checks the longest prompt and its new tokens against the context of the model.
 
     drafter: the bound drafter, whose model may have a shorter context; None: not checked.
 
@@ -298,7 +298,7 @@ def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Draft
 
 
 def longest_sequence(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[int, int]:
-    """The length of the prompt and the new tokens of the sequence that can become the longest."""
+    """The length of the prompt and the new tokens of the longest possible sequence."""
     return max(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)
 
 

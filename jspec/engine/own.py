@@ -23,7 +23,7 @@ from jspec.models.quantized import check_weights
 from jspec.text.tokenizer import Tokenizer
 
 _CHECKED_TOKENS = 8
-"""Tokens of the texts by which a function is checked."""
+"""Tokens of the texts to check a function with."""
 
 
 def from_function(
@@ -52,10 +52,10 @@ def from_function(
         are kept for equal functions; a new `lambda` is another function.
       params: its first argument: any pytree of arrays.
       max_length: largest T.
-      vocab_size: V; None: that of the logits.
+      vocab_size: V; None: from the logits.
       tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
-      eos: ids that end a text.
-      name: for messages; None: that of the function.
+      eos: end-of-text ids.
+      name: for messages; None: the function's.
       check: whether to run the function once on two short texts, to see if it is causal.
 
     Raises:
@@ -131,8 +131,8 @@ def from_target(
         kept for equal ones.
       params: its weights, by reference: any pytree of arrays.
       tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
-      eos: ids that end a text.
-      name: for messages; None: that of its class.
+      eos: end-of-text ids.
+      name: for messages; None: the name of its class.
 
     Raises:
       TypeError, ValueError: arguments of the wrong type, or a missing or wrong attribute or method.
@@ -188,9 +188,9 @@ def from_named(
       names: whose names and shapes they are: "transformers"; "tunix" or "maxtext" for Llama and Qwen3; "tunix" or
         "gemma" for Gemma 4.
       tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
-      eos: ids that end a text; None: those of `config`.
-      dtype: "bfloat16", "float16" or "float32"; None: that of the arrays.
-      name: for messages; None: that of the family.
+      eos: end-of-text ids; None: those of `config`.
+      dtype: "bfloat16", "float16" or "float32"; None: as the arrays.
+      name: for messages; None: the family's.
       tensor, data, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are
         copied to these, and those on the same devices may be split in any way.
       exact: as in `jspec.load`; an exact target stays so.

@@ -5,7 +5,7 @@ Tunix takes a rollout engine as a class or as a `functools.partial` of one:
     rollout = functools.partial(TunixRollout, model=model, to_params=to_params)
     config = rl_cluster.ClusterConfig(..., rollout_engine=rollout)
 
-The interface is that of `tunix.rl.rollout.base_rollout.BaseRollout` of Tunix 0.1.7 and 0.1.8. Without Tunix the class
+The interface is `tunix.rl.rollout.base_rollout.BaseRollout` of Tunix 0.1.7 and 0.1.8. Without Tunix the class
 works as well; trainers of one's own can use it.
 """
 
@@ -52,11 +52,11 @@ class SpecialIds(Protocol):
     """Methods of a trainer's tokenizer."""
 
     def pad_id(self) -> int:
-        """The id that fills a row."""
+        """The padding id."""
         ...
 
     def eos_id(self) -> int:
-        """The id that ends a text."""
+        """The end-of-text id."""
         ...
 
 
@@ -83,7 +83,7 @@ class RolloutOutput:
     logits: None, as they never leave the device.
     tokens: ids of each sample, [length], without padding.
     left_padded_prompt_tokens: ids of the prompts, [B, max_prompt_length].
-    logprobs: for each sample the log-probabilities of its tokens under the distribution that they were sampled from,
+    logprobs: for each sample the log-probabilities of its tokens under the distribution they were sampled from,
       [length]; None unless the configuration has `return_logprobs`.
     """
 
@@ -103,7 +103,7 @@ class TunixRollout(Base):
       model: the policy, with its tokenizer and draft.
       to_params: the weights of the engine from those of the trainer, by reference or as new arrays: target and draft,
         or the target alone, whose draft then stays. None: they have the engine's structure already.
-      pad_id: id that fills rows; None: the trainer's tokenizer knows it.
+      pad_id: padding id of rows; None: the tokenizer's.
       engine: options of `jspec.Engine`.
 
     Raises:
@@ -144,10 +144,10 @@ class TunixRollout(Base):
 
         prompts: texts, or token ids.
         rollout_config: limits, sampling parameters and `seed`, an int or a key: sample i uses the seed plus i. None:
-          the samples of a first call use the seeds from 0 on, those of later calls the seeds that follow.
+          the samples of a first call use the seeds from 0 on, those of later calls the next ones.
 
         Raises:
-          ValueError, TypeError: invalid options, or a prompt that exceeds `max_prompt_length`: it is not truncated.
+          ValueError, TypeError: invalid options, or a prompt longer than `max_prompt_length`: it is not truncated.
         """
         if kwargs:
             raise TypeError(f"{', '.join(sorted(kwargs))}: not supported")
@@ -189,7 +189,7 @@ class TunixRollout(Base):
         """log p of each token of the completions under the policy's own logits, at temperature 1; 0 at padding.
 
         prompt_tokens: padded on the left. completion_tokens: padded on the right.
-        completion_mask: tokens that belong to a completion, from the first one on without gaps; None: those before the
+        completion_mask: tokens of a completion, from the first one on without gaps; None: those before the
           padding at the end of a row.
 
         Raises:
@@ -220,11 +220,11 @@ class TunixRollout(Base):
     def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replaces the weights of the policy, without compiling anything.
 
-        params: weights of the trainer, of which `to_params` makes those of the engine.
-        filter_types: kinds of parameters that `params` has; `to_params` must know what to do with fewer than all.
+        params: weights of the trainer; `to_params` makes those of the engine.
+        filter_types: kinds of parameters in `params`; `to_params` must know what to do with fewer than all.
 
         Raises:
-          ValueError: another structure, shape or dtype than that of the engine, with the path of the leaf.
+          ValueError: another structure, shape or dtype than the engine's, with the path of the leaf.
         """
         weights = params if self._to_params is None else self._to_params(params)
         if not isinstance(weights, Params):
@@ -232,11 +232,11 @@ class TunixRollout(Base):
         self.engine.update(weights)
 
     def pad_id(self) -> int:
-        """The id that fills rows."""
+        """The padding id."""
         return self._pad
 
     def eos_id(self) -> int:
-        """The id that ends a text."""
+        """The end-of-text id."""
         return self._eos
 
     def model(self) -> object:

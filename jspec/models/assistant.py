@@ -1,4 +1,4 @@
-"""Assistants: draft models that have no keys and values and read the target's instead (frozen-KV MTP).
+"""Assistants: draft models without keys and values; they read the target's instead (frozen-KV MTP).
 
 Gemma 4 ships with such models; the equations are those of `Gemma4AssistantForCausalLM` in transformers 5.22. An
 assistant joins a token with a hidden state of the target's width. Each of its layers has queries only and attends to
@@ -124,7 +124,7 @@ class ClusterWeights:
 
 @dataclasses.dataclass(frozen=True)
 class Clusters:
-    """`count` clusters of tokens, of which the `chosen` most likely ones are read."""
+    """`count` clusters of tokens; a forward reads the `chosen` most likely ones."""
 
     count: int
     chosen: int
@@ -149,7 +149,7 @@ class Assistant:
     head_dims: head dimensions of those layers.
     clusters: clusters of the LM head; None: it reads the whole vocabulary.
     target_head: there is no LM head; the target's is applied to the output of `post_projection`.
-    tensor: devices over which heads, MLPs and the LM head are split, as those of the target, but no clusters; the sizes
+    tensor: devices to split heads, MLPs and the LM head over, as in the target, but no clusters; the sizes
       here are those of the whole assistant.
     """
 
@@ -165,7 +165,7 @@ class Assistant:
     target_head: bool = False
     tensor: int = 1
     drafter: ClassVar[str] = "frozen-kv-mtp"
-    """Name of the drafter that uses this model as its draft."""
+    """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = False
     follows_target: ClassVar[bool] = True
 
@@ -192,7 +192,7 @@ class Assistant:
             raise ValueError(f"clusters={self.clusters}: chosen must be between 1 and count={count}")
 
     def check_target(self, target: Decoder) -> None:
-        """Checks that a target has the vocabulary, the width and the keys that this assistant reads.
+        """Checks the vocabulary, the width and the keys of a target against those this assistant reads.
 
         Raises:
           ValueError: names what differs.
@@ -220,7 +220,7 @@ class Assistant:
                 )
 
     def split(self, devices: int) -> Self:
-        """The configuration split over that many devices: each has the query heads that read its part of the cache.
+        """The configuration split over devices: each has the query heads of its part of the cache.
 
         Raises:
           ValueError: the number does not divide the heads or the width of the MLP.
@@ -235,7 +235,7 @@ class Assistant:
 
     @property
     def candidates(self) -> int:
-        """Tokens that have a logit."""
+        """Tokens with a logit."""
         if self.clusters is None:
             return self.vocab_size
         return self.vocab_size // self.clusters.count * self.clusters.chosen
@@ -277,7 +277,7 @@ class Assistant:
         )
 
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward reads: of a clustered LM head, the centroids and the chosen clusters."""
+        """Bytes of weights read by one forward: of a clustered LM head, the centroids and the chosen clusters."""
         draft: AssistantParams = params.draft
         head = tree_bytes(draft.head)
         if draft.clusters is not None:
@@ -291,7 +291,7 @@ class Assistant:
         return 0
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of the target's keys and values that a forward reads on a device for `context` tokens of a sequence."""
+        """Bytes of the target's keys and values read by a forward on a device for `context` tokens of a sequence."""
         return keys_bytes(map(target.layer_keys, self.target_layers), context, itemsize, target.tensor)
 
     def apply(
@@ -304,7 +304,7 @@ class Assistant:
         length: Int[Array, " B"],
         positions: Int[Array, " B"],
     ) -> AssistantOutput:
-        """One step after N (token, hidden state) pairs per sequence, none of which sees another; writes nothing.
+        """One step after N (token, hidden state) pairs per sequence, blind to each other; writes nothing.
 
         Args:
           params: the target's weights, whose embedding it reads, and in `params.draft` its own.
@@ -312,7 +312,7 @@ class Assistant:
           hidden: the target's hidden state after its final norm, or `hidden` of an earlier output.
           cache: the target's cache.
           length: committed rows of each sequence; sliding windows end at the last of them.
-          positions: by which the queries of each sequence are rotated.
+          positions: rotation of the queries of each sequence.
         """
         draft: AssistantParams = params.draft
         # Join the token's embedding with the hidden state.

@@ -1,9 +1,9 @@
-"""Block drafts: a few decoder layers that propose all tokens of a round in one forward.
+"""Block drafts: a few decoder layers propose all tokens of a round in one forward.
 
 DFlash (arXiv 2602.06036): the rows of a block are the last token and masks. Each row attends to the whole block and to
 the context, whose keys and values are projections of the target's hidden states; no forward reads the prompt.
-DSpark (arXiv 2607.05147) adds a Markov head, which corrects the logits of a row by the token before the one that it
-predicts, and a confidence head.
+DSpark (arXiv 2607.05147) adds a Markov head, to correct the logits of a row by the token before its
+prediction, and a confidence head.
 """
 
 import dataclasses
@@ -73,17 +73,17 @@ class BlockHead:
     """The configuration of a block draft: static and hashable by value. Its methods take the weights as arguments.
 
     vocab_size: the target's.
-    capture_layers: the target's hidden states that it reads, as in `Decoder.apply`.
+    capture_layers: the target's hidden states to read, as in `Decoder.apply`.
     block_size: rows of a block.
     mask_token: the token of all rows of a block but the first.
     next_token: row j predicts the token at its position + 1, as in DSpark. False: at its own position, as in DFlash,
       where the first row predicts nothing.
-    windows: for each layer the positions that a row sees, its own included; None: all.
+    windows: for each layer the positions a row sees, its own included; None: all.
     causal: for each layer whether a row sees only the rows up to its own of the block.
     markov, markov_rank: kind and rank of the Markov head; None and 0: there is none.
     confidence: what the confidence head reads; None: there is none.
     logit_scale, soft_cap: factor on the logits, and bound of their result before the Markov head; None: no bound.
-    tensor: devices over which heads, MLPs and the LM head are split; the sizes here are those of the whole draft.
+    tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole draft.
     """
 
     vocab_size: int
@@ -115,7 +115,7 @@ class BlockHead:
     soft_cap: float | None = None
     tensor: int = 1
     drafter: ClassVar[str] = "block"
-    """Name of the drafter that uses this model as its draft."""
+    """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = True
     follows_target: ClassVar[bool] = False
 
@@ -147,7 +147,7 @@ class BlockHead:
 
     @property
     def depth(self) -> int:
-        """Tokens that a block predicts."""
+        """Tokens predicted by a block."""
         return self.block_size if self.next_token else self.block_size - 1
 
     def summary(self) -> str:
@@ -156,7 +156,7 @@ class BlockHead:
         return f"{kind} block draft of {self.depth} tokens"
 
     def split(self, devices: int) -> Self:
-        """The configuration whose layers, LM head and cache are split over that many devices.
+        """The configuration with layers, LM head and cache split over devices.
 
         Raises:
           ValueError: the number does not divide the heads or the width of the MLP.
@@ -164,7 +164,7 @@ class BlockHead:
         return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
 
     def param_shapes(self, dtype: DTypeLike) -> BlockParams:
-        """The weights as `jax.ShapeDtypeStruct`s, without a `mask_embed`, which only some checkpoints have."""
+        """The weights as `jax.ShapeDtypeStruct`s, without the optional `mask_embed`."""
         shapes = weights.shapes(self.weights(), dtype)
         if self.draft_vocab_size == self.vocab_size:
             return shapes
@@ -221,7 +221,7 @@ class BlockHead:
         )
 
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that the forward of a block reads, and each generation after it: the Markov head once."""
+        """Bytes of weights read by the forward of a block, and by each generation after it: the Markov head once."""
         draft: BlockParams = params.draft
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
         head = shared if draft.lm_head is None else draft.lm_head
@@ -231,7 +231,7 @@ class BlockHead:
         return None if draft.markov is None else (draft.markov.out, draft.markov.mix, draft.markov.mix_bias)
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights that are read after a round: those that fuse hidden states, and of each layer's projection
+        """Bytes of weights read after a round: the fusion of hidden states, and of each layer's projection
         the keys and values.
         """
         draft: BlockParams = params.draft
@@ -241,11 +241,11 @@ class BlockHead:
         )
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of its own keys and values that a forward reads on a device for `context` tokens of a sequence."""
+        """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
         return keys_bytes(self._layer_keys(), context, itemsize, self.tensor)
 
     def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, the positions that a row sees, its own included; None: all."""
+        """For each layer, the positions a row sees, its own included; None: all."""
         return self.windows
 
     def init_cache(self, params: BlockParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
@@ -366,7 +366,7 @@ class BlockHead:
         Args:
           state: of each path; None: the head has none.
           previous: the last token of each path, as a target id.
-          hidden, logits: of the row that predicts; the same for all paths, or one for each.
+          hidden, logits: of the predicting row; the same for all paths, or one for each.
         """
         if params.markov is None:
             return logits, None
@@ -391,7 +391,7 @@ class BlockHead:
     def confide(
         self, params: BlockParams, previous: Int[Array, "B M"], hidden: Float[Array, "B M E"]
     ) -> Float[Array, "B M"] | None:
-        """Logits, in float32, of the probability that a prediction is accepted if those before it are.
+        """Logits, in float32, of the probability of a prediction to be accepted after those before it.
 
         previous, hidden: of each prediction, as in `correct`. None: there is no confidence head.
         """

@@ -37,9 +37,9 @@ class Decoder(abc.ABC):
     mtp_layers: int = 0
     """MTP heads in its checkpoint."""
     tensor: int = 1
-    """Devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model."""
+    """Devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model."""
     exact: bool = False
-    """Whether the bits of a token's logits depend on its own context alone, see `exactly`. A family that has such a
+    """Whether the bits of a token's logits depend on its own context alone, see `exactly`. A family with such a
     forward has this field.
     """
     kv: str | None = None
@@ -47,7 +47,7 @@ class Decoder(abc.ABC):
     whose caches have such a format has this field.
     """
     drafter: ClassVar[str] = "standalone"
-    """Name of the drafter that uses this model as its draft."""
+    """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = False
     follows_target: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Decoder(abc.ABC):
         """The table of the weights: a pytree with an entry in the place of each array, see `jspec.models.weights`.
 
         Raises:
-          NotImplementedError: a model of no family, which has no checkpoints; it has `param_shapes` of its own.
+          NotImplementedError: a model of no family has no checkpoints; it has `param_shapes` of its own.
         """
         raise NotImplementedError(f"models of type {type(self).__name__} have no table of weights")
 
@@ -67,7 +67,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values that a layer reads: its own, or those it shares with another layer."""
+        """The keys and values read by a layer: its own, or those it shares with another layer."""
 
     @abc.abstractmethod
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
@@ -91,7 +91,7 @@ class Decoder(abc.ABC):
         """Yields, after each layer, the residual stream and the layer's rows of this round.
 
         x: the stream before the first layer.
-        attend: the cache's `attend` with all arguments bound that do not depend on the layer.
+        attend: the cache's `attend`, with all arguments bound but those of the layer.
         earlier: as in `apply`.
         selected: if given, the last layer may yield the stream of these tokens only, [B, 1, E].
         """
@@ -108,11 +108,11 @@ class Decoder(abc.ABC):
 
     @property
     def attention_layers(self) -> Sequence[int]:
-        """The layers that attend to keys of the whole context; the others keep a state of fixed size."""
+        """The layers with attention to the whole context; the others keep a state of fixed size."""
         return range(self.num_layers)
 
     def split(self, devices: int) -> Self:
-        """The configuration whose weights and caches are split over that many devices, see `jspec.core.sharding`.
+        """The configuration with weights and caches split over devices, see `jspec.core.sharding`.
 
         Raises:
           ValueError: they cannot be.
@@ -198,10 +198,10 @@ class Decoder(abc.ABC):
     # Bytes
 
     def forward_bytes(self, params: PyTree, tokens: int = 1) -> int:
-        """Bytes of weights that one forward of `tokens` tokens reads: layers, norm and LM head.
+        """Bytes of weights read by one forward of `tokens` tokens: layers, norm and LM head.
 
-        The embedding is a gather and does not count, unless it is the LM head. Of a mixture of experts, those that the
-        tokens choose on average count, with equally likely experts.
+        The embedding is a gather and does not count, unless it is the LM head. Of a mixture of experts, the average
+        choice of the tokens counts, with equally likely experts.
 
         params: arrays or shapes.
         """
@@ -209,7 +209,7 @@ class Decoder(abc.ABC):
         return tree_bytes((params.layers, params.norm, head)) - self.unread_expert_bytes(params, tokens)
 
     def unread_expert_bytes(self, params: PyTree, tokens: int) -> int:
-        """Bytes of experts that a forward of `tokens` tokens leaves out, on average."""
+        """Bytes of experts left out by a forward of `tokens` tokens, on average."""
         unread = 0.0
         for index, layer in enumerate(params.layers):
             routed = self.layer_experts(index)
@@ -218,20 +218,20 @@ class Decoder(abc.ABC):
         return int(unread)
 
     def kv_bytes(self, context: int, itemsize: int, target: "Decoder | None" = None) -> int:
-        """Bytes of keys and values that one forward reads for a sequence of `context` tokens; see also `state_bytes`.
+        """Bytes of keys and values read by one forward for a sequence of `context` tokens; see also `state_bytes`.
 
         If the model is split over devices, those of one of them.
 
-        target: ignored; a language model that drafts reads its own keys.
+        target: ignored; as a draft, a language model reads its own keys.
         """
         return keys_bytes(map(self.layer_keys, self.attention_layers), context, itemsize, self.tensor)
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes that layers with states of fixed size keep for a sequence, on one device if the model is split."""
+        """Bytes of the states of fixed size of a sequence, on one device if the model is split."""
         return 0
 
     def logit_bytes(self, batch: int, capacity: int) -> int:
-        """Bytes of logits that each forward computes for all of `capacity` tokens; 0: only those of the new ones."""
+        """Bytes of logits computed by each forward for all of `capacity` tokens; 0: only those of the new ones."""
         return 0
 
     def outline(self) -> str:
@@ -241,7 +241,7 @@ class Decoder(abc.ABC):
     # As a draft: see `models.draft`
 
     def layer_windows(self) -> Sequence[int | None]:
-        """For each layer, the positions that a token sees, its own included; None: all.
+        """For each layer, the positions a token sees, its own included; None: all.
 
         Raises:
           ValueError: a layer keeps a state of fixed size, or latent keys.
@@ -258,11 +258,11 @@ class Decoder(abc.ABC):
         return f"draft of {self.num_layers} layers"
 
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward reads while drafting."""
+        """Bytes of weights read by one forward while drafting."""
         return self.forward_bytes(params.draft)
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights that the draft reads after a round: those of a step."""
+        """Bytes of weights read by the draft after a round: those of a step."""
         return self.forward_bytes(params.draft)
 
     # The forward
@@ -313,11 +313,11 @@ class Decoder(abc.ABC):
         """One forward over N tokens per sequence, given the first `start[b]` committed rows of `cache`.
 
         Args:
-          cache: committed rows; training passes a stand-in that only has `attend`.
+          cache: committed rows; training passes a stand-in with `attend` only.
           start: committed rows to attend to; None: none.
-          mask: which of the round's R rows each token sees; None: all up to its own.
+          mask: the rows each token sees, of the round's R; None: all up to its own.
           earlier: R - N rows of this round from earlier forwards, before the N new ones.
-          select: the only token of each sequence that is sent to the LM head; logits are then [B, 1, V].
+          select: the only token of each sequence for the LM head; logits are then [B, 1, V].
           capture_layers: what is returned, concatenated in layer order, as `hidden`: i < L for the input of layer i
             (the residual stream), L for the output of the last layer, L + 1 for that output after the final norm.
 

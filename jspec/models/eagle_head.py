@@ -1,4 +1,4 @@
-"""EAGLE heads: one or more decoder layers that draft from the target's hidden states (Li et al., arXiv 2401.15077,
+"""EAGLE heads: one or more decoder layers draft from the target's hidden states (Li et al., arXiv 2401.15077,
 section 4.1, for EAGLE-1 and also EAGLE-2, arXiv 2406.16858; arXiv 2503.01840, section 3, for EAGLE-3).
 
 Row p reads the target's feature at position p and the token at p + 1, and predicts the token at p + 2. While drafting,
@@ -41,7 +41,7 @@ class EagleParams:
     input_norm: Float[Array, " C"] | None
     """One norm for all captured layers together (SpecForge's `norm_before_fc`)."""
     hidden_norm: Float[Array, " E"] | None
-    """EAGLE-3: norm of the feature, which the attention reads next to the embedding; None in EAGLE-1."""
+    """EAGLE-3: norm of the feature, read by the attention next to the embedding; None in EAGLE-1."""
     layers: tuple[LayerParams, ...]
     norm: Float[Array, " E"] | None
     """Norm before the LM head; None in EAGLE-1."""
@@ -65,13 +65,13 @@ class HeadOutput:
 class EagleHead:
     """The configuration of a head: static and hashable by value. Its methods take the weights as arguments.
 
-    version: 3, or 1 for EAGLE-1 and EAGLE-2, which have the same weights.
+    version: 3, or 1 for EAGLE-1 and EAGLE-2 (with the same weights).
     vocab_size: the target's.
-    capture_layers: the target's hidden states that the head reads, as in `Decoder.apply`; for EAGLE-1, L + 1 (after the
+    capture_layers: the target's hidden states to read, as in `Decoder.apply`; for EAGLE-1, L + 1 (after the
       final norm).
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
-    tensor: devices over which heads, MLPs and the LM head are split; the sizes here are those of the whole head.
+    tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole head.
     """
 
     version: int
@@ -93,7 +93,7 @@ class EagleHead:
     norm_output: bool = False
     tensor: int = 1
     drafter: ClassVar[str] = "eagle"
-    """Name of the drafter that uses this model as its draft."""
+    """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = False
     follows_target: ClassVar[bool] = False
 
@@ -102,7 +102,7 @@ class EagleHead:
         return f"EAGLE-{self.version} head"
 
     def split(self, devices: int) -> Self:
-        """The configuration whose layers, LM head and cache are split over that many devices.
+        """The configuration with layers, LM head and cache split over devices.
 
         Raises:
           ValueError: the number does not divide the heads or the width of the MLP.
@@ -110,7 +110,7 @@ class EagleHead:
         return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
-        """The weights as `jax.ShapeDtypeStruct`s, without those that only some heads have, such as biases.
+        """The weights as `jax.ShapeDtypeStruct`s, without optional ones, such as biases.
 
         An EAGLE-3 head has its own LM head, EAGLE-1 shares the target's. The embedding is the target's, unless the
         head's width differs.
@@ -132,7 +132,7 @@ class EagleHead:
         """The table of the weights, without the ids of the draft's vocabulary.
 
         Args:
-          names: of tensors; optional weights are those that are among them.
+          names: of tensors; optional weights are read if their names are among them.
           embed: whether the head has its own embedding; None: if its width differs from the target's.
           lm_head: whether an EAGLE-3 head has its own LM head.
           fc_norms: the tensors of norms of captured layers.
@@ -177,7 +177,7 @@ class EagleHead:
         )
 
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward reads while drafting."""
+        """Bytes of weights read by one forward while drafting."""
         draft: EagleParams = params.draft
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
         head = shared if draft.lm_head is None else draft.lm_head
@@ -186,13 +186,13 @@ class EagleHead:
         return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights that the head reads after a round: those of a step and those that fuse hidden states."""
+        """Bytes of weights read by the head after a round: those of a step and of the fusion of hidden states."""
         draft: EagleParams = params.draft
         fusing = (draft.fc, draft.fc_bias, draft.fc_norms, draft.input_norm) if self.version == 3 else None
         return self.step_bytes(params) + tree_bytes(fusing)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of its own keys and values that a forward reads on a device for `context` tokens of a sequence."""
+        """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
         keys = [LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers
         return keys_bytes(keys, context, itemsize, self.tensor)
 
@@ -269,7 +269,7 @@ class EagleHead:
         return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
 
     def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
-        """The embeddings of `tokens` that the head reads."""
+        """The embeddings of `tokens` for the head."""
         if params.draft.embed is None:
             return target.embed(params.target, tokens)
         return layers.look_up(params.draft.embed, tokens, self.vocab_size, self.tensor)
@@ -282,7 +282,7 @@ class EagleHead:
         return gather_last(logits, self.draft_vocab_size).astype(jnp.float32)
 
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
-        """The residual stream before the first layer, and the input of that layer's attention."""
+        """The residual stream before the first layer, and the input of its attention."""
         (layer, *_) = head.layers
         # EAGLE-1: one projection of both.
         if self.version == 1:

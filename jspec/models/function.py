@@ -1,4 +1,4 @@
-"""A language model that is any function of tokens."""
+"""A language model of any function of tokens."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,13 +24,13 @@ _ROUNDING_FLOAT32, _ROUNDING = 1e-4, 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class FunctionModel(Decoder):
-    """A model that is a function of all tokens so far, without keys and values.
+    """A model of a function of all tokens so far, without keys and values.
 
     Each forward calls the function with all columns of the sequences. For the nodes of a tree it is called once per
-    node, with the path to that node as the end of the text.
+    node, with the path to the node as the end of the text.
 
     function: f(params, tokens [B, T]) -> logits [B, T, V]. Causal: logits of a token do not depend on later ones.
-      Two models with functions that are equal share compiled programs.
+      Two models with equal functions share compiled programs.
     vocab_size: V.
     max_length: largest T.
     """
@@ -104,7 +104,7 @@ class FunctionModel(Decoder):
         count: int,
         select: Int[Array, " B"] | None,
     ) -> Float[Array, "B M V"]:
-        """Logits of the last `count` rows, which continue each other, or of the one that is selected."""
+        """Logits of the last `count` rows, each the continuation of the one before, or of the selected one."""
         column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
         logits = self._call(params, put_tokens(committed, begin[:, None] + column, rows))
         column_index = column[:, -count:] if select is None else (rows.shape[1] - count + select)[:, None]
@@ -125,7 +125,7 @@ class FunctionModel(Decoder):
             mask = jnp.take_along_axis(mask, select[:, None, None], axis=1)
 
         def at_node(seen: Bool[Array, "B R"]) -> Float[Array, "B V"]:
-            # Parents come before their children, so the order of the rows is that of the path.
+            # Parents come before their children, so the rows are in the order of the path.
             depth = jnp.cumsum(seen.astype(jnp.int32), axis=1) - 1
             at = jnp.where(seen, begin[:, None] + depth, committed.shape[1])
             logits = self._call(params, put_tokens(committed, at, rows))

@@ -1,6 +1,6 @@
 """The text models of Gemma 4: sliding-window layers interleaved with full-attention layers.
 
-Features that only some sizes have: full layers whose values are their keys before the norm (12B, 26B, 31B); layers that
+Features of some sizes: full layers whose values are their keys before the norm (12B, 26B, 31B); layers to
 share the keys and values of earlier ones, with MLPs twice as wide (E2B) or not (E4B); a per-layer input in addition to
 the residual stream (E2B, E4B); a mixture of experts in parallel to the MLP (26B-A4B).
 """
@@ -118,8 +118,8 @@ class Gemma4Params:
 class Attention:
     """The attention of one kind of layers.
 
-    window: positions that a token sees, including its own; None: all.
-    rotary_share: share of the dimensions that rotate with the position.
+    window: positions a token sees, including its own; None: all.
+    rotary_share: share of the dimensions rotated by the position.
     values_are_keys: whether values share the projection of the keys.
     """
 
@@ -136,11 +136,11 @@ class Gemma4(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     attention: the attention of each layer.
-    shared_layers: number of last layers that use the keys and values of the last layer of their kind before them.
+    shared_layers: number of last layers with the keys and values of the last layer of their kind before them.
     double_wide_mlp: whether those layers' MLPs are twice as wide.
     per_layer_size: width of the per-layer inputs; 0: there are none.
     soft_cap: bound of the logits, None: none.
-    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
+    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
     kv: see `with_kv`.
     exact: see `Decoder.exactly`.
     """
@@ -188,7 +188,7 @@ class Gemma4(Decoder):
         return max(index for index in range(owners) if self.attention[index] == self.attention[layer])
 
     def split(self, devices: int) -> Self:
-        """The configuration whose heads, MLPs, experts and caches are split over that many devices.
+        """The configuration with heads, MLPs, experts and caches split over devices.
 
         Experts are split within each expert; per-layer inputs are whole.
 
@@ -210,7 +210,7 @@ class Gemma4(Decoder):
         return self.intermediate_size * (2 if self.double_wide_mlp and self.kv_source_layer(layer) != layer else 1)
 
     def layer_experts(self, layer: int) -> Routed | None:
-        """The experts of a layer, which are in parallel to its MLP; None if it has none."""
+        """The experts of a layer, in parallel to its MLP; None if it has none."""
         return self.experts
 
     def weights(self, root: str = "model.") -> Gemma4Params:
@@ -276,7 +276,7 @@ class Gemma4(Decoder):
         )
 
     def forward_bytes(self, params: PyTree, tokens: int = 1) -> int:
-        """Bytes of weights that one forward of `tokens` tokens reads; per-layer embeddings are a gather, too."""
+        """Bytes of weights read by one forward of `tokens` tokens; per-layer embeddings are a gather, too."""
         inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
         read = tree_bytes((params.layers, params.norm, params.embed, inputs))
         return read - self.unread_expert_bytes(params, tokens)
@@ -289,7 +289,7 @@ class Gemma4(Decoder):
         return HybridCache.empty(batch, capacity, page_size, layers=cache_layers, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values that a layer reads."""
+        """The keys and values read by a layer."""
         kind = self.attention[layer]
         return LayerKeys(kind.kv_heads, kind.head_dim, kind.window, kv=self.kv)
 
@@ -303,7 +303,7 @@ class Gemma4(Decoder):
         return 1.0
 
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """The input of the first layer: embeddings times sqrt(E), which is rounded to their precision first."""
+        """The input of the first layer: embeddings times sqrt(E), after rounding that to their precision."""
         rows = layers.look_up(params.embed, tokens, self.vocab_size, self.tensor)
         return self._scaled(rows, self.hidden_size)
 
@@ -425,5 +425,5 @@ class Gemma4(Decoder):
 
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
-    """A product with a factor that is not rounded to the precision of `x`."""
+    """A product with a factor in float32, not rounded to the precision of `x`."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)

@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI, arXiv 2508.10925): sliding-window layers interleaved with full ones, and experts in every layer.
 
-Each query head has a sink, a learned score that takes part in the softmax and has no value. Router and experts have
+Each query head has a sink: a learned score in the softmax, without a value. Router and experts have
 biases, and the experts' gate is clamped. YaRN scales the rotary positions of all layers.
 """
 
@@ -49,7 +49,7 @@ class GptOssLayerParams:
     qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
     qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1)
     sinks: Float[Array, " H"] = leaf(split=-1)
-    """The score of each query head that has no key and no value."""
+    """The score of each query head without a key and a value."""
     o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
     o_bias: Float[Array, " E"] | None
     mlp_norm: Float[Array, " E"]
@@ -78,12 +78,12 @@ class GptOssParams:
 class GptOss(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
-    windows: for each layer, the positions that a token sees, including its own; None: all.
+    windows: for each layer, the positions a token sees, including its own; None: all.
     experts: those of every layer.
     gate_limit: bound of the gate, from above, and of the other half of an expert's product.
     gate_slope: factor within the sigmoid of the gate.
-    tensor: devices over which heads, experts and the vocabulary are split; the sizes here are those of the whole model.
-    filler: columns of zeros that each expert has in addition, see `with_whole_groups`.
+    tensor: devices to split heads, experts and the vocabulary over; the sizes here are those of the whole model.
+    filler: additional columns of zeros of each expert, see `with_whole_groups`.
     kv: see `with_kv`.
     exact: see `Decoder.exactly`.
     """
@@ -126,7 +126,7 @@ class GptOss(Decoder):
         return self.experts
 
     def split(self, devices: int) -> Self:
-        """The configuration whose heads, experts and caches are split over that many devices.
+        """The configuration with heads, experts and caches split over devices.
 
         Experts are split within each expert.
 
@@ -136,9 +136,9 @@ class GptOss(Decoder):
         return split_layers(self, devices, {"columns of each expert": self.experts.width})
 
     def with_whole_groups(self, rows: int) -> Self:
-        """The configuration in which each device has a multiple of `rows` of the rows of an expert's second matrix.
+        """The configuration with a multiple of `rows` rows of an expert's second matrix on each device.
 
-        Such groups share a scale. Experts whose width does not suit this are filled with zeros, which change nothing.
+        Such groups share a scale. Experts of other widths are filled with zeros, without an effect on the result.
         """
         return dataclasses.replace(self, filler=-self.experts.width % (rows * self.tensor) if self.tensor > 1 else 0)
 
@@ -235,9 +235,9 @@ class GptOss(Decoder):
             yield x, pair
 
     def _mlp(self, params: BiasedExperts, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """The weighted sum, in float32, of the outputs of the experts that the router chooses for each token.
+        """The weighted sum, in float32, of the outputs of the experts the router chooses for each token.
 
-        Several devices have parts of it, which are to be added up.
+        Several devices have parts of it; the caller adds them up.
         """
         # Route.
         flat, exact = x.reshape(-1, x.shape[-1]), self.exact

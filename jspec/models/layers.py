@@ -23,7 +23,7 @@ from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.platform import exactness, platform, result_alone
 
 GEMV_MAX_WEIGHTS = {"gpu": 10_000_000, "tpu": math.inf}
-"""Size of a matrix below which XLA, on a platform, lowers its product with a single row to a sum over columns. That is
+"""Size of a matrix below which XLA, on a platform, lowers its product with a single row to a sum over columns,
 slower than a matrix product with six rows (docs/decisions.md). A product with two equal rows is a matrix product.
 """
 
@@ -42,11 +42,11 @@ class Llama3Rope:
 class YarnRope:
     """Frequency scaling of YaRN (Peng et al., arXiv 2309.00071), with the two magnitudes of DeepSeek.
 
-    original_length: the context that the model was trained with; it becomes `factor` times as long.
-    beta_fast, beta_slow: turns within that context above which a frequency is unchanged, and below which it is divided.
+    original_length: the context of the training; it becomes `factor` times as long.
+    beta_fast, beta_slow: turns within that context; frequencies above the first stay, below the second are divided.
     mscale: magnitude of the rotated features; None: 1.
     mscale_all_dim: magnitude of the scores; None: not scaled.
-    attention_factor: overrides the magnitude of the rotated features that the two above imply.
+    attention_factor: overrides the magnitude of the rotated features implied by the two above.
     truncate: whether the two bounds are rounded to whole pairs.
     """
 
@@ -79,7 +79,7 @@ class YarnRope:
 
 @dataclasses.dataclass(frozen=True)
 class SelectedToken:
-    """The only token of each sequence whose hidden state is needed, and which rows of the round it sees."""
+    """The only token of each sequence whose hidden state is needed, and the rows of the round it sees."""
 
     token: Int[Array, " B"]
     mask: Bool[Array, "B 1 N"]
@@ -140,7 +140,7 @@ def linear(
 def divided_linear(
     x: Float[Array, "*batch in"], weight: Float[Array, "in out"] | Quantized
 ) -> Float[Array, "*batch out"] | Float[Array, "P *batch out"]:
-    """The exact product, or the sums over parts of its contraction, which `add_rms_norm` and `split_heads` add up."""
+    """The exact product, or the sums over parts of its contraction, for `add_rms_norm` and `split_heads` to add up."""
     out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight), parts=True)
     return out.reshape(*out.shape[:-2], *x.shape[:-1], -1)
 
@@ -178,7 +178,7 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*batch E"], Float[Array, "*batch E"]]:
     """The residual stream with a branch added, and its `rms_norm`.
 
-    exact: as in `linear`; the branch may then be that of `divided_linear`.
+    exact: as in `linear`; the branch may then come from `divided_linear`.
     """
     if exact:
         return add_norm(x, branch, weight, eps=eps)
@@ -209,9 +209,9 @@ def layer_norm(
 def look_up(
     table: Float[Array, "R E"], tokens: Int[Array, "B N"], vocab_size: int, devices: int
 ) -> Float[Array, "B N E"]:
-    """Rows of an embedding of `vocab_size` tokens, of which each of several devices has the next R, or all.
+    """Rows of an embedding of `vocab_size` tokens; each of several devices has the next R, or all.
 
-    On one device the table may be any other, such as one of the rows that a batch needs.
+    On one device the table may be any other, such as the rows of a batch.
     """
     if devices == 1 or table.shape[0] == vocab_size:
         return jnp.take(table, tokens, axis=0, mode="clip")
@@ -233,7 +233,7 @@ def gated_mlp(
 ) -> Float[Array, "*batch E"] | Float[Array, "P *batch E"]:
     """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product.
 
-    exact: as in `linear`; the result may then be divided, as that of `divided_linear`.
+    exact: as in `linear`; the result may then be divided, as in `divided_linear`.
     """
     # The exact forward: a fixed order of additions.
     if exact:
@@ -277,7 +277,7 @@ def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array
     """The factor on each frequency: 1 for fast ones, 1 / factor for slow ones, and a ramp between them."""
 
     def pair_of(turns: float) -> float:
-        """The (fractional) index of the pair that makes this many turns within the original context."""
+        """The (fractional) index of the pair with this number of turns within the original context."""
         return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     # Interpolate the factor between two pairs.
@@ -293,7 +293,7 @@ def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array
 def rotation(
     positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: DTypeLike, magnitude: float = 1.0
 ) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
-    """Cosine and sine of the angles, position times frequency, by which the pairs of each head are rotated.
+    """Cosine and sine of the angles, position times frequency, to rotate the pairs of each head.
 
     magnitude: an additional factor on the rotated pairs.
     """

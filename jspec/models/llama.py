@@ -1,8 +1,8 @@
-"""Decoders of the Llama shape: Llama 3.x and Qwen3 (which has a norm on query and key heads), dense or with experts.
+"""Decoders of the Llama shape: Llama 3.x and Qwen3 (with a norm on query and key heads), dense or with experts.
 
 Features: grouped-query attention, rotary positions with Llama 3 scaling, SwiGLU, tied or separate LM head. The query,
 key and value projections are one matrix, and so are gate and up. Layers are separate arrays, unrolled in the program: a
-decoding step that scans stacked layers takes 2.8 times as long (docs/decisions.md).
+scan over stacked layers makes a decoding step take 2.8 times as long (docs/decisions.md).
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Llama(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
-    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
+    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
     exact: see `Decoder.exactly`.
     kv: see `with_kv`.
     """
@@ -93,7 +93,7 @@ class Llama(Decoder):
     kv: str | None = None
 
     def split(self, devices: int) -> Self:
-        """The configuration whose weights and caches are split over that many devices.
+        """The configuration with weights and caches split over devices.
 
         Experts are split within each expert.
 
@@ -178,7 +178,7 @@ def require_llama(config: Decoder, user: str) -> Llama:
     """`config`, if it has this shape.
 
     Raises:
-      ValueError: it is of another family, which `user` does not support.
+      ValueError: it is of another family, not supported by `user`.
     """
     if isinstance(config, Llama):
         return config
@@ -193,7 +193,7 @@ class LayerShape(Protocol):
 
     @property
     def tensor(self) -> int:
-        """Devices over which heads and MLPs are split."""
+        """Devices to split heads and MLPs over."""
         ...
 
     @property
@@ -236,7 +236,7 @@ S = TypeVar("S", bound=LayerShape)
 
 
 def split_layers(config: S, devices: int, widths: Mapping[str, int]) -> S:
-    """The configuration whose heads and MLPs are split over that many devices.
+    """The configuration with heads and MLPs split over devices.
 
     widths: what of the MLPs is split -> its size.
 
@@ -267,8 +267,8 @@ def layer_weights(
 
     prefix: of the names of its tensors.
     norm: the entry of the norm before the attention, whose name differs between models.
-    input_width: width of the attention's input; None: that of the model.
-    qk_norm, qkv_bias, o_bias: which optional weights there are.
+    input_width: width of the attention's input; None: the model's.
+    qk_norm, qkv_bias, o_bias: whether these optional weights exist.
     routed: the experts in place of the MLP.
     """
     width, attention = config.hidden_size, prefix + "self_attn."
@@ -365,7 +365,7 @@ def layer_branches(
 
 
 class AttentionParams(Protocol):
-    """The part of a layer's weights that is its attention, and the norm after it."""
+    """The weights of a layer's attention, and of the norm after it."""
 
     @property
     def qkv(self) -> Float[Array, "X QKV"]:
@@ -418,7 +418,7 @@ def attend_layer(
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"], tuple[Array, Array]]:
     """The first half of a layer: arguments as in `layer_branches`.
 
-    scaled: the format of a cache that has scales, and the scales.
+    scaled: the format of a cache with scales, and the scales.
 
     Returns the residual stream after the attention, its norm, and the keys and values of this round.
     """

@@ -22,10 +22,10 @@ from pallas_kernels.platform import exactness
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Experts of one width and the router that chooses among them.
+    """Experts of one width and their router.
 
-    shared_width: width of the MLP that every token goes through; 0: there is none. It is split into experts of the same
-      width as the others, so that one product covers all experts of a token.
+    shared_width: width of an MLP for every token; 0: there is none. It is split into experts of the same
+      width as the others: one product covers all experts of a token.
     shared_gate: whether each token has a gate on the output of that MLP (Qwen3-Next).
     """
 
@@ -40,11 +40,11 @@ class Routed:
 
     @property
     def shared(self) -> int:
-        """How many experts that MLP is split into; the last one is padded with zeros."""
+        """Number of experts the shared MLP is split into; the last one is padded with zeros."""
         return -(-self.shared_width // self.width)
 
     def unread_share(self, tokens: int) -> float:
-        """Expected share of all experts that a forward of `tokens` tokens leaves out, each expert equally likely."""
+        """Expected share of all experts left out by a forward of `tokens` tokens, each expert equally likely."""
         router = self.router
         return (1 - router.chosen / router.count) ** tokens * router.count / (router.count + self.shared)
 
@@ -64,7 +64,7 @@ class RoutedParams:
 
 
 class MlpParams(Protocol):
-    """The part of a layer's weights that is its MLP: `gate_up` and `down`, or `experts`; the others are None."""
+    """The weights of a layer's MLP: `gate_up` and `down`, or `experts`; the others are None."""
 
     @property
     def gate_up(self) -> Float[Array, "E F2"] | None:
@@ -100,7 +100,7 @@ def layer_mlp(
 def routed_mlp(
     x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed, *, exact: bool = False
 ) -> Float[Array, "*batch E"]:
-    """The sum of the experts that the router chooses for each token and of the shared ones, as gated MLPs.
+    """The sum of the experts the router chooses for each token and of the shared ones, as gated MLPs.
 
     exact: as in `layers.linear`.
     """
@@ -176,7 +176,7 @@ def grouped(
     rows: Int[Array, " S"] | None = None,
     activation: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "S M"]:
-    """`grouped_matmul` with the matrices of experts, which may be quantized."""
+    """`grouped_matmul` with the matrices of experts, quantized or not."""
     options: dict[str, Any] = {"rows": rows, "activation": activation, "exact": exact}
     if not isinstance(weight, Quantized):
         return grouped_matmul(x, weight, sizes, **options)

@@ -1,8 +1,8 @@
 """MTP heads: additional layers of a target's own checkpoint, trained to predict further tokens (DeepSeek-V3, arXiv
 2412.19437, section 2.2).
 
-A head reads a hidden state and the token that follows it, has one decoder layer of the target's family, and predicts
-the token after that. Row p of head i holds the token at position p + 1 + i and a hidden state at p: for the first head
+A head reads a hidden state and the next token, has one decoder layer of the target's family, and predicts
+the token after it. Row p of head i holds the token at position p + 1 + i and a hidden state at p: for the first head
 the target's after its final norm, for the others the output of the previous head. If one head is reused for each token,
 the hidden state is its own output, and p grows with the token.
 """
@@ -42,7 +42,7 @@ class MtpParams:
 
     @property
     def layers(self) -> tuple[PyTree, ...]:
-        """The layer, in the form that `Decoder.run_layers` expects."""
+        """The layer, as an argument of `Decoder.run_layers`."""
         return (self.layer,)
 
 
@@ -62,7 +62,7 @@ class MtpHead:
     To a drafter it is an EAGLE head whose feature is the target's hidden state itself.
 
     index: index of its weights.
-    capture_layer: the hidden state of the target that it reads, as in `Decoder.apply`: L + 1, after the final norm.
+    capture_layer: the hidden state of the target to read, as in `Decoder.apply`: L + 1, after the final norm.
     """
 
     layer: Decoder
@@ -71,7 +71,7 @@ class MtpHead:
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The hidden states of the target that it reads."""
+        """The hidden states of the target to read."""
         return (self.capture_layer,)
 
     @property
@@ -86,7 +86,7 @@ class MtpHead:
 
     @property
     def target_hidden_size(self) -> int:
-        """The width of the hidden state that it reads."""
+        """The width of the hidden state to read."""
         return self.layer.hidden_size
 
     def ids(self, params: tuple[MtpParams, ...]) -> None:
@@ -165,14 +165,14 @@ class MtpHead:
 class MtpHeads:
     """The configuration of a checkpoint's heads; their weights are a tuple of `MtpParams`.
 
-    layer: a decoder of one layer, that of each head.
+    layer: a decoder of one layer, of the same shape in each head.
     count: number of heads.
     """
 
     layer: Decoder
     count: int
     drafter: ClassVar[str] = "mtp"
-    """Name of the drafter that uses these heads as its draft."""
+    """Name of the drafter for these heads."""
     at_once: ClassVar[bool] = False
     follows_target: ClassVar[bool] = True
 
@@ -184,11 +184,11 @@ class MtpHeads:
 
     @property
     def tensor(self) -> int:
-        """Devices over which the heads are split, as the target is."""
+        """Devices to split the heads over, as the target."""
         return self.layer.tensor
 
     def split(self, devices: int) -> Self:
-        """The heads split over that many devices, as the target is.
+        """The heads split over devices, as the target is.
 
         Raises:
           ValueError: they cannot be.
@@ -220,7 +220,7 @@ class MtpHeads:
         return (mtp_shapes(shapes.layers[0], shapes.norm, dtype),) * self.count
 
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward of the first head reads; of experts, those that one token chooses."""
+        """Bytes of weights read by one forward of the first head; of experts, the choice of one token."""
         first: MtpParams = params.draft[0]
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
         head = shared if first.lm_head is None else first.lm_head
@@ -228,13 +228,13 @@ class MtpHeads:
         return every - self.layer.unread_expert_bytes(first, 1)
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights that the first head reads after a round: those of a step."""
+        """Bytes of weights read by the first head after a round: those of a step."""
         return self.step_bytes(params)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of a head's own keys and values that one forward reads for a sequence of `context` tokens."""
+        """Bytes of a head's own keys and values read by one forward for a sequence of `context` tokens."""
         return self.layer.kv_bytes(context, itemsize)
 
     def head(self, index: int, target: Target) -> MtpHead:
-        """One of the heads, which reads the target's hidden state after its final norm."""
+        """One of the heads; it reads the target's hidden state after its final norm."""
         return MtpHead(self.layer, index, target.num_layers + 1)

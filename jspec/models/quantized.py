@@ -1,7 +1,7 @@
 """Weights of 8 or 4 bits: matrices with a scale for each output column, or for groups of its rows.
 
 A `Quantized` takes the place of an array in a pytree of weights. On a GPU the narrow matrix is widened inside the
-kernel that multiplies, so that a round reads the narrow bytes alone (docs/quantization.md).
+matrix product, so a round reads the narrow bytes alone (docs/quantization.md).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pallas_kernels.packed_matmul import BLOCK, INTEGERS, PER_WORD, UNITS, cente
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 WIDE = "wide"
-"""What `weights` is called that have no fewer bits than `dtype`, however a checkpoint stores them."""
+"""Value of `weights` for weights in `dtype`, however a checkpoint stores them."""
 FORMATS: dict[str, np.dtype] = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
     "int8": np.dtype(np.int8),
@@ -34,11 +34,11 @@ PACKED = "int4"
 BLOCKS = "fp8-blocks"
 """What `jspec.bench` calls fp8 with a scale for each 128 rows of a column, as block-scaled checkpoints have it."""
 ZERO = 8
-"""The packed value that stands for 0, where there are no zero points."""
+"""The packed value of 0, where there are no zero points."""
 LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0}
-"""The largest value of each type of 8 bits: that of a column, or group, after it is divided by its scale."""
+"""The largest value of each type of 8 bits: the largest of a column, or group, divided by its scale."""
 _FRACTIONS = tuple(1 - 0.05 * step for step in range(9))
-"""Factors of the scale of a group of 4 bits that are tried; 1 represents its largest value exactly."""
+"""Candidate factors of the scale of a group of 4 bits; 1 represents its largest value exactly."""
 
 
 @struct
@@ -48,10 +48,10 @@ class Quantized:
     narrow: fp8 (e4m3) or int8; or words of eight values of 4 bits (`pallas_kernels.packed_matmul.layout`) in int32.
     scale: of each output column, or of each group of its rows, in float32; of packed values also in uint8, exponents of
       2 with a bias of 127.
-    dtype: what it has been made from, and the precision of caches that take theirs from weights.
-    group: rows that share a scale, in a column, as in block-scaled checkpoints; None: all of the column.
-    zero: which packed value stands for 0, of each column or group, in int8; None: `ZERO`.
-    filling: rows that fill the last block of a packed matrix, or the last one of each device if devices share its rows;
+    dtype: of the wide weight, and of caches in the precision of the weights.
+    group: rows with one scale, in a column, as in block-scaled checkpoints; None: all of the column.
+    zero: the packed value of 0, of each column or group, in int8; None: `ZERO`.
+    filling: padding rows of the last block of a packed matrix, or of the last one of each device;
       None: it is not packed.
     codes: what packed values mean, a key of `pallas_kernels.packed_matmul.UNITS`.
     """
@@ -66,7 +66,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
+        """Shape of the matrix."""
         if self.filling is None:
             return self.narrow.shape
         *stack, words, columns = self.narrow.shape
@@ -99,9 +99,9 @@ def check_weights(weights: object, *others: str) -> None:
 
 
 def quantize(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
-    """A matrix, or a stack of them, in a format: each column is scaled so that its largest value is the format's.
+    """A matrix, or a stack of them, in a format: each column is scaled to the format's largest value.
 
-    weights: a key of `FORMATS`, of which `PACKED` has groups; or `BLOCKS`, for random weights.
+    weights: a key of `FORMATS` (`PACKED` has groups); or `BLOCKS`, for random weights.
     """
     if weights == BLOCKS:
         return _quantize_groups(weight, "fp8")
@@ -150,7 +150,7 @@ def _scale_of_4_bits(wide: Float[Array, "*stack in out"]) -> Float[Array, "*stac
 def _rounded_to_4_bits(
     wide: Float[Array, "*stack in out"], scale: Float[Array, "*stack 1 out"]
 ) -> Float[Array, "*stack in out"]:
-    """The nearest multiples of the scale that 4 bits have."""
+    """The nearest multiples of the scale within 4 bits."""
     return jnp.clip(jnp.round(wide / scale), -8, 7)
 
 
@@ -166,7 +166,7 @@ def _quantize_groups(weight: Float[Array, "*stack in out"], weights: str) -> Qua
 
 
 def widen(weight: Weight) -> Float[Array, "*stack in out"]:
-    """The matrix that the narrow values and their scales describe, in float32; of an array, itself."""
+    """The wide matrix, in float32, of narrow values and their scales; of an array, itself."""
     if not isinstance(weight, Quantized):
         return weight
 
@@ -183,7 +183,7 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
 
 
 def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[Array, "*batch out"]:
-    """x @ weight, with sums in float32, on which the scales are applied."""
+    """x @ weight, with sums in float32; the scales are applied to the sums."""
     rows, inner = x.reshape(-1, x.shape[-1]), x.shape[-1]
     assert weight.codes == INTEGERS, "others are those of experts"
     if weight.filling is None:
@@ -208,7 +208,7 @@ def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
 def check_whole_groups(
     field: str, rows: int, group: int | None, devices: int, packed: bool, fits: Callable[[int], bool]
 ) -> None:
-    """Raises ValueError if devices that share the rows of a matrix would have parts of groups, or of packed blocks.
+    """Raises ValueError if a split of the rows over devices would cut groups, or packed blocks.
 
     field: of the weights, for the message.
     fits: whether the rest of the model can be split over a number of devices.
@@ -226,7 +226,7 @@ def check_whole_groups(
 
 
 def check_split_groups(shapes: PyTree, devices: int) -> None:
-    """Raises ValueError if devices that share the rows of a matrix would have parts of groups, or of packed blocks.
+    """Raises ValueError if a split of the rows over devices would cut groups, or packed blocks.
 
     shapes: what `quantize_shapes` returns.
     """
@@ -240,7 +240,7 @@ def check_split_groups(shapes: PyTree, devices: int) -> None:
 
 
 def largest_matrix(shapes: PyTree) -> jax.ShapeDtypeStruct | None:
-    """The largest matrix before it is quantized, which is in memory for a moment as it is read; None: none is."""
+    """The largest matrix before it is quantized: in memory for a moment while reading; None: none is."""
     leaves = jax.tree.leaves(shapes, is_leaf=is_matrix)
     wide = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Quantized)]
     return max(wide, key=lambda leaf: leaf.size * leaf.dtype.itemsize, default=None)
@@ -252,7 +252,7 @@ def is_matrix(node: object) -> bool:
 
 
 def dtype_names(params: PyTree) -> list[str]:
-    """The dtypes of weights, or shapes of them, that of packed values in the place of that of their words."""
+    """The dtypes of weights, or of their shapes; for packed values, of the value and not of its words."""
     leaves = jax.tree.leaves(params, is_leaf=is_matrix)
     packed = [leaf for leaf in leaves if isinstance(leaf, Quantized) and leaf.filling is not None]
     others = [leaf for leaf in leaves if not any(leaf is words for words in packed)]
@@ -261,6 +261,6 @@ def dtype_names(params: PyTree) -> list[str]:
 
 
 def refuse_quantized(params: PyTree, user: str) -> None:
-    """Raises ValueError if weights are quantized, which `user` does not support."""
+    """Raises ValueError if weights are quantized; `user` does not support it."""
     if any(isinstance(node, Quantized) for node in jax.tree.leaves(params, is_leaf=is_matrix)):
         raise ValueError(f"the weights are quantized, which {user} does not support: load them with weights='wide'")

@@ -1,7 +1,7 @@
 """The text models of Qwen3-Next and Qwen3.5: gated delta nets interleaved with gated attention.
 
 Most layers keep a state of fixed size (Yang et al., arXiv 2412.06464); every fourth one attends to all tokens, and its
-output passes a gate. The MLP is a mixture of experts, one of which every token goes through, or a plain one in dense
+output passes a gate. The MLP is a mixture of experts, one of them shared by all tokens, or a plain one in dense
 sizes. The equations are those of `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` in transformers 5.23; the two families
 differ only in how checkpoints lay out the projections of delta nets; both are read into one layout.
 """
@@ -79,7 +79,7 @@ class Qwen3NextParams:
     norm: Float[Array, " E"]
     lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
     mtp: tuple[MtpParams, ...] = ()
-    """MTP heads, which draft for this target; its own forward does not read them."""
+    """MTP heads to draft for this target; its own forward does not read them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Qwen3Next(Decoder):
 
     is_full_attention: for each layer, whether it attends to all tokens; the others keep states.
     state: the state of those others.
-    rotary_share: share of each head's dimensions that rotate with the position.
+    rotary_share: share of each head's dimensions rotated by the position.
     intermediate_size: width of the MLP of layers without experts.
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     mtp_layers: MTP heads in `Qwen3NextParams.mtp`.
-    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
+    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
     kv: see `with_kv`; states keep their precision.
     """
 
@@ -129,13 +129,13 @@ class Qwen3Next(Decoder):
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that rotate with the position."""
+        """Dimensions of a head rotated by the position."""
         return int(self.head_dim * self.rotary_share)
 
     def split(self, devices: int) -> Self:
-        """The configuration whose heads, states, MLPs and experts are split over that many devices.
+        """The configuration with heads, states, MLPs and experts split over devices.
 
-        Of a recurrent layer, each device has some key heads and all value heads that these serve.
+        Of a recurrent layer, each device has some key heads and all their value heads.
 
         Raises:
           ValueError: the number does not divide them.
@@ -157,7 +157,7 @@ class Qwen3Next(Decoder):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that attend to all tokens."""
+        """The layers with attention to all tokens."""
         return tuple(index for index, full in enumerate(self.is_full_attention) if full)
 
     def state_bytes(self, itemsize: int) -> int:
@@ -260,7 +260,7 @@ class Qwen3Next(Decoder):
         )
 
     def mtp_layer(self) -> "Qwen3Next":
-        """The layer of an MTP head, which attends to all tokens, as a decoder of its own."""
+        """The layer of an MTP head (full attention) as a decoder of its own."""
         return dataclasses.replace(self, is_full_attention=(True,), dense_layers=(), mtp_layers=0)
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
@@ -287,7 +287,7 @@ class Qwen3Next(Decoder):
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How those keys are rotated: radians a position, for each pair of dimensions.
 
-        A head's dimensions are reordered when checkpoints are read, so that those that do not rotate are pairs too.
+        A head's dimensions are reordered when checkpoints are read, so the others are pairs too.
         """
         still = jnp.zeros((self.head_dim - self.rotary_dim) // 2)
         return jnp.concatenate([layers.rope_frequencies(self.rotary_dim, self.rope_theta, None), still])
@@ -347,7 +347,7 @@ class Qwen3Next(Decoder):
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def _recur(self, mixer: DeltaParams, normed, attend, earlier: RecurrentRows | None):
-        """The output of a gated delta net, that of a device's heads if they are split, and its rows."""
+        """The output of a gated delta net, of a device's heads if they are split, and its rows."""
         # Split the joined projection.
         state = self.state.split(self.tensor)
         shape = (*normed.shape[:2], state.value_heads, state.value_dim)
@@ -364,7 +364,7 @@ class Qwen3Next(Decoder):
         return layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.o), rows
 
     def _attend(self, mixer: AttentionParams, normed, rotation, attend, earlier: Pair | None, selected):
-        """The output of gated attention, that of a device's heads if they are split, and its keys and values."""
+        """The output of gated attention, of a device's heads if they are split, and its keys and values."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(self.num_kv_heads, self.tensor) // self.tensor
         # Queries, keys, values and gate; rotate.
         projected = layers.linear(normed, mixer.qkv).reshape(*normed.shape[:2], -1, self.head_dim)
@@ -382,7 +382,7 @@ class Qwen3Next(Decoder):
 
 
 def _centered(name: str, size: int, order: np.ndarray | None = None) -> Any:
-    """A norm's weight as 1 + w in float32, which saves the sum at each use. order: of its elements."""
+    """A norm's weight as 1 + w in float32, to save the sum at each use. order: of its elements."""
     order = np.arange(size) if order is None else order
     back = np.argsort(order)
     return fused(

@@ -12,7 +12,7 @@ from jspec.engine.score import Scores
 from jspec.serve.openai import Call
 from jspec.text.tokenizer import Tokenizer
 
-_LEAST_LOGPROB = -9999.0  # what OpenAI documents for a token that is very unlikely, as JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # OpenAI's value for a very unlikely token, as JSON has no infinity
 Results: TypeAlias = Callable[[], Sequence[GenerationStats]]
 """The counters of all sequences of an answer, called when they have ended."""
 Scorer: TypeAlias = Callable[[list[int]], Awaitable[Scores]]
@@ -21,18 +21,18 @@ _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class TokenNames:
-    """How tokens are written beside their log-probabilities: as text; bytes that are no text as bytes:\\xe2\\x80."""
+    """How tokens are written beside their log-probabilities: as text; other bytes as bytes:\\xe2\\x80."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._bytes = tokenizer.token_bytes()
         self._special = {token: name.encode() for name, token in tokenizer.special_ids.items()}
 
     def spelled(self, token: int) -> bytes:
-        """The bytes that a token adds to the text; none for special tokens."""
+        """The bytes a token adds to the text; none for special tokens."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def bytes(self, token: int) -> bytes:
-        """The same, but the name of a special token, and of an id that has no text."""
+        """The same, but the name of a special token, and of an id without text."""
         return self._special.get(token) or self.spelled(token) or f"<{token}>".encode()
 
     def text(self, token: int) -> str:

@@ -38,7 +38,7 @@ _CLIENT_LEFT = 499  # what proxies log; nobody receives it
 
 
 class Service:
-    """An engine that OpenAI's clients can ask.
+    """An engine for OpenAI's clients.
 
     Args:
       name: the model's, as clients name it.
@@ -70,7 +70,7 @@ class Service:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        # Endpoints behind the API key.
+        # Endpoints guarded by the API key.
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/models": self._models,
             "/v1/models/{name:path}": self._model,
@@ -105,7 +105,7 @@ class Service:
 
         everything: also of many prompts of all lengths, with a temperature, top_p, top_k and min_p.
         """
-        # One more state than most requests need, so that the first one with ignore_eos compiles nothing.
+        # Reserve the ignore_eos stop set now, so its first request does not recompile.
         groups, count = self._engine.groups, min(16, self._engine.context - 1)
         for group in groups:
             group.device.stops.add((), ignore_eos=True)
@@ -173,7 +173,7 @@ class Service:
             raise ApiError(message, param="model", status=404, code="model_not_found")
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a request, for the model that is served."""
+        """The JSON object of a request, for the served model."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Also keeps pages of other sites from posting: a browser asks first before it sends JSON.
@@ -238,7 +238,7 @@ class Service:
             raise
 
     def _submit_all(self, call: Call) -> tuple[list[list[int]], list[Handle]]:
-        # Everything that can be wrong, before the first sequence is submitted.
+        # Validate everything before the first sequence is submitted.
         ids = prompts.encode(self.tokenizer, call)
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
         seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
@@ -274,7 +274,7 @@ class Service:
         return ids, handles
 
     async def _score(self, prompt: list[int], top_k: int) -> Scores:
-        """The log-probabilities of a prompt, when those that wait have theirs."""
+        """The log-probabilities of a prompt, in order of arrival."""
 
         # Runs in the scoring thread.
         def score() -> Scores:
@@ -291,7 +291,7 @@ class Service:
 
     @contextlib.contextmanager
     def _scoring(self, count: int) -> Iterator[None]:
-        """Counts prompts that are scored; refuses them where too many wait."""
+        """Counts prompts while they are scored; refuses them where too many wait."""
         most = self._engine.max_queue
         if count and most is not None and self._scored + count > most:
             raise _queue_is_full(f"max_queue={most}: as many prompts wait already; try again later")
@@ -303,7 +303,7 @@ class Service:
 
     @contextlib.contextmanager
     def _running(self, handles: Sequence[Handle]) -> Iterator[None]:
-        """Cancels the sequences that have not ended when the answer has."""
+        """Cancels the unfinished sequences when the answer ends."""
         self._live.update(handles)
         try:
             if self._stopped:

@@ -20,7 +20,7 @@ Named: TypeAlias = dict[str, Array]
 class Library:
     """How a library holds the weights of models of our families.
 
-    roots: first parts of paths that some of its trees have, and that mean nothing.
+    roots: optional first parts of paths, without meaning.
     readers: configuration -> function from a configuration and the leaves to arrays under Hugging Face names.
     """
 
@@ -59,7 +59,7 @@ def _name(key: Any) -> str:
 
 
 class Leaves:
-    """Leaves by path. It records which have been taken, so that unused ones can be reported."""
+    """Leaves by path; records the taken ones, to report the unused."""
 
     def __init__(self, arrays: Mapping[str, Array]):
         self.arrays = arrays
@@ -72,7 +72,7 @@ class Leaves:
     def take(self, path: str, *shape: int, pad: int | None = None) -> Array:
         """One leaf of this shape.
 
-        pad: an axis that may be longer, and is cut; None: there is none.
+        pad: an axis to cut if it is longer; None: there is none.
 
         Raises:
           CheckpointError: it is missing, or has another shape or no floating-point dtype.
@@ -96,7 +96,7 @@ class Leaves:
         self.taken |= {path for path in self.arrays if path.startswith(prefixes)}
 
     def refuse_unused(self) -> None:
-        """Raises CheckpointError if there are leaves that were not taken."""
+        """Raises CheckpointError if leaves were not taken."""
         if unused := sorted(set(self.arrays) - self.taken):
             raise CheckpointError(
                 f"params: {len(unused)} leaves are not used by this model: {', '.join(unused[:4])}; must be left out"
