@@ -74,8 +74,8 @@ def chats(seed: int, count: int) -> Iterator[dict[str, list[dict[str, str]]]]:
 def train(command: str, main: Callable[[list[str]], int] = cli.main, **options: object) -> None:
     """Runs a command of `jspec train`, or of another `main`."""
     arguments = [command]
-    for name, given in options.items():
-        values = given if isinstance(given, tuple) else (given,)
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else (value,)
         arguments += ["--" + name.replace("_", "-"), *map(str, values)]
     if main(arguments):
         raise SystemExit(f"{command} failed")
@@ -83,7 +83,7 @@ def train(command: str, main: Callable[[list[str]], int] = cli.main, **options: 
 
 def make_target(work: Path, steps: int) -> Path:
     """Trains the chat model: a tokenizer of its own, a template, and weights."""
-    text = [message["content"] for each in chats(0, 500) for message in each["messages"]]
+    text = [message["content"] for conversation in chats(0, 500) for message in conversation["messages"]]
     (work / "text.txt").write_text("user: assistant: system:\n" + "\n".join(text))
     train("tokenizer", pretrain.main, out=work / "tokenizer", text=work / "text.txt", vocab_size=512)
     (work / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
@@ -110,24 +110,24 @@ def make_target(work: Path, steps: int) -> Path:
 
 def write(path: Path, values: Iterator[object]) -> None:
     """Writes JSON lines."""
-    path.write_text("".join(json.dumps(each) + "\n" for each in values))
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-def untrained(target: Path, made: Path, prompts: list[list[int]]) -> float:
+def untrained(target: Path, data_path: Path, prompts: list[list[int]]) -> float:
     """The accept length of the head before its first step."""
     model = load(target)
     shape = require_llama(model.target, "this benchmark")
     learner = HeadLearner(head.configure(shape, HeadShape(capture_layers=CAPTURE)), shape)
     recipe = DraftRecipe(steps=STEPS, length=shape.max_length)
     setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
-    sources = (batches.Source(batches.open_tokens(made / "train.npy", vocab_size=shape.vocab_size)),)
+    sources = (batches.Source(batches.open_tokens(data_path / "train.npy", vocab_size=shape.vocab_size)),)
     params = distill.init(setup, model.params.target, learner.vocabulary(sources)).serve("float32")
     return accept_length(distill.accept_length(model, learner.config, params, prompts, depth=DEPTH))
 
 
-def accept_length(found: distill.Metrics) -> float:
+def accept_length(metrics: distill.Metrics) -> float:
     """That of the metrics."""
-    length = found["accept_length"]
+    length = metrics["accept_length"]
     assert isinstance(length, float)
     return length
 
@@ -143,9 +143,9 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     target = make_target(work, options.model_steps)
     write(work / "chats.jsonl", chats(2, CHATS))
-    made = work / "data"
-    train("data", out=made, tokenizer=target, chats=work / "chats.jsonl", heldout_share=HELDOUT_SHARE)
-    common = {"data": made, "target": target, "capture_layers": CAPTURE, "depth": DEPTH, "prompts": 32}
+    data_path = work / "data"
+    train("data", out=data_path, tokenizer=target, chats=work / "chats.jsonl", heldout_share=HELDOUT_SHARE)
+    common = {"data": data_path, "target": target, "capture_layers": CAPTURE, "depth": DEPTH, "prompts": 32}
     train(
         "eagle3",
         **common,
@@ -154,25 +154,25 @@ def main() -> None:
     )
     model = load(target)
     assert model.tokenizer is not None
-    texts = data.read_heldout_prompts(made, 32, 32)
+    texts = data.read_heldout_prompts(data_path, 32, 32)
     prompts = [model.tokenizer.encode(text, special=False) for text in texts]
     trained = load(target, draft=work / "head")
     assert isinstance(trained.draft, EagleHead)
-    found = {
+    lengths = {
         "ngram": distill.evaluate(model, prompts, Ngram(depth=DEPTH), batch=32).accept_length,
-        "untrained head": untrained(target, made, prompts),
+        "untrained head": untrained(target, data_path, prompts),
         "trained head": accept_length(
             distill.accept_length(model, trained.draft, trained.params.draft, prompts, depth=DEPTH)
         ),
     }
-    for name, length in found.items():
+    for name, length in lengths.items():
         print(f"{name}: accept length {length:.3f}")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
-        measurement.write(options.json, [*old, *measurements(found, len(prompts))])
+        measurement.write(options.json, [*old, *measurements(lengths, len(prompts))])
 
 
-def measurements(found: dict[str, float], prompts: int) -> list[Measurement]:
+def measurements(lengths: dict[str, float], prompts: int) -> list[Measurement]:
     """A line per drafter."""
     here = environment()
     settings = {
@@ -196,7 +196,7 @@ def measurements(found: dict[str, float], prompts: int) -> list[Measurement]:
             dtype="float32",
             settings=settings,
         )
-        for name, length in found.items()
+        for name, length in lengths.items()
     ]
 
 

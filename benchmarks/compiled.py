@@ -1,4 +1,4 @@
-"""Programs that are compiled for a TPU and do not run: their memory, their work, and the compiler's estimate of it.
+"""Ahead-of-time compilation for TPUs, without hardware: memory, work and time of programs, by the compiler's estimate.
 
 Everything is made from shapes, so neither the weights nor a TPU are needed.
 """
@@ -53,7 +53,7 @@ class CompiledCase:
     accessed, operations: bytes and floating-point operations of a call of decode with one round, as the compiler counts
       them, those between its memories included.
     kernels: calls of Pallas kernels in a round.
-    kernel_bytes: of keys and values that a round has to read.
+    kernel_bytes: of keys and values read by a round.
     """
 
     case: CaseResult
@@ -67,7 +67,7 @@ class CompiledCase:
     kernel_bytes: int = 0
 
     def roofline(self, chip: tpu.Chip) -> float:
-        """Seconds that the chip's memory takes for the bytes that a round has to read."""
+        """Seconds of the chip's memory for the bytes read by a round."""
         return self.case.floor_bytes / chip.gb_per_second / 1e9
 
     def estimate(self, chip: tpu.Chip) -> float:
@@ -109,7 +109,7 @@ def compile_case(
     out.memory = {name: memory_of(getattr(programs, name)) for name in programs.seconds}
     out.arguments = tree_bytes(setup.params) + out.case.state_bytes
     out.cycles, out.kernels = round_cycles(text), "\n".join(loop_lines(text)).count('"tpu_custom_call"')
-    # Each operation that the model does not know counts as -1 s.
+    # Each operation unknown to the model counts as -1 s.
     modeled = costs.get("optimal_seconds", 0.0)
     out.modeled = modeled - math.floor(modeled)
     out.accessed, out.operations = costs.get("bytes accessed", 0.0), costs.get("flops", 0.0)
@@ -126,7 +126,7 @@ def compile_programs(
     *,
     only_loop: bool = False,
 ) -> Programs:
-    """Compiles prefill and the loop of a case for a device that need not be there, or for those of `setup.placement`.
+    """Compiles prefill and the loop of a case for a device without hardware, or for those of `setup.placement`.
 
     device: one of them. only_loop: prefill is traced, for the shapes of the state, and not compiled.
 
@@ -159,22 +159,22 @@ def compile_programs(
 
 
 def memory_of(program: Compiled) -> Memory:
-    """The bytes that a program takes."""
+    """The bytes of a program."""
     analysis = program.memory_analysis()
     sizes = (getattr(analysis, f"{name}_size_in_bytes", 0) for name in ("argument", "temp"))
     return Memory(*sizes)
 
 
 def _costs(program: Compiled) -> Mapping[str, float]:
-    """The compiler's analysis of a program, which some versions of JAX return in a list."""
+    """The compiler's analysis of a program; some versions of JAX return it in a list."""
     costs: Any = program.cost_analysis() or {}
     return costs[0] if isinstance(costs, list) else costs
 
 
 def round_cycles(text: str) -> int:
-    """The sum of the compiler's estimates for the operations of a round, each of which it runs after the one before.
+    """The sum of the compiler's estimates for the operations of a round, run one after the other.
 
-    text: of a compiled program. Copies that run beside other operations, and kernels, have no estimate.
+    text: of a compiled program. Copies beside other operations, and kernels, have no estimate.
     """
     return sum(int(cycles) for line in loop_lines(text) for cycles in _CYCLES.findall(line))
 

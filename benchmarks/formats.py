@@ -46,14 +46,14 @@ def main() -> None:
     for source in options.models:
         for name in options.formats:
             model = jspec.load(source, **FORMATS[name])
-            found = {"bits per byte": bits_per_byte(model)}
+            results = {"bits per byte": bits_per_byte(model)}
             if model.draft is not None:
                 for mode, drafter in DRAFTERS.items():
                     length, differ = accept_length(model, drafter, options.prompts, options.max_new_tokens)
-                    found[f"accept length, {mode}"] = length
-                    found[f"sequences that differ from plain decoding, {mode}"] = differ
-            print(f"{source}, {name}: " + ", ".join(f"{key} {value:.4f}" for key, value in found.items()), flush=True)
-            for key, value in found.items():
+                    results[f"accept length, {mode}"] = length
+                    results[f"sequences that differ from plain decoding, {mode}"] = differ
+            print(f"{source}, {name}: " + ", ".join(f"{key} {value:.4f}" for key, value in results.items()), flush=True)
+            for key, value in results.items():
                 metric, _, mode = key.partition(", ")
                 lines.append(
                     report.measurement(
@@ -77,7 +77,7 @@ def bits_per_byte(model: jspec.Model) -> float:
     assert model.tokenizer is not None
     texts = heldout_prompts()
     scores = jspec.score(model, texts)
-    nats = sum(each.total for each in scores)
+    nats = sum(score.total for score in scores)
     size = sum(len(text.encode()) for text in texts)
     return -nats / math.log(2) / size
 
@@ -86,7 +86,7 @@ def accept_length(model: jspec.Model, drafter: Any, prompts: int, tokens: int) -
     """Tokens per round over held-out prompts, and how many sequences are not those of plain decoding."""
     assert model.tokenizer is not None
     ids = [model.tokenizer.encode(text)[:PROMPT_TOKENS] for text in heldout_prompts()[:prompts]]
-    plain, outs = (jspec.generate(model, ids, drafter=each, max_new_tokens=tokens) for each in (None, drafter))
+    plain, outs = (jspec.generate(model, ids, drafter=mode, max_new_tokens=tokens) for mode in (None, drafter))
     assert isinstance(plain, jspec.Generations) and isinstance(outs, jspec.Generations)
     total, rounds = sum(len(out.tokens) for out in outs), sum(int(out.stats.rounds[0]) for out in outs)
     return total / rounds, sum(out.tokens != other.tokens for out, other in zip(outs, plain, strict=True))

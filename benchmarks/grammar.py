@@ -2,7 +2,7 @@
 
     python benchmarks/grammar.py --json benchmarks/results/DATE-MACHINE-grammar.jsonl
 
-Schemas are compiled for a made-up vocabulary of 128,256 tokens, or for that of `--tokenizer`. Then a bundled model
+Schemas are compiled for a made-up vocabulary of 128,256 tokens, or for the one of `--tokenizer`. Then a bundled model
 writes documents of five schemas, greedily and sampled, with one drafter after the other. `jsonschema` validates each
 document, and its tokens are compared with those of plain decoding with the same grammar.
 """
@@ -257,7 +257,7 @@ def requests(model: Model, begin: int, count: int) -> list[tuple[list[int], str,
 def write_documents(model: Model, drafter: Drafter, begin: int, count: int) -> Found:
     """Documents of one drafter: how many there are of each kind, and the accept length.
 
-    A few that do not validate, or whose tokens are not those of plain decoding, are printed.
+    A few invalid documents, or with other tokens than those of plain decoding, are printed.
     """
     prompts, names, samplings, seeds = zip(*requests(model, begin, count), strict=True)
     options = {"max_new_tokens": NEW_TOKENS, "sampling": list(samplings), "seed": list(seeds)}
@@ -282,7 +282,7 @@ def write_documents(model: Model, drafter: Drafter, begin: int, count: int) -> F
 
 
 def _valid(validator: jsonschema.Draft202012Validator, text: str) -> bool:
-    """Whether a text is a document of JSON that validates."""
+    """Whether a text is a valid document of JSON."""
     try:
         document = json.loads(text)
     except ValueError:

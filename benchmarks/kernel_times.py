@@ -1,4 +1,4 @@
-"""The time of attention, experts or products alone, beside the time to copy the bytes that they read.
+"""The time of attention, experts or products alone, beside the time to copy the bytes they read.
 
 They run at the shapes of a preset, on random data, several times in one program: each time on another layer's rows, or
 with other experts. The time is the mean of a call, including the gaps between kernels.
@@ -59,7 +59,7 @@ class Work:
     shared: arrays of all calls.
     calls: arrays of each call, by name.
     static: the other arguments of each call, by name.
-    bytes: that a call reads at least.
+    bytes: the fewest a call reads.
     peer: a label and a function of the same arguments to time beside it; None: the operation on XLA.
     many: it is a product of more tokens than XLA's own products are for, see `loop_options`.
     """
@@ -294,7 +294,7 @@ def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: 
 
 
 def _exactly(work: Work) -> Work:
-    """Exact attention with the arguments of attention, which is timed beside it."""
+    """Exact attention with the arguments of attention, timed beside it."""
     peer = (_INEXACT, paged_attention.paged_attention)
     return dataclasses.replace(work, name="exact_attention", operation=exact_attention.OPERATION, peer=peer)
 
@@ -335,7 +335,7 @@ def _products(
 ) -> Work:
     """Calls with other rows each, as XLA computes equal calls once.
 
-    Two matrices take turns, so that none is in the cache of the device.
+    Two matrices take turns, to keep each out of the cache of the device.
     """
     *each, one, other = _random(dtype, *[rows] * CALLS, *[matrix] * 2)
     calls = [{"x": x, "weight": (one, other)[i % 2]} for i, x in enumerate(each)]
@@ -357,7 +357,7 @@ def _product(
 
 
 def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
-    """Both products of the experts that tokens choose at random, one after the other."""
+    """Both products of the experts, chosen at random by the tokens, one after the other."""
     routed, rng = _experts(target), np.random.default_rng(0)
     if routed is None:
         raise ValueError("the target has no experts")

@@ -34,7 +34,7 @@ def problems(programs: Programs, state: Any, expected: int, devices: int) -> dic
     """
     text = programs.decode.as_text() or ""
     loop, prefill = compiled.loop_lines(text), programs.prefill and programs.prefill.as_text() or ""
-    found = {
+    problems = {
         "one loop": "" if len(loop) > 100 else f"the loop has {len(loop)} operations",
         "no host transfer": _named([*text.splitlines(), *prefill.splitlines()], _HOST),
         "no sort": _named(loop, {"sort"}),
@@ -46,17 +46,17 @@ def problems(programs: Programs, state: Any, expected: int, devices: int) -> dic
         "no copy of a weight": _weight_copies(text),
         "memory": _unexpected(programs.decode, expected),
     }
-    return {check: message for check, message in found.items() if message}
+    return {check: message for check, message in problems.items() if message}
 
 
 def _opcode(line: str) -> str | None:
-    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
-    return found[1] if found else None
+    match = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
+    return match[1] if match else None
 
 
 def _named(lines: Sequence[str], opcodes: Collection[str]) -> str:
-    found = collections.Counter(opcode for line in lines if (opcode := _opcode(line)) in opcodes)
-    return ", ".join(f"{count} x {opcode}" for opcode, count in sorted(found.items()))
+    counts = collections.Counter(opcode for line in lines if (opcode := _opcode(line)) in opcodes)
+    return ", ".join(f"{count} x {opcode}" for opcode, count in sorted(counts.items()))
 
 
 def pools(state: Any) -> list[Any]:
@@ -66,13 +66,13 @@ def pools(state: Any) -> list[Any]:
 
 def _pool_copies(text: str, state: Any) -> str:
     """Operations, anywhere in the program, whose result has the shape of a pool, and which move it."""
-    found = set()
+    moves = set()
     for pool in pools(state):
         shape = f"{_NAMES[str(pool.dtype)]}[{','.join(map(str, pool.shape))}]"
         for line in text.splitlines():
             if re.search(rf" = \(?{re.escape(shape)}", line) and _opcode(line) in _MOVES:
-                found.add(f"{_opcode(line)} of {shape}")
-    return ", ".join(sorted(found))
+                moves.add(f"{_opcode(line)} of {shape}")
+    return ", ".join(sorted(moves))
 
 
 def _pool_memory(programs: Programs, state: Any) -> str:

@@ -3,9 +3,9 @@
     python benchmarks/lossless.py --state /tmp/lossless.jsonl
     python benchmarks/lossless.py --state /tmp/lossless.jsonl --json benchmarks/results/DATE-MACHINE-lossless.jsonl
 
-Held-out prompts are continued greedily and with sampling, in which each sequence has options of its own, by every
+Held-out prompts are continued greedily and with sampling, each sequence with options of its own, by every
 drafter, chains and trees, in batches, and each of them alone by plain decoding. Each output goes to the state file, so
-a run that was interrupted continues where it ended. With --json, the counts become measurements. The exit status is 1
+an interrupted run continues where it ended. With --json, the counts become measurements. The exit status is 1
 if any sequence differs.
 
 Several processes can share the work: start them with --part 0/4 to 3/4, then report without --part.
@@ -68,7 +68,7 @@ Outputs = dict[tuple[str, str, int, int], dict]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How all sequences are generated. part: index and number of processes that share the drafters."""
+    """How all sequences are generated. part: index and number of processes for the drafters together."""
 
     dtype: str
     exact: bool
@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def prompts(self) -> int:
-        """Prompts that are continued at every batch size before the next ones."""
+        """Prompts to continue at every batch size before the next ones."""
         return math.lcm(*self.batches)
 
     @property
@@ -88,20 +88,20 @@ class Setting:
 
 
 def read_state(path: Path) -> Outputs:
-    """The outputs in a state file and in those of parts; a last line that was cut off is ignored."""
-    found: Outputs = {}
+    """The outputs in a state file and in those of parts; an incomplete last line is ignored."""
+    outputs: Outputs = {}
     for file in (path, *sorted(path.parent.glob(f"{path.name}.*"))):
         for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
                 continue
-            found[line["mode"], line["drafter"], line["batch"], line["first"]] = line
-    return found
+            outputs[line["mode"], line["drafter"], line["batch"], line["first"]] = line
+    return outputs
 
 
 def append(path: Path, line: dict) -> None:
-    """Adds a line to the state file, after the end of one that was cut off."""
+    """Adds a line to the state file, after the end of an incomplete one."""
     with path.open("a+b") as file:
         if file.tell() and not _ends_with_newline(path):
             file.write(b"\n")
@@ -130,9 +130,9 @@ def model_with(draft: str | None, setting: Setting) -> Model:
 
 
 def model_for(drafter: Drafter, setting: Setting, texts: Callable[[], list[list[int]]]) -> Model:
-    """The bundled target with the draft that a drafter needs.
+    """The bundled target with the draft of a drafter.
 
-    texts: prompts with their continuations, for heads that no bundled checkpoint has.
+    texts: prompts with their continuations, for heads without a bundled checkpoint.
     """
     if isinstance(drafter, jspec.Mtp):
         return model_with_heads(setting, texts())
@@ -160,71 +160,71 @@ def model_with_heads(setting: Setting, texts: list[list[int]]) -> Model:
     return HEADS[setting]
 
 
-def run(path: Path, wanted: int, setting: Setting) -> None:
-    """Continues prompt after prompt until this process has generated `wanted` drafted tokens."""
+def run(path: Path, token_goal: int, setting: Setting) -> None:
+    """Continues prompt after prompt until this process has generated `token_goal` drafted tokens."""
     index, parts = setting.part
-    own = path if parts == 1 else path.with_name(f"{path.name}.{index}")
-    found = read_state(own)
+    state_path = path if parts == 1 else path.with_name(f"{path.name}.{index}")
+    outputs = read_state(state_path)
     target, names = model_with(None, setting), set(map(str, setting.drafters))
     for number, group in enumerate(prompts(target, setting)):
-        if count_tokens({key: line for key, line in found.items() if key[1] in names}) >= wanted:
+        if count_tokens({key: line for key, line in outputs.items() if key[1] in names}) >= token_goal:
             break
         start = number * setting.prompts
-        texts = functools.partial(texts_of, group, found, start)
+        texts = functools.partial(texts_of, group, outputs, start)
         drafted = ((drafter, size) for drafter in setting.drafters for size in setting.batches)
         for mode, (drafter, size) in itertools.product(MODES, [(jspec.Plain(), 1), *drafted]):
             for first in range(0, len(group), size):
                 key = mode, str(drafter), size, start + first
-                if key in found:
+                if key in outputs:
                     continue
                 model = target if isinstance(drafter, jspec.Plain) else model_for(drafter, setting, texts)
                 out = generate(model, group[first : first + size], drafter, mode, start + first)
                 line = {"mode": mode, "drafter": key[1], "batch": size, "first": key[3]}
-                found[key] = line | {"rounds": [int(n) for n in out.stats.rounds], "tokens": out.tokens}
-                append(own, found[key])
-            print(f"{mode}, {drafter}, batches of {size}: {count_tokens(found):,} tokens", flush=True)
+                outputs[key] = line | {"rounds": [int(n) for n in out.stats.rounds], "tokens": out.tokens}
+                append(state_path, outputs[key])
+            print(f"{mode}, {drafter}, batches of {size}: {count_tokens(outputs):,} tokens", flush=True)
 
 
 def generate(model: Model, group: list[list[int]], drafter: Drafter, mode: str, first: int) -> jspec.Generations:
     """Continues prompts; the number of a prompt decides on its options and its seed."""
-    chosen = [SAMPLINGS[(first + i) % len(SAMPLINGS)] for i in range(len(group))] if mode == "sampled" else None
-    return jspec.generate(model, group, drafter=drafter, max_new_tokens=NEW_TOKENS, sampling=chosen, seed=first)
+    samplings = [SAMPLINGS[(first + i) % len(SAMPLINGS)] for i in range(len(group))] if mode == "sampled" else None
+    return jspec.generate(model, group, drafter=drafter, max_new_tokens=NEW_TOKENS, sampling=samplings, seed=first)
 
 
-def texts_of(group: Sequence[list[int]], found: Outputs, start: int) -> list[list[int]]:
+def texts_of(group: Sequence[list[int]], outputs: Outputs, start: int) -> list[list[int]]:
     """Prompts with their greedy continuations."""
-    tokens = [found["greedy", str(jspec.Plain()), 1, start + i]["tokens"][0] for i in range(len(group))]
+    tokens = [outputs["greedy", str(jspec.Plain()), 1, start + i]["tokens"][0] for i in range(len(group))]
     both = [prompt + new for prompt, new in zip(group, tokens, strict=True)]
     return [text for text in both if len(text) >= NEW_TOKENS // 2]
 
 
-def drafted(found: Outputs) -> Outputs:
+def drafted(outputs: Outputs) -> Outputs:
     """The outputs of drafters."""
-    return {key: line for key, line in found.items() if key[1] != str(jspec.Plain())}
+    return {key: line for key, line in outputs.items() if key[1] != str(jspec.Plain())}
 
 
-def count_tokens(found: Outputs) -> int:
+def count_tokens(outputs: Outputs) -> int:
     """Tokens of all drafted outputs."""
-    return sum(len(tokens) for line in drafted(found).values() for tokens in line["tokens"])
+    return sum(len(tokens) for line in drafted(outputs).values() for tokens in line["tokens"])
 
 
-def tokens_by_batch(found: Outputs, setting: Setting) -> dict[str, str]:
+def tokens_by_batch(outputs: Outputs, setting: Setting) -> dict[str, str]:
     """The tokens of each mode, for each batch size."""
     return {
         f"{mode} tokens by batch": " ".join(
-            str(count_tokens({key: line for key, line in found.items() if (key[0], key[2]) == (mode, size)}))
+            str(count_tokens({key: line for key, line in outputs.items() if (key[0], key[2]) == (mode, size)}))
             for size in setting.batches
         )
-        for mode in sorted({key[0] for key in found})
+        for mode in sorted({key[0] for key in outputs})
     }
 
 
-def differences(found: Outputs, key: tuple[str, str, int, int]) -> list[tuple[int, int]]:
-    """Number of the prompt and first differing position of each sequence that is not its prompt's plain one."""
+def differences(outputs: Outputs, key: tuple[str, str, int, int]) -> list[tuple[int, int]]:
+    """Number of the prompt and first differing position of each sequence unlike its prompt's plain one."""
     mode, _, _, first = key
     different = []
-    for number, ours in enumerate(found[key]["tokens"], start=first):
-        theirs = found[mode, str(jspec.Plain()), 1, number]["tokens"][0]
+    for number, ours in enumerate(outputs[key]["tokens"], start=first):
+        theirs = outputs[mode, str(jspec.Plain()), 1, number]["tokens"][0]
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
@@ -232,16 +232,16 @@ def differences(found: Outputs, key: tuple[str, str, int, int]) -> list[tuple[in
     return different
 
 
-def measurements(found: Outputs, setting: Setting, command: str) -> list[Measurement]:
-    """The counts: tokens, sequences, and those that differ."""
-    here, lines = environment(), drafted(found)
-    differing = {key: differences(found, key) for key in lines}
+def measurements(outputs: Outputs, setting: Setting, command: str) -> list[Measurement]:
+    """The counts: tokens, sequences, and different ones."""
+    here, lines = environment(), drafted(outputs)
+    differing = {key: differences(outputs, key) for key in lines}
     counts = (
-        ("tokens compared with plain decoding", "tokens", count_tokens(found)),
+        ("tokens compared with plain decoding", "tokens", count_tokens(outputs)),
         ("sequences compared with plain decoding", "sequences", sum(len(line["tokens"]) for line in lines.values())),
         ("sequences that differ from plain decoding", "sequences", sum(map(len, differing.values()))),
     )
-    where = [f"{key}, prompt {at[0]}, token {at[1]}" for key, found in differing.items() for at in found]
+    where = [f"{key}, prompt {at[0]}, token {at[1]}" for key, places in differing.items() for at in places]
     return [
         report.measurement(
             here,
@@ -267,7 +267,7 @@ def measurements(found: Outputs, setting: Setting, command: str) -> list[Measure
 
 
 def main() -> int:
-    """Runs, and reports the sequences that differ; returns the exit status."""
+    """Runs, and reports different sequences; returns the exit status."""
     parser = argparse.ArgumentParser(description="Compares every drafter with plain decoding.")
     parser.add_argument("--state", type=Path, required=True, help="file of all outputs; an existing one is continued")
     parser.add_argument("--tokens", type=int, default=200_000, help="drafted tokens to generate (default: 200,000)")
@@ -280,25 +280,25 @@ def main() -> int:
     index, parts = map(int, options.part.split("/"))
     setting = Setting(options.dtype, options.exact, tuple(options.batch), (index, parts))
     run(options.state, options.tokens, setting)
-    found = read_state(options.state)
-    keys = sorted(drafted(found))
+    outputs = read_state(options.state)
+    keys = sorted(drafted(outputs))
     for drafter in map(str, DRAFTED):
-        own = [key for key in keys if key[1] == drafter]
-        tokens = sum(len(row) for key in own for row in found[key]["tokens"])
-        rounds = sum(sum(found[key]["rounds"]) for key in own)
+        drafter_keys = [key for key in keys if key[1] == drafter]
+        tokens = sum(len(row) for key in drafter_keys for row in outputs[key]["tokens"])
+        rounds = sum(sum(outputs[key]["rounds"]) for key in drafter_keys)
         print(f"{drafter}: {tokens:,} tokens, {tokens / max(rounds, 1):.2f} per round")
-    different = [(key, at) for key in keys for at in differences(found, key)]
+    different = [(key, at) for key in keys for at in differences(outputs, key)]
     for key, (prompt, at) in different:
         print(f"{key}: prompt {prompt} differs from token {at} on")
-    sequences = sum(len(line["tokens"]) for line in drafted(found).values())
-    print(f"{count_tokens(found):,} tokens, {sequences:,} sequences, of which {len(different)} differ")
+    sequences = sum(len(line["tokens"]) for line in drafted(outputs).values())
+    print(f"{count_tokens(outputs):,} tokens, {sequences:,} sequences, of which {len(different)} differ")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
         # Without --tokens and --part: the state may come from several processes.
         batches = " ".join(map(str, setting.batches))
         command = f"python benchmarks/lossless.py --state FILE --dtype {setting.dtype} --batch {batches}"
         command += " --exact" if setting.exact else ""
-        measurement.write(options.json, [*old, *measurements(found, setting, command)])
+        measurement.write(options.json, [*old, *measurements(outputs, setting, command)])
     return int(bool(different))
 
 

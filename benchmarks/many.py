@@ -42,21 +42,21 @@ def limits(count: int) -> list[int]:
     return np.clip(sampled.round(), LEAST, NEW_TOKENS).astype(int).tolist()
 
 
-def in_batches(model: Model, given: list[list[int]]) -> tuple[list[list[int]], int, int]:
+def in_batches(model: Model, prompt_ids: list[list[int]]) -> tuple[list[list[int]], int, int]:
     """The tokens of each prompt, rounds of the device, and rounds of all sequences."""
-    most, parts = limits(len(given)), []
-    for begin in range(0, len(given), SLOTS):
+    most, parts = limits(len(prompt_ids)), []
+    for begin in range(0, len(prompt_ids), SLOTS):
         piece = slice(begin, begin + SLOTS)
         options = {"max_new_tokens": most[piece], "sampling": SAMPLING, "seed": begin}
-        parts.append(jspec.generate(model, given[piece], **options))
+        parts.append(jspec.generate(model, prompt_ids[piece], **options))
     rounds = sum(int(part.stats.rounds.max()) for part in parts)
     return [x for part in parts for x in part.tokens], rounds, sum(int(part.stats.rounds.sum()) for part in parts)
 
 
-def through(engine: jspec.Engine, given: list[list[int]]) -> tuple[list[list[int]], int, int]:
+def through(engine: jspec.Engine, prompt_ids: list[list[int]]) -> tuple[list[list[int]], int, int]:
     """The same of an engine."""
     before = engine.metrics()
-    out = engine.generate(given, max_new_tokens=limits(len(given)), sampling=SAMPLING)
+    out = engine.generate(prompt_ids, max_new_tokens=limits(len(prompt_ids)), sampling=SAMPLING)
     return out.tokens, engine.metrics().device_rounds - before.device_rounds, int(out.stats.rounds.sum())
 
 
@@ -76,14 +76,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
     options = parser.parse_args()
     model = jspec.load(options.model)
-    given = prompts(model, options.requests)
+    prompt_ids = prompts(model, options.requests)
     values: dict[tuple[str, str], list[float]] = {}
     with jspec.Engine(model, slots=SLOTS, context=PROMPT_TOKENS + NEW_TOKENS) as engine:
-        in_batches(model, given[: SLOTS + options.requests % SLOTS])  # The last batch is smaller.
-        through(engine, given[:SLOTS])
+        in_batches(model, prompt_ids[: SLOTS + options.requests % SLOTS])  # The last batch is smaller.
+        through(engine, prompt_ids[:SLOTS])
         for _ in range(options.repeats):
-            seconds, batches = timed(lambda: in_batches(model, given))
-            engine_seconds, engines = timed(lambda: through(engine, given))
+            seconds, batches = timed(lambda: in_batches(model, prompt_ids))
+            engine_seconds, engines = timed(lambda: through(engine, prompt_ids))
             same = sum(one == other for one, other in zip(batches[0], engines[0], strict=True))
             values.setdefault(("engine", "equal texts"), []).append(same)
             for way, time_taken, (tokens, rounds, used) in (
@@ -94,8 +94,8 @@ def main() -> None:
                 values.setdefault((way, "tokens per second"), []).append(round(new / time_taken, 1))
                 values.setdefault((way, "rounds"), []).append(rounds)
                 values.setdefault((way, "row-rounds used"), []).append(round(used / (SLOTS * rounds), 3))
-    for (way, metric), found in values.items():
-        print(f"{way}: {metric} {statistics.median(found)} {found}")
+    for (way, metric), samples in values.items():
+        print(f"{way}: {metric} {statistics.median(samples)} {samples}")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
         command = report.command("python benchmarks/many.py", sys.argv[1:])
@@ -113,7 +113,7 @@ def measurements(
             *(subject, "many", way),
             metric=metric,
             unit={"tokens per second": "tokens/s"}.get(metric, ""),
-            values=found,
+            values=samples,
             command=command,
             subject=subject,
             mode=way,
@@ -121,7 +121,7 @@ def measurements(
             context=PROMPT_TOKENS,
             settings={"requests": options.requests, "most new tokens": NEW_TOKENS},
         )
-        for (way, metric), found in values.items()
+        for (way, metric), samples in values.items()
     ]
 
 

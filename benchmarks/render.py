@@ -2,16 +2,16 @@
 
 A page holds blocks, and what is between their marks is replaced:
 
-    <!-- bench:NAME -->     the table `benchmarks/tables/NAME.md`, in which {ID:FORMAT} is a number;   <!-- /bench -->
+    <!-- bench:NAME -->     the table `benchmarks/tables/NAME.md`, with {ID:FORMAT} for a number;   <!-- /bench -->
     <!-- bench:checks -->   what was compiled for TPUs and checked, and what does not hold;           <!-- /bench -->
     <!-- bench:sizes -->    how many GPUs models need, computed;                                      <!-- /bench -->
 
 ID is the id of a measurement and stands for its median; ID.floor, ID.min, ID.max, ID.share and so on are other fields.
-A superseded measurement is replaced by the one that supersedes it. FORMAT is Python's, `.2f` for example, and may be
+A superseded measurement is replaced by its successor. FORMAT is Python's, `.2f` for example, and may be
 left out.
 
-`python benchmarks/render.py` writes the pages; with `--check` it only reports the pages that are out of date. `--csv
-DIRECTORY` writes all measurements that are not superseded instead, one file per machine.
+`python benchmarks/render.py` writes the pages; with `--check` it only reports outdated pages. `--csv
+DIRECTORY` writes all current measurements instead, one file per machine.
 """
 
 import argparse
@@ -32,14 +32,14 @@ _BLOCK = re.compile(r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{([^{}:\s]+)(?::([^{}\s]+))?\}")
 _FIELD = re.compile(r"(.+)\.(floor|min|max|date|commit|jax|peer|expected|goal|share)")
 _CHECKS, _PREFILL = "checks that fail", "compiling prefill"
-"""Metrics: the number of checks that fail, which `note` names, and seconds."""
+"""Metrics: the number of failed checks, named in `note`, and seconds."""
 
 
 class Results:
     """All measurements, by file and by id.
 
     Raises:
-      ValueError: a file that is not valid, an id that occurs twice, a file whose lines are of several days or machines,
+      ValueError: an invalid file, an id that occurs twice, a file whose lines are of several days or machines,
         or measurements superseded by an unknown one or in a circle.
     """
 
@@ -58,11 +58,11 @@ class Results:
 
     @property
     def current(self) -> list[Measurement]:
-        """The measurements that are not superseded."""
+        """The current measurements: not superseded."""
         return [line for line in self.by_id.values() if line.superseded_by is None]
 
     def latest(self, name: str) -> Measurement:
-        """The measurement with this id, or the one that supersedes it."""
+        """The measurement with this id, or its successor."""
         seen: list[str] = []
         while True:
             if name not in self.by_id:
@@ -94,10 +94,10 @@ def render(text: str, results: Results, tables: Path) -> str:
     """A page with all of its blocks filled in.
 
     Args:
-      tables: the directory of the tables that blocks name.
+      tables: the directory of the tables of blocks.
 
     Raises:
-      ValueError: a block that names no table, or a table that names no measurement.
+      ValueError: a block without its table, or a table without its measurement.
     """
 
     def block(match: re.Match) -> str:
@@ -117,7 +117,7 @@ def render(text: str, results: Results, tables: Path) -> str:
 
 
 def _checks(results: Results) -> str:
-    """A row for each subject and drafter with a cell for each device: the modes that were checked, and prefill.
+    """A row for each subject and drafter with a cell for each device: the checked modes, and prefill.
 
     A number after a mode leads to what does not hold, in a list after the table.
     """
@@ -148,7 +148,7 @@ def _checks(results: Results) -> str:
 
 
 def write_csv(results: Results, directory: Path) -> None:
-    """Writes the measurements that are not superseded, one file per machine."""
+    """Writes the current measurements, one file per machine."""
     directory.mkdir(parents=True, exist_ok=True)
     machines: dict[str, list[Measurement]] = {}
     for line in results.current:
@@ -162,7 +162,7 @@ def write_csv(results: Results, directory: Path) -> None:
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages that may hold blocks."""
+    """The pages with blocks, if any."""
     return [root / "README.md", *sorted((root / "benchmarks").glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 

@@ -77,8 +77,8 @@ def fewest(target: Decoder, shapes: PyTree, memory: float) -> int | None:
 
 
 def _cell(target: Decoder, shapes: PyTree) -> str:
-    found = [(fewest(target, shapes, memory), name) for name, memory in MEMORY.items()]
-    gpus = ", ".join(f"{count} {name}" for count, name in found if count is not None)
+    counts = [(fewest(target, shapes, memory), name) for name, memory in MEMORY.items()]
+    gpus = ", ".join(f"{count} {name}" for count, name in counts if count is not None)
     return f"{_gigabytes(tree_bytes(shapes))}: {gpus or 'more'}"
 
 
@@ -93,9 +93,9 @@ def _mesh(devices: int) -> Any:
 @functools.cache  # The same in all formats of weights.
 def _cache_bytes(target: Decoder, devices: int) -> int:
     """Bytes of the cache of one sequence on each of the devices."""
-    own = target if devices == 1 else target.split(devices)
+    local_target = target if devices == 1 else target.split(devices)
     shapes = target.param_shapes(jnp.bfloat16)
-    return tree_bytes(jax.eval_shape(lambda params: own.init_cache(params, 1, CONTEXT, _PAGE), shapes))
+    return tree_bytes(jax.eval_shape(lambda params: local_target.init_cache(params, 1, CONTEXT, _PAGE), shapes))
 
 
 def _can_be_split(target: Decoder, shapes: PyTree, devices: int) -> bool:

@@ -1,4 +1,4 @@
-"""Loops to compile for TPUs that are not there: small models of every family, with heads as wide as real ones.
+"""Loops to compile for TPUs without hardware: small models of every family, with heads as wide as real ones.
 
 Heads of 64 and more let the TPU's kernels run. The pools are larger than everything else, so a copy of one shows in the
 memory of a program, and larger than the memory on the core, into which XLA may move smaller ones and back in each
@@ -145,7 +145,7 @@ _SPLIT = {"eagle", "mtp"}
 class TpuCase:
     """A loop: the name of a target, and of a drafter with its shape.
 
-    devices: over which the target is split.
+    devices: number of devices of the target.
     """
 
     target: str
@@ -160,7 +160,7 @@ class TpuCase:
     def only_loop(self, chip: str) -> bool:
         """Whether prefill is left out: each target has one for each chip, and for one chip one with each drafter.
 
-        A tree has it, or the chain of a drafter without trees; that of plain decoding is a part of any.
+        A tree has it, or the chain of a drafter without trees; the plain loop is a part of any.
         """
         drafters = [case.drafter for case in CASES if (case.target, case.shape) == (self.target, "tree")]
         if chip == _ALL_PREFILLS:
@@ -221,7 +221,7 @@ KNOWN: dict[tuple[str, str], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A case that was compiled.
+    """A compiled case.
 
     problems: check -> what does not hold.
     programs: None if they do not compile.
@@ -246,7 +246,7 @@ def compile_for(case: TpuCase, chip: str) -> Outcome:
 
 
 def compile_on(case: TpuCase, devices: tuple[Any, ...], *, only_loop: bool = False) -> Outcome:
-    """Compiles a case for devices that need not be there, and checks it."""
+    """Compiles a case for devices without hardware, and checks it."""
     setup, drafter = case.build(devices)
     shapes = CaseResult(case.shape, BATCH, CONTEXT, floor_bytes=0, capacity=CONTEXT + 64)
     try:
@@ -285,7 +285,7 @@ def main() -> None:
 
 
 CHECKS = "checks that fail"
-"""The metric that each case has."""
+"""The metric of each case."""
 
 
 def _lines(case: TpuCase, chip: str, outcome: Outcome) -> list[measurement.Measurement]:

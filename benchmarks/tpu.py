@@ -1,4 +1,4 @@
-"""TPUs that are not there: their compiler is in libtpu, which any machine can load, and makes programs for them."""
+"""TPUs without hardware: libtpu, available on any machine, has their compiler."""
 
 import dataclasses
 import functools
@@ -16,13 +16,13 @@ from jspec.core.sharding import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A generation of TPUs. Bandwidth and memory are those that Google publishes for a chip.
+    """A generation of TPUs. Bandwidth and memory are as published by Google for a chip.
 
-    topology: the name of the smallest group of chips that the compiler knows.
+    topology: the name of the smallest group of chips known to the compiler.
     gb_per_second: of the memory, in 1e9 bytes.
     memory: bytes.
-    hertz: cycles per second, in which the compiler estimates times; the published operations per second over those that
-      it plans per cycle.
+    hertz: cycles per second, as the compiler estimates times in cycles; the published operations per second over those
+      planned per cycle.
     """
 
     topology: str
@@ -56,8 +56,8 @@ def version() -> str | None:
 def device(name: str) -> Any:
     """A `jax.Device` of a chip in `CHIPS`, to compile for; nothing can be put on it.
 
-    Arguments that are compiled for it are shapes with its sharding, as `on` makes them, and a program is traced and
-    lowered inside `jax.default_device(device)`, which is how `pallas_kernels.platform` learns of it.
+    Arguments are shapes with its sharding, as `on` makes them, and a program is traced and
+    lowered inside `jax.default_device(device)`: so `pallas_kernels.platform` learns of it.
 
     Raises:
       ValueError: as `devices`.

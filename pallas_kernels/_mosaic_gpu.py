@@ -1,7 +1,7 @@
 """Shared parts of the kernels for Hopper GPUs: their devices and their calls.
 
 These kernels are built on `wgmma`, products of matrices in shared memory by a warpgroup of 128 threads, and on TMA,
-which copies tiles between memories. In each, one warpgroup loads and the others multiply.
+to copy tiles between memories. In each, one warpgroup loads and the others multiply.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from pallas_kernels import platform
 ROWS = 64
 """Rows of one `wgmma`, and columns of a swizzled row of shared memory."""
 ROW_GROUP = 8
-"""Rows of a group that TMA moves."""
+"""Rows of a group moved by TMA."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a program."""
 WARPGROUP, PROGRAM = "warpgroup", "program"

@@ -1,8 +1,8 @@
 """Packed matrices in Triton kernels: loads of their words and scales, and products with the values in them.
 
-Integers become floating-point values without a conversion, of which a GPU does few per clock: four bits of the mantissa
+Integers become floating-point values without a conversion (a GPU does few per clock): four bits of the mantissa
 of a number whose others are zero add a multiple of a power of two to it, which is subtracted afterwards. Words are
-loaded in the layout in which they are used: the values of a word have places of their own in the sum.
+loaded in the layout of their use: the values of a word have places of their own in the sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ HALF_OF_LARGE = 0x4A800000
 class Words:
     """Some columns of a packed matrix.
 
-    Masks are None where everything is there, which most matrices allow.
+    Masks are None where everything is there, as for most matrices.
 
     lead: index of the matrix in a stack of them.
     column: of the matrix, those of the program.
     inside: which of them there are; None: all.
     inner: rows of the matrix.
     group: rows per scale.
-    unroll: blocks that are loaded in turn, some of them beyond the last one.
+    unroll: blocks loaded in turn, some of them beyond the last one.
     codes: what values mean, a key of `layout.UNITS`.
     ptx: whether values are taken apart in PTX where this is faster.
     """
@@ -151,7 +151,7 @@ def integer_values(words: jax.Array, place: int, zero: jax.Array | float, dtype:
 
 
 def e2m1_values(words: jax.Array, place: int, dtype: DTypeLike) -> jax.Array:
-    """Values of e2m1, without a number below the normal ones on the way, which platforms may take for 0."""
+    """Values of e2m1, without a subnormal number on the way: platforms may flush it to 0."""
     codes = lax.shift_right_logical(words, 4 * place)
     wide = lax.bitcast_convert_type(e2m1_magnitudes(codes) | HALF_OF_LARGE, jnp.float32) - 2.0**22
     sign = (codes & 8) << 28
@@ -193,7 +193,7 @@ the highest one of the mantissa; and the power of two by which its bias is large
 def e2m1_pairs(words: jax.Array, place: int, dtype: DTypeLike) -> jax.Array:
     """`e2m1_values` of 16 bits, in PTX: those of two words at a time.
 
-    Their bits are those of a value of 16 bits that is smaller by a power of two. The product with this power is exact
+    Their bits are those of a value of 16 bits, smaller by a power of two. The product with this power is exact
     for subnormal values, too, since the instruction has no .ftz.
     """
     name, (shift, bits, power) = PAIRED[jnp.dtype(dtype).name][0], E2M1_PAIRED[jnp.dtype(dtype).name]

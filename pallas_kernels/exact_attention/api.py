@@ -40,9 +40,9 @@ def exact_attention(
     Bits differ between backends.
 
     Args:
-      v_rows: None: keys are also the values, and the pool has one plane, as that of latent attention.
+      v_rows: None: keys are also the values, and the pool has one plane, as in latent attention.
       mask: all ancestors of a node, those before its window too.
-      window: positions that a node sees, its own included: a sliding window. The result does not depend on earlier
+      window: positions a node sees, its own included: a sliding window. The result does not depend on earlier
         positions of the pool. None: all.
 
     Raises:

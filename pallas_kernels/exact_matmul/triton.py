@@ -1,6 +1,6 @@
 """Exact products as one Triton kernel: the order of sums depends on the matrix alone.
 
-The contraction is divided into parts. Few rows give too few tiles to keep the device busy, so that each part is a
+The contraction is divided into parts. Few rows give too few tiles to keep the device busy, so each part is a
 program of its own, and the partial results are added in order, by XLA or by the kernel that reads them; with many rows
 one program computes all parts and adds them in the same order.
 
@@ -40,7 +40,7 @@ class Config:
     block_k: int
     """Elements of a row, and rows of the matrix, per iteration."""
     parts: int
-    """Parts of the contraction, which are summed by themselves."""
+    """Parts of the contraction, each summed by itself."""
     spread: bool
     """Whether each part is a program of its own."""
     num_warps: int
@@ -105,7 +105,7 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     tuning = platform.for_device_kind(TUNING)
     config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
     most_parts = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
-    # A power of two, so that the parts of most matrices have the same length.
+    # A power of two, for parts of the same length in most matrices.
     parts = 1 << (most_parts.bit_length() - 1)
     if config is tuning.narrow:
         larger = tuning.many_rows if parts > 1 else tuning.many_rows_whole

@@ -1,8 +1,8 @@
 """KV compaction as a TPU kernel.
 
 A row of several heads is one tile or more: the kernel copies it within HBM, for all layers, several rows at a time. A
-row without heads, as in latent attention, is a part of a tile, which nothing can write alone: the kernel reads the rows
-of a tile, replaces those that are new, and writes all of them back.
+row without heads, as in latent attention, is a part of a tile and cannot be written alone: the kernel reads the rows
+of a tile, replaces the new ones, and writes all of them back.
 """
 
 import dataclasses

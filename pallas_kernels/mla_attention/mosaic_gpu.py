@@ -1,15 +1,15 @@
 """Latent attention as a kernel for Hopper GPUs, for many query rows.
 
-A program owns 64 query rows of a sequence (row = node * H + h) and one split of the blocks that they see: that of the
+A program owns 64 query rows of a sequence (row = node * H + h) and one split of the blocks they see: the one with the
 round's own rows, then those of the prefix. Queries and two blocks fill the shared memory, and the sum of a tile fills
 the registers of two warpgroups. So these two take a pair of blocks at a time. Each computes the scores of one block,
-and sums one half of the latent columns. For that it reads the weights of the other, which are written over the rotary
+and sums one half of the latent columns. For that it reads the weights of the other, written over the rotary
 part of the other's block, where only its scores need the keys.
 
 The first warpgroup leads. Its weights refer to the highest score so far, those of the second one to the highest score
 of both, to which the first one scales its own before the second one reads them. So neither waits for the other before
 it has computed its scores, and one multiplies while the other computes weights. The division of work and this order
-are those of FlashMLA (DeepSeek, 2025), which calls them seesaw scheduling.
+are those of FlashMLA (DeepSeek, 2025), called seesaw scheduling there.
 """
 
 import dataclasses
@@ -194,7 +194,7 @@ def _words(mask: jax.Array, batch: int, heads: int, count: int) -> jax.Array:
 def _merged(parts: Sequence[jax.Array], count: int) -> jax.Array:
     """The softmax [B, count, C] of several splits, from their peaks, totals and sums.
 
-    Split by split, because XLA makes one kernel of that, and several of reductions.
+    Split by split: XLA makes one kernel of it, and several of reductions.
     """
     peaks, totals, sums = parts[0][..., :count], parts[1].sum(0)[..., :count], parts[2][..., :count, :]
     highest = functools.reduce(jnp.maximum, peaks)

@@ -1,7 +1,7 @@
 """Latent attention as one TPU kernel: pages are copied to the core in steps, the next one during each product.
 
 A program owns a tile of the query rows of one sequence, all heads of all nodes (row = node * H + h). It reads the pages
-of its sequence that hold committed rows and no others, each row once, as key and as value.
+of its sequence with committed rows and no others, each row once, as key and as value.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Tuning:
     """Constants of the configuration for a kind of device."""
 
     step_bytes: int
-    """Latent rows of one step, which are buffered twice, for the next copy."""
+    """Latent rows of one step, buffered twice, for the next copy."""
     max_rows: int
     """Query rows of a program; more programs read the pages again."""
     vmem_bytes: int
@@ -142,12 +142,12 @@ def mla_attention(
         prefix, table, lengths = pool, page_table.reshape(-1).astype(jnp.int32), prefix_length.astype(jnp.int32)
         prefix_scratch = double_buffer((config.step_pages, page_size, width), pool.dtype)
         if prefix_mask is not None:
-            # A factor of a product, which repeats the rows of a node for its heads.
+            # A factor of a product, to repeat the rows of a node for its heads.
             keys = config.step_pages * page_size
             node_masks = pad(
                 pad(prefix_mask.astype(jnp.bfloat16), 1, round_up(nodes, 16)), 2, round_up(pages * page_size, keys)
             )
-            # Steps are not adjacent in memory as columns, which tiles would not divide evenly.
+            # Steps are not adjacent in memory as columns: tiles would not divide them evenly.
             node_masks = node_masks.reshape(*node_masks.shape[:2], -1, keys).swapaxes(1, 2)
             mask_scratch = double_buffer((node_masks.shape[2], keys), node_masks.dtype)
     if mask is not None:

@@ -1,8 +1,8 @@
 """Where the values of a packed matrix are, and what their four bits mean.
 
-A block of 128 rows is stored in 16 rows of words of 32 bits: value i of word r, from the lowest bits on, is that of row
+A block of 128 rows is stored in 16 rows of words of 32 bits: value i of word r, from the lowest bits on, belongs to row
 16 * i + r of the block, in the column of the word. So the values of a word need no reordering: each of the eight places
-is a tile of 16 rows, which tensor cores multiply at once.
+is a tile of 16 rows for one product of the tensor cores.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ BLOCK = PER_WORD * STRIDE
 """Rows of a block."""
 INTEGERS, E2M1 = "int4", "float4_e2m1fn"
 UNITS = {INTEGERS: 1.0, E2M1: 0.5}
-"""What four bits may mean, and the largest number that all values are multiples of. `INTEGERS`: 0 to 15, from which a
-zero point is subtracted; `E2M1`: sign, two bits of the exponent and one of the fraction."""
+"""What four bits may mean, and the largest common divisor of all values. `INTEGERS`: 0 to 15, minus a
+zero point; `E2M1`: sign, two bits of the exponent and one of the fraction."""
 E2M1_MAGNITUDES = 0xC8643210 - 2**32
 """The absolute value in units for each three bits of `E2M1`, four bits each, in an int32."""
 
@@ -43,7 +43,7 @@ def pack(values: Any) -> Any:
 
 
 def unpack(words: Int[Array, "*stack W N"], rows: int, codes: str = INTEGERS) -> Int[Array, "*stack K N"]:
-    """The values of that many rows, in int8. codes: a key of `UNITS`, in which they are."""
+    """Unpack the values of this number of rows, in int8. codes: a key of `UNITS`, their encoding."""
     *stack, _, columns = words.shape
     split = words.reshape(*stack, -1, 1, STRIDE, columns)
     shifts = jnp.arange(0, 32, 4, dtype=jnp.int32).reshape(PER_WORD, 1, 1)
@@ -62,7 +62,7 @@ def centered(
     group: int | None,
     codes: str = INTEGERS,
 ) -> Int[Array, "*stack K N"]:
-    """The values of that many rows in units, integers minus their zero points, in int8: a difference is at most 16.
+    """Unpack the values of this number of rows in units, minus their zero points, in int8: a difference is at most 16.
 
     zero: of groups of rows; None: 8 everywhere.
     group: rows per zero point; None: all.

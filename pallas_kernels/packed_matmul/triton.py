@@ -41,7 +41,7 @@ class Config:
     unroll: int
     """Blocks of rows of the matrix per iteration."""
     parts: int
-    """Programs that share the contraction of a tile."""
+    """Number of programs for the contraction of a tile."""
     num_warps: int
     num_stages: int
 
@@ -54,7 +54,7 @@ class Tuning:
     one_row: Config
     one_row_of_few_columns: Config
     few_rows: Config
-    """For up to 64 rows; `block_m` is the power of two that holds them."""
+    """For up to 64 rows; `block_m` is their number, rounded up to a power of two."""
     many_rows: Config
     programs: int
     """The contraction of few rows is divided until there are this many programs, or half as many."""
@@ -239,7 +239,7 @@ def _one_row_kernel(
             totals += products if tiles.whole else products * (16 * tiles.scale(block, section))[None]
         return totals
 
-    # Each word of the tile has a sum of its own, so that no threads wait for one another before the end.
+    # Each word of the tile has a sum of its own: no threads wait for one another before the end.
     totals = tiles.sum(add, jnp.zeros((STRIDE, config.block_n), jnp.float32))
     total = totals.sum(0)
     if tiles.whole:

@@ -26,8 +26,8 @@ def split_heads(
     Sennrich, arXiv 1910.07467), computed in float32. Every backend has gradients.
 
     Args:
-      qkv: the J = H + 2 K heads of each token: H of queries, then K of keys, then K of values; or the parts of them
-        that `exact_matmul` gives, in float32, which are added first, in order, and rounded to the dtype of `cos`.
+      qkv: the J = H + 2 K heads of each token: H of queries, then K of keys, then K of values; or their parts
+        from `exact_matmul`, in float32, to be added first, in order, and rounded to the dtype of `cos`.
       cos, sin: of the angles by which a token's pairs are rotated.
       q_norm, k_norm: weights of the norms of each query head and each key head; None: no norm.
       kv_heads: K.

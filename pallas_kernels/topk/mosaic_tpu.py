@@ -1,7 +1,7 @@
 """Top-k as one TPU kernel: it reads the logits once, and keeps the best of each row so far, in order.
 
 Of a tile of the vocabulary it takes the best one of each row after the other, the lowest index first, as long as a row
-has one that is better than the k-th of its best so far. In most tiles no row does.
+has a better one than the k-th of its best so far. In most tiles no row does.
 """
 
 import dataclasses

@@ -63,7 +63,7 @@ class Corpus:
 
 
 def installed(search: list[str] | None = None) -> list[Package]:
-    """The distributions on a search path (None: that of Python), sorted by name, without this library."""
+    """The distributions on a search path (None: Python's), sorted by name, without this library."""
     distributions = (
         importlib.metadata.distributions() if search is None else importlib.metadata.distributions(path=search)
     )
@@ -98,7 +98,7 @@ def collect(packages: Iterable[Package], heldout: Iterable[str]) -> Corpus:
     """Reads all permissive packages; those named in `heldout` are held out, and copies of their files are skipped.
 
     Raises:
-      ValueError: a held-out package that is not installed, or whose license is not permissive.
+      ValueError: a held-out package is not installed, or its license is not permissive.
     """
     packages = list(packages)
     names = frozenset(normalize(name) for name in heldout)
@@ -107,7 +107,7 @@ def collect(packages: Iterable[Package], heldout: Iterable[str]) -> Corpus:
     vendored = frozenset(module for package in apart for module in package.modules)
     skipped: Counter = Counter()
     seen: set[bytes] = set()
-    # Held-out packages first, so that a copy found elsewhere counts as the duplicate.
+    # Held-out packages first: a copy found elsewhere counts as the duplicate.
     held = tuple(document for package in apart for document in _read(package, seen, frozenset(), skipped))
     train: list[Document] = []
     for package in tqdm(packages, unit="package", desc="reading", disable=None, mininterval=1):
@@ -122,7 +122,7 @@ def collect(packages: Iterable[Package], heldout: Iterable[str]) -> Corpus:
 
 
 def choose_heldout(packages: Iterable[Package], preferred: Iterable[str]) -> list[str]:
-    """Those of the `preferred` packages that are installed, with a permissive license.
+    """The installed ones of the `preferred` packages with a permissive license.
 
     Raises:
       ValueError: there are none.

@@ -32,7 +32,7 @@ from tools.pretrain.corpus import Corpus, Document
 HELDOUT = (
     "click einops h11 humanize jinja2 lineax markdown networkx patsy simplejson sortedcontainers wadler-lindig".split()
 )
-"""The packages that are held out by default, as far as they are installed."""
+"""Packages held out by default, as far as they are installed."""
 
 MAX_PROCESSES = 1024
 LIMITS = PromptLimits(min_tokens=40)
@@ -72,7 +72,7 @@ def main(command: DataOptions, size: tokenizer.Size) -> int:
       ValueError, OSError: bad input; the message names it.
     """
     options.check_writable("--out", command.out)
-    if command.tokenizer is not None:  # before the packages, which take minutes to read
+    if command.tokenizer is not None:  # before the packages: those take minutes to read
         files.check(files.load(locate(command.tokenizer)), command.tokenizer)
     packages = [*corpus.installed(), corpus.standard_library()]
     heldout = corpus.choose_heldout(packages, HELDOUT) if command.heldout is None else command.heldout
@@ -108,8 +108,8 @@ def build(
     model: as for `jspec.load`; its tokenizer is used regardless of `vocab_size`. None: one is trained.
 
     Raises:
-      ValueError: an empty side of the split, a vocabulary that is too small, a number out of bounds, or a tokenizer
-        without a token that ends a text.
+      ValueError: an empty side of the split, too small a vocabulary, a number out of bounds, or a tokenizer
+        without an end-of-text token.
       FileNotFoundError: the model has no tokenizer.json.
       OSError: the files cannot be written; those of an earlier call are as before.
     """
@@ -125,7 +125,7 @@ def build(
     else:
         bpe = files.load(locate(model))
         files.check(bpe, model)
-    # Prompts; a function may be in both sides, in files that differ elsewhere.
+    # Prompts; a function may be in both sides, in otherwise different files.
     heldout = extract_prompts(collected.heldout, bpe, limits.heldout, limits, processes)
     without = {record["prompt"] for record in heldout}
     trained = extract_prompts(collected.train, bpe, limits.train, limits, processes, without)
@@ -173,7 +173,7 @@ def list_packages(collected: Corpus) -> list[dict[str, Any]]:
 def describe(packages: list[dict[str, Any]], collected: Corpus, train: Half, source: str) -> data.CardTexts:
     """What model cards quote about data of packages.
 
-    source: the options that give the tokenizer.
+    source: the options of the tokenizer.
     """
     apart = [package["name"] for package in packages if package["heldout"]]
     rows = [
@@ -201,7 +201,7 @@ def extract_prompts(
     processes: int = 1,
     without: Collection[str] = (),
 ) -> list[dict[str, str]]:
-    """Up to `count` prompts within the length limits, in a fixed random order that alternates between packages.
+    """Up to `count` prompts within the length limits, in a fixed random order, alternating between packages.
 
     without: prompts to leave out.
     """

@@ -32,7 +32,7 @@ from tools.pretrain import card, model, objective, tokenizer
 from tools.pretrain.objective import LmRecipe, LmSetup
 
 MAX_SHARD_BYTES = 9_000_000
-"""Weight files are split at this size, so that a source repository can hold them."""
+"""Weight files are split at this size, to fit in a source repository."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Heldout:
     """Text to evaluate on, and how many bytes of text each id of the vocabulary encodes, Int[V].
 
     Raises:
-      TypeError, ValueError: an array that is not of ints.
+      TypeError, ValueError: an array of another type than ints.
     """
 
     source: Source
@@ -69,7 +69,7 @@ def train(
     run_options: see `trainer.RunOptions`.
 
     Raises:
-      ValueError: a model, data and recipe that do not fit together; also as `trainer.run`.
+      ValueError: a mismatch of model, data and recipe; also as `trainer.run`.
     """
     check(setup, sources, heldout, teacher)
     recipe = setup.recipe
@@ -111,12 +111,12 @@ def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: Lla
 
 
 def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: LlamaParams | None = None) -> None:
-    """Checks that model, teacher, data and recipe fit together, so that no run ends in the middle.
+    """Checks model, teacher, data and recipe against each other, before a run would end in the middle.
 
     teacher: its weights.
 
     Raises:
-      ValueError: sequences longer than a model's context, vocabularies that differ, texts that are too short, or a
+      ValueError: sequences longer than a model's context, different vocabularies, too short texts, or a
         teacher without weights.
     """
     config, shape, recipe = setup.config, setup.teacher, setup.recipe
@@ -156,7 +156,7 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
 
 
 def _record(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: LlamaParams | None) -> Record:
-    """Everything that determines a run."""
+    """The parameters of a run."""
     return {
         **dataclasses.asdict(setup.recipe),
         **dataclasses.asdict(setup.config),
@@ -212,7 +212,7 @@ def main(run: LmRun, recipe: LmRecipe) -> int:
         teacher = language_model.load(run.teacher, dtype=dtype)
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of a language model")
     setup = LmSetup(config, recipe, shape, dtype)
-    # A card is tried now, so that a run that cannot have one does not begin.
+    # Try a card now: a run that cannot have one must not begin.
     inputs = cards.inputs(manifest, sources, run)
     weights = count(jax.eval_shape(lambda: objective.init(setup).params))
     card.write(setup, inputs, card.EXAMPLE, run, steps=recipe.steps, weights=weights)
@@ -243,7 +243,7 @@ def export(
     end = files.end_of_text(bpe)
     special, templates = (None, None) if chat is None else (chat.special_roles, chat.templates)
     if templates and special is not None:
-        # The replies that it learned end with this token.
+        # The learned replies end with this token.
         end = special.get("eos_token", end)
     eos = () if end is None or end not in bpe.get_vocab() else (bpe.get_vocab()[end],)
     with atomic.staged(out, key="config.json", replaced=(*atomic.WEIGHTS, "generation_config.json")) as stage:

@@ -38,7 +38,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a tokenizer of at most `vocab_size` tokens, including `END_OF_TEXT` (id 0) and the 256 bytes.
 
     Raises:
-      TypeError, ValueError: a vocabulary that is not an int, too small for the bytes, or too large.
+      TypeError, ValueError: a vocabulary of another type than int, too small for the bytes, or too large.
     """
     vocab_size = check_int("vocab_size", vocab_size, least=MIN_VOCABULARY, most=MAX_VOCABULARY)
     tokenizer = Tokenizer(models.BPE())
@@ -70,7 +70,7 @@ def sample(texts: Sequence[str]) -> list[str]:
 
 
 def check_same(tokenizer: Tokenizer, source: Path, model: Path) -> None:
-    """Checks that a model, if it has a tokenizer, has that of `source`.
+    """Checks the tokenizer of a model, if it has one, against `source`.
 
     Raises:
       ValueError: the vocabularies differ.
@@ -82,7 +82,7 @@ def check_same(tokenizer: Tokenizer, source: Path, model: Path) -> None:
 
 
 def byte_counts(tokenizer: Tokenizer) -> np.ndarray:
-    """Int32[V]: how many bytes of text each id encodes; 0 for special tokens, such as the one that ends a text.
+    """Int32[V]: how many bytes of text each id encodes; 0 for special tokens, such as the end-of-text token.
 
     Raises:
       ValueError: a tokenizer of an unknown kind.
