@@ -1,4 +1,4 @@
-"""Block drafts in training: shape, initial weights, and the blocks of a text that they learn.
+"""Block drafts in training: shape, initial weights, and the blocks of a text to learn.
 
 Anchors are sampled in each text. After each of them one block is predicted as in decoding, from the target's hidden
 states before the anchor; the Markov and the confidence head read the text's own tokens (DSpark, arXiv 2607.05147; also
@@ -58,7 +58,7 @@ class BlockAttention:
     ) -> Float[Array, "B N H D"]:
         """Attention of the rows of all blocks, block by block; `mask` None: causal within a block, otherwise both ways.
 
-        No row of a window reaches beyond its block, which is at most as long.
+        No row of a window reaches beyond its block, at most as long.
         """
         assert start is None
         batch, blocks = self.anchors.shape
@@ -94,7 +94,7 @@ class Blocks:
 
     logits: Float[Array, "B A d V"]
     confidence: Float[Array, "B A d"] | None
-    """Logits of the probability that a prediction is accepted if those before it are; None: there is no such head."""
+    """Logits of the probability of accepting a prediction after those before it; None: there is no such head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class BlockLearner:
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads."""
+        """The captured hidden states of the target."""
         return self.config.capture_layers
 
     def vocabulary(self, sources: tuple[Source, ...]) -> None:
@@ -148,7 +148,7 @@ class BlockLearner:
         )
 
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
-        """The tokens that count: those of the mask."""
+        """The counted tokens: those of the mask."""
         return jax.device_put(np.ones(tokens.shape, np.float32) if mask is None else np.asarray(mask, np.float32))
 
     def learn(
@@ -161,7 +161,7 @@ class BlockLearner:
         recipe: Recipe,
         key: Key[Array, ""],
     ) -> tuple[Float[Array, ""], StepMetrics]:
-        """The loss of blocks after anchors that the key samples, and metrics of each of the d predictions."""
+        """The loss of blocks after sampled anchors, and metrics of each of the d predictions."""
         assert isinstance(recipe, BlockRecipe) and out.hidden is not None
         anchors, used = sample_anchors(mask, recipe.anchors, key)
         predicted = self.forward(params, tokens, out.hidden, anchors)
@@ -217,7 +217,7 @@ class BlockLearner:
 def sample_anchors(
     mask: Float[Array, "B T"], count: int, key: Key[Array, ""]
 ) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-    """Up to `count` positions of each text, ascending, that count and whose next token counts, and 1 for each of them.
+    """Up to `count` counted positions of each text, ascending, whose next token counts, and 1 for each of them.
 
     Texts with fewer such positions have 0 at the end, with 0 in the second result.
     """
@@ -244,7 +244,7 @@ def compare(
       target_logits: the target's logits.
       labels: the tokens of the text.
       counted: 1 for predictions that count, a prefix of each block.
-      tokens: those of the batch, by which the losses of the metrics are divided.
+      tokens: those of the batch, the divisor of the losses of the metrics.
     """
     depth = labels.shape[2]
     weight = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / recipe.reach)[None, None]
@@ -267,7 +267,7 @@ def configure(target: Llama, shape: BlockShape) -> BlockHead:
     head.
 
     Raises:
-      ValueError: a layer or a token that the target does not have.
+      ValueError: a layer or a token outside of the target.
     """
     count = target.num_layers
     if shape.capture_layers is None and count < 8:

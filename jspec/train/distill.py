@@ -32,7 +32,7 @@ P = TypeVar("P")
 DraftConfig: TypeAlias = EagleHead | BlockHead | Assistant
 
 NEW_TOKENS = 128
-"""Tokens that are decoded after each held-out prompt."""
+"""Tokens to decode after each held-out prompt."""
 _MAX_HELDOUT_TOKENS = 2**18
 
 
@@ -54,11 +54,11 @@ class Learner(Protocol):
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads, as in `Decoder.apply`."""
+        """The captured hidden states of the target, as in `Decoder.apply`."""
         ...
 
     def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
-        """The tokens that it can propose, Int32[Vd], given the text that it is trained on; None: all."""
+        """The tokens of the draft's vocabulary, Int32[Vd], for the text to train on; None: all."""
         ...
 
     def init(self, target: PyTree, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> PyTree:
@@ -71,7 +71,7 @@ class Learner(Protocol):
         ...
 
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
-        """What `learn` needs to know of which tokens count. mask: 1 for those; None: all count."""
+        """What `learn` needs to know of the counted tokens. mask: 1 for those; None: all count."""
         ...
 
     def learn(
@@ -100,7 +100,7 @@ class Learner(Protocol):
         """A draft of a shape, of the dataclass in the table of kinds.
 
         Raises:
-          ValueError: a target that has no such draft, or a shape that does not fit it.
+          ValueError: a target without drafts of this kind, or a shape that does not fit it.
         """
         ...
 
@@ -114,13 +114,13 @@ class Learner(Protocol):
 
 
 class DraftState(State):
-    """The state of a draft; `params` are float32 and do not contain `ids`, which are integers."""
+    """The state of a draft; `params` are float32 and do not contain the integers `ids`."""
 
     ids: Int[Array, " Vd"] | None
     """The draft's vocabulary, as target ids; None: all."""
 
     def serve(self, dtype: DTypeLike) -> PyTree:
-        """The draft's weights for serving, in `dtype`: a copy, which outlives the donation of the state."""
+        """The draft's weights for serving, in `dtype`: a copy, to outlive the donation of the state."""
         params, ids = _copied((self.params, self.ids), dtype=dtype)
         return params if ids is None else dataclasses.replace(params, ids=ids)
 
@@ -196,7 +196,7 @@ def measure(
 
 
 def run_target(setup: DraftSetup, target: PyTree, tokens: Int[Array, "B T"]) -> ForwardOutput:
-    """The target's forward over a text, with the hidden states that the draft reads."""
+    """The target's forward over a text, with the captured hidden states."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     attention = model.causal_attention(setup.target, setup.dtype)
     return setup.target.apply(target, tokens, positions, attention, None, capture_layers=setup.learner.capture_layers)
@@ -215,7 +215,7 @@ def train(
 
     Args:
       target: the target's weights, in the setup's precision.
-      sources: text to train on; best, text that the target wrote itself.
+      sources: text to train on; best, text by the target itself.
       heldout: text to evaluate on.
       measure_draft: from the draft's weights as they are served, more metrics to log at each evaluation, such as
         `accept_length`.

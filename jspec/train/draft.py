@@ -42,17 +42,17 @@ def train_draft(
     Args:
       kind: "eagle3" for an EAGLE-3 head, "dspark" for a block draft (DSpark or DFlash), or "frozen-kv-mtp" for an
         assistant.
-      model: the target; a draft that it has is not in the result.
-      sequences: Int[sequences, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
+      model: the target; the result is without its present draft.
+      sequences: Int[sequences, T] text by the target itself, such as `jspec.train.text.complete` returns.
       steps: training steps, at least 2.
-      mask: [sequences, T]: 1 for tokens that count for the loss, 0 for others and for padding; None: all count.
+      mask: [sequences, T]: 1 for tokens of the loss, 0 for others and for padding; None: all count.
       batch_tokens: tokens per step.
       progress: show a bar with the loss.
-      options: fields of the draft's shape and of its recipe, except for `length`, which is T: those of `HeadShape` and
+      options: fields of the draft's shape and of its recipe, except for `length`, T here: those of `HeadShape` and
         `DraftRecipe`, `BlockShape` and `BlockRecipe`, or `AssistantShape` and `DraftRecipe`, in `jspec.train.recipe`.
 
     Raises:
-      TypeError, ValueError: an argument of another type or out of bounds, or arguments that do not fit together.
+      TypeError, ValueError: an argument of another type or out of bounds, or arguments at odds with each other.
     """
     # The arguments.
     if kind not in KINDS:
@@ -63,7 +63,7 @@ def train_draft(
     check_flag("progress", progress)
     shape, hyperparameters = _split_options(KINDS[kind], options)
     sequences = batches.check_tokens("sequences", sequences, axes=(2,))
-    # The learner. A length below the least is refused by `distill.check`, which names the sequences.
+    # The learner. `distill.check` refuses a length below the least and names the sequences.
     learner = KINDS[kind].load().make(model.target, KINDS[kind].shape(**shape))
     length = max(3, sequences.shape[1])
     recipe = KINDS[kind].recipe(steps=steps, batch_tokens=batch_tokens, length=length, **hyperparameters)
@@ -114,7 +114,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     learner, target = kind.load().make(model.target, shape), model.params.target
     setup = DraftSetup(learner, recipe, str(target.embed.dtype))
     sources, heldout = run.sources(model.target.vocab_size), run.heldout(model.target.vocab_size)
-    # A card is tried now, so that a run that cannot have one does not begin.
+    # Try the card before the run, not after it.
     distill.check(setup, sources, heldout)
     distill.check_evaluation(model, learner.config, prompts, run.depth)
     weights = count(jax.eval_shape(lambda: distill.init(setup, target, learner.vocabulary(sources)).params))
@@ -147,7 +147,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
 
 
 def _check_tokenizer(run: DraftRun, directory: Path) -> None:
-    """Raises if the tokenizer of --data is not that of --target."""
+    """Raises if the tokenizers of --data and --target differ."""
     path = run.data / "tokenizer.json"
     of_data, of_target = Tokenizer.load(run.data), Tokenizer.load(directory)
     if of_data is None or of_target is None or of_data.vocabulary() != of_target.vocabulary():

@@ -12,7 +12,7 @@ from jspec.models.decoder import Decoder
 from pallas_kernels import platform
 
 _MAX_FUSED_HEAD_DIM = 128
-"""Head dimension up to which cuDNN has attention on every GPU that it supports."""
+"""The largest head dimension of attention by cuDNN on all of its GPUs."""
 
 EMBEDDING_SPREAD = 0.02
 """Standard deviation of initial embeddings."""
@@ -60,7 +60,7 @@ def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0
 
     shapes: the layer's part of `param_shapes`.
     keys: one is used for each matrix.
-    branch: scale of the matrices that end a residual branch, `o` and `down`.
+    branch: scale of the last matrices of a residual branch, `o` and `down`.
     """
 
     def init(path, leaf: jax.ShapeDtypeStruct) -> Array:
@@ -74,12 +74,12 @@ def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0
 
 
 def check_capture(layers: tuple[int, ...] | None, default: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The layers that a draft captures of a target with `count` layers, ascending; `count` is the output of the last.
+    """The captured layers of a target with `count` layers, ascending; `count` is the output of the last.
 
     default: if `layers` is None.
 
     Raises:
-      ValueError: a layer that the target does not have, or another order.
+      ValueError: a layer outside of the target, or another order.
     """
     layers = default if layers is None else layers
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= count:

@@ -51,15 +51,15 @@ class Run:
         return Intervals(evaluate=self.eval_every, checkpoint=self.checkpoint_every)
 
     def check(self, steps: int, **inputs: Path | None) -> None:
-        """Checks that the run can write its files at its end.
+        """Check the directories for the files at the end of a run.
 
         Args:
           steps: of the recipe.
-          inputs: further directories that are read, by option.
+          inputs: further directories to read, by option.
 
         Raises:
-          ValueError: `stop_after` beyond the run, or an output that would overwrite an input.
-          OSError: a directory that cannot be written.
+          ValueError: `stop_after` beyond the run, or an output in the place of an input.
+          OSError: a directory without permission to write.
         """
         if self.stop_after is not None and self.stop_after > steps:
             raise ValueError(f"--stop-after={self.stop_after}: must be at most {steps}, the --steps of the run")
@@ -73,7 +73,7 @@ class Run:
         """The text of --data, and --rows if given.
 
         Raises:
-          ValueError: a token file that is damaged or has ids outside of the vocabulary, or --rows without sequences.
+          ValueError: a damaged token file, ids outside of the vocabulary, or --rows without sequences.
           FileNotFoundError: a missing token file.
         """
         text = batches.open_source(self.data / "train.npy", vocab_size=vocab_size, share=1 - self.share)
@@ -114,7 +114,7 @@ def describe(values: object) -> str:
 
 
 def check_writable(name: str, directory: Path) -> None:
-    """Checks that a directory exists or can be created, and that files can be created in it.
+    """Check for a directory, or the permission to create it, and files in it.
 
     Raises:
       OSError: it is a file, or there is no permission.
@@ -126,7 +126,7 @@ def check_writable(name: str, directory: Path) -> None:
 
 
 def check_one(values: object, *names: str) -> str:
-    """The only one of several options that is given.
+    """The one option present among several.
 
     Raises:
       ValueError: none or several are.

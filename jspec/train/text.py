@@ -1,7 +1,7 @@
 """`jspec train text`: writes a target's own text, greedy and sampled, for its draft to learn from.
 
-A draft predicts its target's own text, so that is what it should be trained on (Zhou et al., DistillSpec, arXiv
-2310.08461). Sampled text repeats itself less than greedy text; a draft that will be used for both learns from both.
+A draft predicts its target's own text and is best trained on it (Zhou et al., DistillSpec, arXiv 2310.08461). Sampled
+text repeats itself less than greedy text; a draft for both uses learns from both.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ def complete(
 
     Args:
       batch: prompts at a time.
-      sampled_share: the fraction of texts that are sampled at temperature 1, chosen by the seed; the others are greedy.
+      sampled_share: the fraction of texts sampled at temperature 1, chosen by the seed; the others are greedy.
       seed: of the choice, and of the sampling.
 
     Raises:
-      TypeError: a prompt that is not a list of ints.
-      ValueError: a width beyond the model's context, no prompts, a prompt that is empty, fills `width` or has ids
+      TypeError: a prompt of another type than a list of ints.
+      ValueError: a width beyond the model's context, no prompts, an empty prompt, or one that fills `width` or has ids
         outside of the vocabulary, or a share outside of 0 to 1.
     """
     width, batch = check_int("width", width, least=2), check_int("batch", batch, least=1)
@@ -104,7 +104,7 @@ def _complete(
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    # None if all are greedy, for which the coupled rule would need a temperature.
+    # None if all are greedy: the coupled rule would need a temperature.
     temperatures = per_row(samplings, len(prompts), config.vocab_size)
     rule = accept.greedy if temperatures is None else accept.coupled
     weights, method = Params(params), Method(config, Plain(), rule)
@@ -168,15 +168,15 @@ def main(command: TextOptions) -> int:
 
 
 def _read_prompts(command: TextOptions, directory: Path) -> list[list[int]]:
-    """The prompts that fit, as tokens, of which there are at most --rows.
+    """The prompts short enough for the width, as tokens, at most --rows of them.
 
     Raises:
-      ValueError: prompts of chats, or none that fits.
+      ValueError: prompts of chats, or only longer ones.
     """
     records = read_records(command.prompts)
     if any(record.get("rendered") for record in records):
         raise ValueError(f"{command.prompts}: has prompts of chats; use `jspec train replies`, whose replies end")
-    # Adds the token that begins a text, if the tokenizer has one, as `generate` does.
+    # Begin with the first token of all texts, if the tokenizer has one, as `generate` does.
     encodings = tokenizer.load(directory).encode_batch_fast([record["prompt"] for record in records])
     longest = command.width * 3 // 4
     prompts = [list(encoding.ids) for encoding in encodings if 0 < len(encoding.ids) <= longest]

@@ -2,7 +2,7 @@
 (Li et al., EAGLE-3, arXiv 2503.01840, section 3).
 
 Row p starts from the target's state at position p. At step k it reads its own output of step k - 1 and the text's token
-at p + k + 1, and learns the target's distribution there, that of the token at p + k + 2.
+at p + k + 1, and learns the target's distribution there, of the token at p + k + 2.
 """
 
 from functools import partial
@@ -38,17 +38,17 @@ class StepMetrics:
     """Metrics of each of K steps, over a batch."""
 
     loss: Float[Array, " K"]
-    """Cross-entropy from the target's distribution in nats, summed over the rows that count and divided by B T."""
+    """Cross-entropy from the target's distribution in nats, summed over the counted rows and divided by B T."""
     agreed: Int[Array, " K"]
-    """Rows that count and where draft and target choose the same token."""
+    """Counted rows where draft and target choose the same token."""
     chained: Int[Array, " K"]
-    """Rows that also agreed at all earlier steps: chains of which a decoder would accept more than k drafts."""
+    """Rows that also agreed at all earlier steps: a decoder would accept more than k drafts of these chains."""
     counted: Int[Array, " K"]
     """Rows inside the mask."""
 
 
 class UnrolledLearner(Protocol):
-    """The shared part of drafts that learn in the training-time test, each a `distill.Learner`."""
+    """The shared part of drafts in the training-time test, each a `distill.Learner`."""
 
     test: ClassVar[str] = "training-time test"
 
@@ -66,7 +66,7 @@ class UnrolledLearner(Protocol):
     def forward(
         self, params: Params, tokens: Int[Array, "B T"], observed: PyTree, carry: PyTree, step: int
     ) -> tuple[Float[Array, "B T Vd"], PyTree]:
-        """Step `step` of all rows at once, each row the chain that starts there.
+        """Step `step` of all rows at once, each row the chain from there.
 
         tokens: the text; row p reads the token at p + step + 1, or 0 after the end.
         carry: as returned by the previous step.
@@ -91,7 +91,7 @@ class UnrolledLearner(Protocol):
     ) -> tuple[Float[Array, ""], StepMetrics]:
         """The loss of the training-time test, and the metrics of its steps."""
         assert isinstance(recipe, DraftRecipe)
-        # XLA on CPU schedules the program such that recomputing costs time and saves no memory.
+        # With XLA's schedule on CPU, recomputing costs time and saves no memory.
         recompute = platform.platform() != "cpu"
         observed, targets = self.observe(out), make_targets(out.logits, ids)
         metrics = unroll(self, params, tokens, observed, targets, mask, recipe.ttt_steps, recompute=recompute)
@@ -136,7 +136,7 @@ def unroll(
       tokens: the text.
       observed: what the draft reads of the target.
       targets: the target's distribution after each token.
-      mask: 1 for text that counts, 0 elsewhere. Row p of step k counts if the token at p + k does.
+      mask: 1 for counted text, 0 elsewhere. Row p of step k counts if the token at p + k does.
       recompute: the backward pass recomputes the inside of each step, above all its logits, so that only the carries
         of the K steps are stored.
     """
@@ -158,7 +158,7 @@ def total(loss: Float[Array, " K"], decay: float) -> Float[Array, ""]:
 
 
 def _step(draft: UnrolledLearner, params: Params, tokens, observed, carry, targets: Targets, mask, *, step: int):
-    """The carry into the next step, the loss of this one, and the rows that count and agree with the target."""
+    """The carry into the next step, the loss of this one, and the counted rows in agreement with the target."""
     logits, carry = draft.forward(params, tokens, observed, carry, step)
     probs = shift(targets.probs, step + 1, 1 / targets.probs.shape[-1])
     weight = shift(mask, step) * shift(targets.known, step + 1, targets.beyond).astype(mask.dtype)
@@ -174,16 +174,16 @@ def shift(x: Shaped[Array, "B T *rest"], count: int, fill: float | Array = 0) ->
 
 
 def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:
-    """The mask of rows, as `unroll` takes it, by which exactly the tokens that count are learned.
+    """The mask of rows for `unroll` to learn exactly the counted tokens.
 
-    mask: 1 for tokens that count. Row p of step k learns the distribution of the token at p + k + 2.
+    mask: 1 for counted tokens. Row p of step k learns the distribution of the token at p + k + 2.
     """
     mask = np.asarray(mask, np.float32)
     return jax.device_put(np.pad(mask, ((0, 0), (0, 2)))[:, 2:])
 
 
 def text_mask(tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The mask of a text that counts as a whole, except for its last token: after it there is only padding to learn."""
+    """The mask of a whole text, except for its last token: after it there is only padding to learn."""
     mask = np.ones(tokens.shape, np.float32)
     mask[:, -1] = 0.0
     return jax.device_put(mask)
