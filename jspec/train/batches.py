@@ -1,4 +1,4 @@
-"""Batches of token sequences, each a function of (seed, step) alone, so that training resumes where it stopped.
+"""Batches of token sequences, each a function of (seed, step) alone, so training resumes where it stopped.
 
 A source of whole sequences may have a mask, 1 for the tokens that count for the loss and 0 for the others: what a model
 reads without learning to write it, such as the user's turns of a chat, and the padding after the end of a sequence.
@@ -30,7 +30,7 @@ class Source:
     name: str = ""
     """What errors call it; empty: by its position."""
     mask: np.ndarray | None = None
-    """[sequences, T]: 1 for tokens that count for the loss, 0 for others; None: all count."""
+    """[sequences, T]: 1 for tokens of the loss, 0 for others; None: all count."""
 
     def __post_init__(self):
         name = self.name or "tokens"
@@ -46,7 +46,7 @@ def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)
     axes: how many axes are valid; with two, they are [sequences, T].
 
     Raises:
-      TypeError: values that are not ints.
+      TypeError: values other than ints.
       ValueError: ragged, another number of axes, or no tokens.
     """
     try:
@@ -67,8 +67,8 @@ def check_mask(name: str, mask: ArrayLike, tokens: np.ndarray) -> np.ndarray:
     """A mask of whole sequences as an array.
 
     Raises:
-      TypeError: values that are neither ints nor bools.
-      ValueError: another shape than that of `tokens`, values other than 0 and 1, or no token that counts.
+      TypeError: values other than ints and bools.
+      ValueError: another shape than `tokens`, values other than 0 and 1, or no counted token.
     """
     array = np.asarray(mask)
     shown = f"{name}: is {array.dtype}{list(array.shape)}"
@@ -87,10 +87,10 @@ def check_mask(name: str, mask: ArrayLike, tokens: np.ndarray) -> np.ndarray:
 
 
 def check_ids(name: str, tokens: np.ndarray, vocab_size: int) -> None:
-    """Checks that all ids are in the vocabulary.
+    """Check all ids against the vocabulary.
 
     Raises:
-      ValueError: it names the first kind of id that is not.
+      ValueError: ids outside of it; names the first kind.
     """
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
@@ -98,11 +98,11 @@ def check_ids(name: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def check_sources(sources: Sequence[Source], *, length: int, context: int, vocab_size: int) -> None:
-    """Checks that each step can have a batch, so that no run ends in the middle.
+    """Check for a batch at each step, so no run ends in the middle.
 
     Args:
-      length: tokens of a sequence that is cut from a text.
-      context: tokens that the model can read at once; it reads all tokens of a sequence but the last.
+      length: tokens of a sequence, cut from a text.
+      context: the most tokens of one forward; a model reads all tokens of a sequence but the last.
 
     Raises:
       ValueError: no source or no share, a text shorter than a sequence, sequences beyond the context, or ids outside of
@@ -124,7 +124,7 @@ def check_sources(sources: Sequence[Source], *, length: int, context: int, vocab
 
 
 def check_memory(batch_tokens: int, vocab_size: int) -> None:
-    """Checks that the logits of a batch, the largest array of most trainings, fit into the memory that is free.
+    """Check the logits of a batch, the largest array of most trainings, against the free memory.
 
     Raises:
       ValueError: they do not.
@@ -261,7 +261,7 @@ def windows(tokens: np.ndarray, *, batch_tokens: int, length: int) -> Iterator[n
     """All of `tokens` once, in order, as batches Int32[B, length + 1].
 
     Each window begins with the last token of the one before.
-    Tokens that do not fill a window are omitted, and the last batch may have fewer windows.
+    Tokens short of a window are omitted, and the last batch may have fewer windows.
 
     Raises:
       ValueError: fewer tokens than one window.

@@ -18,12 +18,12 @@ from jspec.train.recipe import Recipe
 from jspec.train.rows import Made
 
 FinalMetrics = Mapping[str, Any]
-"""The last line of metrics.jsonl that has the metrics of an evaluation, as JSON."""
+"""The last line of metrics.jsonl with the metrics of an evaluation, as JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a run reads, as far as its card describes it; read before the run, so that nothing is missing at its end.
+    """What a run reads, as far as its card describes it; read before the run, so nothing is missing at its end.
 
     manifest: the data.
     rows_shape: sequences of --rows and their length; None: there is no --rows.
@@ -63,9 +63,9 @@ def assemble(
 
     Args:
       name: what the model is called.
-      architecture: the sentence that describes it.
+      architecture: a sentence about it.
       training: items of the section on its training.
-      sections: further sections, after that one.
+      sections: further sections, after it.
       commands: what makes the model again.
       texts: what the data has for cards.
       pipeline: the hub's name for what the model does; None: it does nothing by itself.
@@ -98,13 +98,13 @@ def inputs(manifest: Manifest, sources: Sequence[Source], run: Run, num_prompts:
 
 
 def final_metrics(work: Path, metric: str) -> FinalMetrics:
-    """The last line of a run's metrics that has `metric`."""
+    """The last line of a run's metrics with `metric`."""
     lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     return next(line for line in reversed(lines) if metric in line)
 
 
 def optimization(recipe: Recipe, steps: int, length: int | None) -> str:
-    """How many steps of which optimizer a run took. length: as in `Inputs`."""
+    """The optimizer and the steps of a run. length: as in `Inputs`."""
     decay = f"weight decay {recipe.weight_decay:g}" if recipe.weight_decay else "no weight decay"
     return (
         f"{steps:,} steps of {recipe.batch_tokens:,} tokens ({steps * recipe.batch_tokens:,} tokens in total), "
@@ -120,7 +120,7 @@ def hardware(final: FinalMetrics) -> str:
 
 
 def describe_rows(inputs: Inputs) -> str:
-    """Which share of the batches is from --rows, and how those were made."""
+    """The share of the batches from --rows, and how those were made."""
     how = "greedily itself"
     if inputs.rows_made is not None and inputs.rows_made.sampled_share:
         how = f"itself, {inputs.rows_made.sampled_share:.0%} of it sampled at temperature 1 and the rest greedy"
@@ -128,7 +128,7 @@ def describe_rows(inputs: Inputs) -> str:
 
 
 def text_command(inputs: Inputs, model_name: str) -> str:
-    """The command that has the model write the token file of --rows, named rows.npy."""
+    """The command for the model to write the token file of --rows, named rows.npy."""
     assert inputs.rows_shape is not None
     count, width = inputs.rows_shape
     prompts = "data/train_prompts.json"
@@ -172,7 +172,7 @@ class DraftCard:
     weights: int
 
     def write(self, final: FinalMetrics, steps: int) -> str:
-        """The card in Markdown, from the last metrics and the number of steps that were trained."""
+        """The card in Markdown, from the last metrics and the number of trained steps."""
         target, name, noun = public_name(self.run.target), self.run.out.name, self.kind.noun
         drafter = self.setup.learner.config.drafter
         layout = "" if self.output is None else f", in the layout `{self.output.layout}`"
@@ -214,7 +214,7 @@ class DraftCard:
         return "## Results\n\n" + "\n".join(lines)
 
     def _commands(self, target: str, name: str) -> list[str]:
-        """The commands that make this draft again, with relative paths."""
+        """The commands for making this draft again, with relative paths."""
         lines = [self.inputs.manifest["card"]["command"]]
         train = f"jspec train {self.kind.name} --data data --target {target} --work runs/{name} --out {name}"
         if self.inputs.rows_shape is not None:

@@ -1,10 +1,10 @@
-"""The data of a training, a directory that `jspec train data` writes:
+"""The data of a training, a directory by `jspec train data`:
 
 tokenizer.json, tokenizer_config.json   the tokenizer
 train.npy, heldout.npy                  of texts, UInt[tokens], each text followed by the end-of-text token; of chats,
                                         UInt[sequences, T], each from the beginning of its chat; ids have 16 bits, or
                                         32 if the vocabulary needs them
-train_mask.npy, heldout_mask.npy        of chats, UInt8[sequences, T]: 1 for tokens that count for the loss
+train_mask.npy, heldout_mask.npy        of chats, UInt8[sequences, T]: 1 for tokens of the loss
 heldout_prompts.json                    prompts for evaluations, a list of {prompt}
 train_prompts.json                      prompts for `jspec train text`, in the same format; chats have none
 data.json                               the counts, what was dropped, and what model cards quote
@@ -26,7 +26,7 @@ from jspec.core.checks import check_int
 from jspec.train import tokenizer
 
 _REPLACED = ("train_mask.npy", "heldout_mask.npy", "train_prompts.json")
-"""Files of earlier data that not all data has."""
+"""Optional files, to remove from earlier data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PromptLimits:
     """How many prompts to write, and their lengths in tokens.
 
     Raises:
-      TypeError, ValueError: a value that is not an int or below 1, or a minimum above the maximum.
+      TypeError, ValueError: a value other than an int or below 1, or a minimum above the maximum.
     """
 
     heldout: int = 128
@@ -56,7 +56,7 @@ class Counts(TypedDict):
     bytes: int
     tokens: int
     learned: NotRequired[int]
-    """Tokens that count for the loss."""
+    """Tokens of the loss."""
 
 
 class CardTexts(TypedDict):
@@ -108,11 +108,11 @@ def write(
     bpe: tokenizers.Tokenizer,
     **tokenizer_options: Any,
 ) -> dict[str, Any]:
-    """Writes all files into `directory`, which is created if needed, or none; returns the contents of data.json.
+    """Writes all files into `directory`, created if needed, or none; returns the contents of data.json.
 
     Args:
       halves: to train on, and held out.
-      manifest: the fields of `Manifest` that `halves` and `bpe` do not give, and any others.
+      manifest: the fields of `Manifest` beyond those of `halves` and `bpe`, and any others.
       tokenizer_options: of `tokenizer.save`.
 
     Raises:
@@ -172,7 +172,7 @@ def read_heldout_prompts(directory: Path, count: int | None, default: int) -> li
     count: how many; None: `default`, or all if there are fewer.
 
     Raises:
-      ValueError: fewer prompts than `count`, a prompt twice, or one that is trained on.
+      ValueError: fewer prompts than `count`, a prompt twice, or one of the training prompts.
       OSError: no such file.
     """
     path, trained = directory / "heldout_prompts.json", directory / "train_prompts.json"

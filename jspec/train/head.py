@@ -48,7 +48,7 @@ class TttAttention:
         R = (k + 1) T: the rows of all steps, step by step. `start` and `mask` must be None.
         """
         assert start is None and mask is None
-        # Rows of step 0, which a cache would hold, and those of later steps.
+        # Rows of step 0, held by a cache in serving, and those of later steps.
         batch, length, heads, dim = q.shape
         kv_heads = k.shape[2]
         shape, dot = (batch, -1, length, kv_heads, dim), partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -132,10 +132,10 @@ class HeadLearner(ttt.UnrolledLearner):
 def configure(target: Llama, shape: HeadShape) -> EagleHead:
     """A head of one layer for a target, with the target's shape except for what is given.
 
-    It uses the target's embedding. If its width differs, it has an embedding of its own, which is also trained.
+    It uses the target's embedding. If its width differs, it has and learns an embedding of its own.
 
     Raises:
-      ValueError: a layer that the target does not have, or a vocabulary or number of heads that does not fit.
+      ValueError: a layer outside of the target, or a vocabulary or number of heads that does not fit.
     """
     # The layers to read, and the vocabulary.
     count, vocabulary = target.num_layers, target.vocab_size
@@ -183,7 +183,7 @@ def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = 
 def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | None:
     """The draft's vocabulary, Int32[Vd]: the most common tokens of the sources, each source weighted by its share.
 
-    Only tokens that count for the loss are counted.
+    Only tokens of the loss are counted.
 
     None if the draft has the vocabulary of the target.
     """

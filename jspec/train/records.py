@@ -1,6 +1,6 @@
 """Read the user's files: plain texts, and JSON values, each with its file and line.
 
-JSON is one value per line (JSONL), or one list with all values, which ShareGPT and others publish.
+JSON is one value per line (JSONL), or one list with all values, as ShareGPT and others publish.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ WIDTH = 2048
 """Default of the most tokens of a chat."""
 HELDOUT_SHARE = 0.05
 MOST_FILE_BYTES = 2**30
-"""Bound of a file that is read as a whole: a text, or a JSON list."""
+"""Bound of a file to read as a whole: a text, or a JSON list."""
 MOST_LINE_BYTES = 2**26
 """Bound of a line of JSONL; the file itself has no bound."""
 _SHOWN = 3
-"""Bad records of which the message is printed."""
+"""The most bad records whose messages are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Files:
     field: for "jsonl": the key of the text.
     heldout_share: about how much of the text, or of the chats, is held out.
     width: for "chats": the most tokens of a sequence.
-    skip_bad: whether lines that are not valid are dropped.
+    skip_bad: whether to drop invalid lines.
 
     Raises:
-      TypeError, ValueError: a number out of bounds, a file that is given twice, or a path that is not a file.
+      TypeError, ValueError: a number out of bounds, a file twice, or a path to no regular file.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Files:
         check_files(f"--{self.kind}", self.paths)
 
     def describe(self) -> str:
-        """The options that give it, files without their folders; those with their default value are omitted."""
+        """The options, files without their folders; those with their default value are omitted."""
         options = f"--{self.kind} {' '.join(path.name for path in self.paths)}"
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
@@ -71,7 +71,7 @@ class Files:
 class Dropped:
     """Counts what is dropped, by reason.
 
-    skip_bad: whether a record that is not valid is dropped, too; otherwise it is an error.
+    skip_bad: whether to drop invalid records, too; otherwise they are errors.
     """
 
     skip_bad: bool = False
@@ -95,7 +95,7 @@ class Dropped:
             return None
 
     def is_duplicate(self, what: str, content: bytes) -> bool:
-        """Whether the same content was here before, which counts as "duplicate `what`"."""
+        """Whether the same content was here before; counts it as "duplicate `what`"."""
         digest = hashlib.sha256(content).digest()
         duplicate = digest in self._seen
         self._seen.add(digest)
@@ -111,7 +111,7 @@ class Dropped:
 
 
 def check_files(option: str, paths: Sequence[Path]) -> None:
-    """Checks that all are files, before any of them is read.
+    """Check all paths before any file is read.
 
     Raises:
       CheckpointError: one is missing, or not a file.
@@ -145,7 +145,7 @@ def read_json(paths: Sequence[Path], dropped: Dropped) -> Iterator[tuple[str, An
     Empty lines are skipped.
 
     Raises:
-      ValueError: a file that is not readable, or a value that is not JSON, if `dropped` does not skip it.
+      ValueError: an unreadable file, or a value other than JSON, if `dropped` does not skip it.
     """
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None, mininterval=1) as bar:
@@ -171,7 +171,7 @@ def _read_list(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _split(path: Path) -> Iterator[tuple[str | None, bytes]]:
-    """The lines of a file, each with its place; a file that begins with a bracket as a whole, without a name."""
+    """The lines of a file, each with its place; a file with a bracket at its beginning as a whole, without a name."""
     try:
         with path.open("rb") as file:
             first = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]

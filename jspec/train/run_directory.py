@@ -1,4 +1,4 @@
-"""The directory of a training run: metrics, and checkpoints that are verified before a run continues from them.
+"""The directory of a training run: metrics, and checkpoints, verified before a run continues from them.
 
   recipe.json                the record: everything that determines the result, for people to read
   metrics.jsonl              metrics as JSON lines
@@ -34,7 +34,7 @@ Metrics = dict[str, float | list[float]]
 """Metrics by name; in a list, one value per position or step."""
 
 Record = Mapping[str, object]
-"""What determines a run, by name, as values that JSON can hold."""
+"""What determines a run, by name, as JSON values."""
 
 _RECORD, _METRICS, _PROGRESS, _SUMS = "recipe.json", "metrics.jsonl", "progress.json", "sha256.json"
 
@@ -55,7 +55,7 @@ class RunDirectory:
                 raise CheckpointError(f"{self.path / name}: must be a file")
         self.record: Record = {}
         self.last: int | None = None
-        """The step of the newest checkpoint that this run has read or written."""
+        """The step of the newest checkpoint read or written by this run."""
         self.started, self.before = time.monotonic(), 0.0
 
     def begin(self, record: Record) -> None:
@@ -75,9 +75,9 @@ class RunDirectory:
         atomic.write_text(self.path / _METRICS, "")
 
     def resume(self, record: Record, init: Callable[[], S]) -> S:
-        """The state of the newest checkpoint that is whole; metrics are as of its step. Prints which are damaged.
+        """The state of the newest whole checkpoint; metrics are as of its step. Prints the damaged ones.
 
-        init: returns a state with the structure and shapes of the one that was saved; only traced.
+        init: returns a state with the structure and shapes of the saved one; only traced.
 
         Raises:
           FileNotFoundError: there is no checkpoint.
@@ -152,7 +152,7 @@ class RunDirectory:
         self.last = step
 
     def continuation(self) -> str:
-        """From where a run can go on that ends now, for the end of an error."""
+        """From where a run can go on after its end, as the last part of an error."""
         if self.last is None:
             return "no checkpoint was written before"
         return f"{self.path} can be resumed from step {self.last}"
@@ -242,7 +242,7 @@ def _restore(checkpoint: Path, init: Callable[[], S]) -> S:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a directory, which is no checkpoint any more from the first file on."""
+    """Rename a directory, then remove it: its parts are no checkpoint."""
     if directory.exists():
         trash = directory.with_name(".removed")
         shutil.rmtree(trash, ignore_errors=True)

@@ -13,9 +13,9 @@ from jspec.train.data import Counts, Half, PromptLimits
 from jspec.train.records import Dropped, Files
 
 MOST_CHARACTERS = 2**32
-"""Bound of all texts together, which are held in memory."""
+"""Bound of all texts together, held in memory."""
 _BLOCK, _PROMPT = 2000, 400
-"""Characters of a block of text that gives a prompt, and of a prompt."""
+"""Characters of a block of text with one prompt, and of a prompt."""
 
 
 def read(files: Files, dropped: Dropped) -> list[str]:
@@ -24,7 +24,7 @@ def read(files: Files, dropped: Dropped) -> list[str]:
     dropped: gets the counts of what is dropped, and prints them.
 
     Raises:
-      ValueError: a file or a line that is not valid, too many texts, or none.
+      ValueError: an invalid file or line, too many texts, or none.
     """
     documents, total = [], 0
     for document in _read_texts(files, dropped):
@@ -109,7 +109,7 @@ def split(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]
 def tokenize(documents: list[str], files: Files, bpe: Tokenizer, limits: PromptLimits) -> tuple[Half, Half]:
     """The texts to train on and the held-out texts, see `split`.
 
-    bpe: a tokenizer that passes `tokenizer.check`.
+    bpe: a tokenizer, checked by `tokenizer.check`.
 
     Raises:
       ValueError: too little text.
@@ -155,6 +155,6 @@ def _beginnings(document: str) -> Iterator[str]:
     for start in range(0, len(document), _BLOCK):
         block = document[start : start + _BLOCK].strip()
         prompt = block[: min(_PROMPT, len(block) // 2)]
-        # Without the last word, which may be cut.
+        # Without the last word, perhaps a part.
         words = prompt.rsplit(None, 1)
         yield words[0] if len(words) == 2 else prompt

@@ -12,10 +12,10 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.train import batches
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
-"""The token that ends a text, of Qwen, Llama 3, Gemma and Llama 2; the first that a vocabulary has is used."""
+"""The tokens at the end of a text, of Qwen, Llama 3, Gemma and Llama 2; the first one in a vocabulary is used."""
 
 _PIECE, _BATCH = 2**20, 2**24
-"""Characters of a piece of text, and of the pieces that are tokenized at once."""
+"""Characters of a piece of text, and of the pieces to tokenize at once."""
 
 
 def save(
@@ -27,7 +27,7 @@ def save(
 ) -> None:
     """Writes tokenizer.json and tokenizer_config.json in the format of `transformers`.
 
-    special: content of special tokens by role, such as "eos_token"; None: only the token that ends a text.
+    special: content of special tokens by role, such as "eos_token"; None: only the token of `ENDS`.
     templates: chat templates by name.
     """
     atomic.write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
@@ -61,24 +61,24 @@ def load(directory: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> str | None:
-    """The first token of `ENDS` that the vocabulary has; None: it has none of them."""
+    """The first token of `ENDS` in the vocabulary; None: it has none of them."""
     return next((token for token in ENDS if tokenizer.token_to_id(token) is not None), None)
 
 
 def check(tokenizer: Tokenizer, source: str | Path) -> None:
-    """Checks that token files can be written with a tokenizer.
+    """Check for a token of `ENDS`, which token files need.
 
     Raises:
-      ValueError: it has no token that ends a text.
+      ValueError: the vocabulary has none.
     """
     if end_of_text(tokenizer) is None:
         raise ValueError(f"{source}: the tokenizer has no token that ends a text; it needs one of {', '.join(ENDS)}")
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
-    """All texts as one UInt[tokens] of dtype `batches.id_dtype`, each followed by the token that ends a text.
+    """All texts as one UInt[tokens] of dtype `batches.id_dtype`, each followed by the token of `ENDS`.
 
-    tokenizer: one that passes `check`.
+    tokenizer: checked by `check`.
     """
     vocabulary, token = tokenizer.get_vocab(), end_of_text(tokenizer)
     assert token is not None
@@ -95,7 +95,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarr
 
 
 def _batches(documents: Sequence[str]) -> Iterator[list[tuple[str, bool]]]:
-    """All texts in pieces, several at a time, so that memory is bounded; True: a piece is the last of its text."""
+    """All texts in pieces, several at a time, for bounded memory; True: a piece is the last of its text."""
     batch, size = [], 0
     for document in documents:
         for piece, last in cut(document):
@@ -109,7 +109,7 @@ def _batches(documents: Sequence[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def cut(document: str) -> Iterator[tuple[str, bool]]:
-    """A text in pieces that end with a line, and whether each is the last."""
+    """A text in pieces of whole lines, and whether each is the last."""
     start = 0
     while start + _PIECE < len(document):
         end = document.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
