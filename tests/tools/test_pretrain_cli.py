@@ -4,6 +4,8 @@ import dataclasses
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -154,3 +156,13 @@ def test_a_damaged_config_is_named(good):
         damage(good / "config.json", random.Random(index))
         with pytest.raises((Reached, ValueError, TypeError, OSError), match="^$|config.json|vocab"):
             read(good)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["flax", "optax", "orbax"])
+def test_without_the_extra(missing):
+    """The error has the command to install it."""
+    program = f"import sys; sys.modules[{missing!r}] = None; from tools.pretrain import __main__"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    last = out.stderr.strip().splitlines()[-1]
+    assert out.returncode == 1 and f"training needs {missing}" in last and "[train]" in last
