@@ -329,6 +329,8 @@ def test_windows_and_values_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["plain", "transposed", "gated"])
 def test_a_row_of_a_product_has_the_same_bits_among_any_rows(form, dtype, backend):
+    if (form, dtype) == ("gated", "float32") and interpreted(backend):
+        pytest.skip("needs a GPU: XLA's products for a CPU, of both halves, differ in the last bit on some processors")
     rng = np.random.default_rng(0)
     inner, columns = 200, 96
     x = rng.normal(size=(150, inner)).astype(jnp.dtype(dtype))
