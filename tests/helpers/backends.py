@@ -35,6 +35,12 @@ def requires(backend: str):
     return pytest.mark.skipif(HERE not in ("cpu", needed), reason=f"{backend} requires a {needed}, or a CPU")
 
 
+def skip_interpreted(backend: str, where: bool, reason: str) -> None:
+    """Skips a point of a test in the interpreter of a kernel, whose sums are XLA's for this processor."""
+    if where and interpreted(backend):
+        pytest.skip(f"needs a {REQUIRES[backend]}: {reason}")
+
+
 def params(*backends: str) -> list:
     """The backends as parameters, each with its mark."""
     return [pytest.param(backend, marks=requires(backend)) for backend in backends]
