@@ -212,6 +212,14 @@ def test_nothing_exceeds_its_limit_by_more_than_is_listed(what):
     assert not smaller, f"{what}: house.json lists more than there is: run python tests/test_house.py"
 
 
+def test_a_round_and_its_five_verbs_fit_on_one_screen():
+    """Within 60 lines, which come first in their file."""
+    functions = [node for node in tree(ROOT / "jspec/core/round.py").body if isinstance(node, ast.FunctionDef)]
+    names = [function.name for function in functions[:6]]
+    assert names == ["step", "draft", "verify", "accept_drafts", "commit_round", "extend"]
+    assert functions[5].end_lineno - functions[0].lineno < 60
+
+
 def main() -> int:
     """Writes the list; returns 1 if a value has risen, which a reviewer must have agreed to."""
     before = json.loads(LISTED.read_text()) if LISTED.exists() else {}
