@@ -53,6 +53,7 @@ class Shape:
         """
         depth = check_int("depth", depth, least=1, most=MAX_DEPTH, owner=name)
         width = check_int("width", width, least=1, most=MAX_WIDTH, owner=name)
+        # Ranking compares all pairs of proposed nodes.
         most = cls(depth, width).proposed
         shown = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
         if width > 1 and most > MAX_PROPOSED:

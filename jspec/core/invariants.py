@@ -25,13 +25,16 @@ def check_round(
     def check(holds: Bool[Array, "..."], broken: str) -> None:
         checkify.check(jnp.all(holds), "round {s}: " + broken, s=s.round_index)
 
+    # The tree.
     tokens, parents = draft_tree.tokens, draft_tree.parents
     check((tokens >= 0) & (tokens < vocab_size), "the drafter proposed a token outside the vocabulary")
     check(tokens[:, :1] == s.root, "node 0 is not the last committed token")
     if parents is not None:
         before = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)[None]
         check((parents >= 0) & (parents <= before), "a parent does not come before its child")
+    # The logits.
     check(~jnp.isnan(logits).any((1, 2)) | s.done, "the target's logits contain a NaN")
+    # The accepted path.
     nodes, path = tokens.shape[1], accepted.path
     if path is not None:
         check((path >= 0) & (path < nodes) | s.done[:, None], "a node of the accepted path is out of range")
@@ -42,6 +45,7 @@ def check_round(
         follows = jnp.take_along_axis(above, path[:, 1:], axis=1, mode="clip") == path[:, :-1]
         connected = (follows & (path[:, 1:] > 0) | after).all(1) & (path[:, 0] == 0)
         check(connected | s.done, "the accepted path is not a path from the root")
+    # The lengths.
     check((accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1]), "an accept length is out of range")
     within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
     check(within, "a sequence is longer than its limit or the buffer")

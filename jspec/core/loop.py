@@ -50,6 +50,7 @@ def run_while(
         s = step(params, s, method=method, branch=branch, debug=debug)
         return dataclasses.replace(s, finish_code=jnp.where(mask, stopping.RUNNING, s.finish_code))
 
+    # One loop, or one per branch inside of a loop over branches.
     branching = optional.as_branching(method.drafter)
     if branching is None:
         return lax.while_loop(going, partial(one_round, None), s)

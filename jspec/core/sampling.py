@@ -271,11 +271,13 @@ def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, 
     logit reaches a bound computed from the other copy.
     """
     best = None if (options.top_k, options.top_p, options.min_p) == (None, None, None) else _best(logits)
+    # Temperature.
     if options.temperature is not None:
         temperature = jnp.where(options.temperature > 0, options.temperature, 1.0).reshape(-1, 1, 1)
         logits = _bounded(logits / temperature, logits)
     if best is None:
         return logits
+    # Top-k counts tokens; top-p sums probabilities; min-p compares with the largest.
     if options.top_k is not None:
         keep = _heaviest(logits, _count_of, options.top_k.astype(jnp.float32).reshape(-1, 1, 1))
         logits = jnp.where(keep | best, logits, -jnp.inf)

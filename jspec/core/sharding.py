@@ -379,6 +379,7 @@ def make_placement(
       ValueError, TypeError: too few devices, a mesh without the axes "tensor" and "data" or with another one of several
         devices, or a process without a device.
     """
+    # The first devices of JAX.
     if mesh is None:
         shape = (data or 1, tensor or 1)
         if shape == (1, 1):
@@ -390,6 +391,7 @@ def make_placement(
             raise ValueError(f"{given}: {product} at most {len(devices)}, the number of devices that JAX has")
         axes, sizes = ((DATA, TENSOR), shape) if shape[0] > 1 else ((TENSOR,), shape[1:])
         return _placement(np.array(devices[:wanted]).reshape(sizes), axes)
+    # A mesh of the caller: its axes, and their sizes.
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is of type {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh makes")
     shape = dict(mesh.shape)

@@ -176,6 +176,7 @@ def connect(invitation: str, index: int) -> Wire:
     """
     peer = json.loads(invitation)
     problems = []
+    # The first address that answers and proves the secret.
     for host in peer["hosts"]:
         try:
             connection = socket.create_connection((host, peer["port"]), timeout=_ATTEMPT_SECONDS)

@@ -149,6 +149,7 @@ def configure(target: Decoder, shape: AssistantShape) -> Assistant:
     Raises:
       ValueError: a layer that the target does not have, or a number of layers or heads that does not fit.
     """
+    # Layers of the target to read.
     reads, count = shape.reads, shape.num_layers
     if reads is None:
         reads = default_reads(target, min(DEFAULT_LAYERS, target.num_layers) if count is None else count)
@@ -156,6 +157,7 @@ def configure(target: Decoder, shape: AssistantShape) -> Assistant:
         raise ValueError(f"num_layers={count}: must be {len(reads)}, the length of reads={reads}, or be omitted")
     if not reads or not all(0 <= layer < target.num_layers for layer in reads):
         raise ValueError(f"reads={reads}: each must be between 0 and {target.num_layers - 1}, a layer of the target")
+    # Sizes default to those of the target.
     sizes: dict[str, Any] = {
         name: getattr(target if getattr(shape, name) is None else shape, name)
         for name in ("hidden_size", "intermediate_size", "num_heads")

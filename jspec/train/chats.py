@@ -82,6 +82,7 @@ def parse(where: str, value: object) -> Chat:
     if len(names) != 1:
         problem = f"has the keys {shorten(sorted(value))}" if not names else "has both"
         raise ValueError(f"{where}: {problem}; must have either 'messages' or 'conversations'")
+    # Messages, tools, and whether the last reply is complete.
     turns, tools = value[names[0]], value.get("tools")
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: {names[0]}={shorten(turns)}: must be a list of at least one message")
@@ -106,6 +107,7 @@ def _parse_message(where: str, turn: object) -> tuple[Message, bool]:
     weight = 1 if weight is None else weight
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"{where}: weight={shorten(weight)}: must be 0 or 1")
+    # The layout of the API, or that of ShareGPT.
     if "role" in turn:
         role = turn["role"]
         if role not in _ROLES:
@@ -160,6 +162,7 @@ def encode(
         return []
     if replies[-1] < len(chat.messages) - 1:
         dropped["message after the last reply"] += len(chat.messages) - 1 - replies[-1]
+    # Each reply after its own prompt, as the template renders it.
     for index in replies:
         if not chat.learned[index]:
             dropped["reply that is empty or has weight 0, which is context only"] += 1
@@ -171,6 +174,7 @@ def encode(
             dropped[f"reply beyond {most} tokens"] += 1
             continue
         ids, mask = before + reply, [0] * len(before) + [1] * counted + [0] * (len(reply) - counted)
+        # A sequence replaces the one before if it continues it.
         if done and before[: len(done[-1][0])] == done[-1][0]:
             earlier = done.pop()[1]
             mask[: len(earlier)] = earlier

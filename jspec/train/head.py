@@ -205,6 +205,7 @@ def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] |
     fc = model.init_matrix(next(keys), *shapes.fc.shape)
     head = model.init_matrix(next(keys), *shapes.lm_head.shape)
     norm, embed = jnp.ones(width, jnp.float32), None
+    # Norm and LM head of the target, or embeddings for another width.
     if shapes.embed is None:
         full = target.embed.T if target.lm_head is None else target.lm_head
         head = (full if ids is None else jnp.take(full, ids, axis=1, mode="clip")).astype(jnp.float32)

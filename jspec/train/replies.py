@@ -59,6 +59,7 @@ def main(command: ReplyOptions) -> int:
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
+    # Check the output, then the input, before the model is loaded.
     if command.out.is_dir():
         raise IsADirectoryError(f"--out={command.out}: must be a file, but is a directory")
     options.check_writable("--out", command.out.parent)
@@ -67,6 +68,7 @@ def main(command: ReplyOptions) -> int:
     model = load(command.model)
     if model.tokenizer is None or not model.tokenizer.templates:
         raise ValueError(f"--model={command.model}: has no chat template; name a model that has one, or add the file")
+    # Leave space for a reply.
     longest = model.target.max_length - command.max_new_tokens
     if longest < 1:
         raise ValueError(
@@ -77,6 +79,7 @@ def main(command: ReplyOptions) -> int:
     dropped.say()
     if not prompts:
         raise ValueError(f"--{'chats' if command.chats else 'prompts'}: no prompt is left to reply to")
+    # Generate.
     lines, cut = _write_replies(model, prompts, command)
     atomic.write_text(command.out, "".join(lines))
     print(f"{command.out}: {len(lines):,} replies, {cut:,} of them cut at {command.max_new_tokens} tokens")
@@ -97,6 +100,7 @@ def _read(command: ReplyOptions, dropped: Dropped) -> list[Chat]:
             )
         messages = [{"role": "user", "content": record["prompt"]} for record in prompts]
         return [Chat(f"{command.prompts}, prompt {i}", (message,), (False,)) for i, message in enumerate(messages, 1)]
+    # Chats end with a question: replies at their end are what the target writes anew.
     paths = command.chats or ()
     records.check_files("--chats", paths)
     asked = []
@@ -131,6 +135,7 @@ def _encode(
         except ValueError as error:
             raise ValueError(f"{chat.where}: {error}") from None
 
+    # Drop prompts: too long, repeated, or beyond the requested number.
     for chat in asked:
         ids = dropped.check(lambda chat=chat: encode(chat))
         if ids is None:

@@ -84,6 +84,7 @@ class RunDirectory:
           CheckpointError: all checkpoints are damaged; the message names the files.
           ValueError: the checkpoint has another record; the message names the differences.
         """
+        # The newest whole checkpoint.
         steps, damaged = self._steps(), {}
         if not steps:
             raise FileNotFoundError(f"{self.path}: no checkpoint to resume from; train without resume")
@@ -97,9 +98,11 @@ class RunDirectory:
             raise CheckpointError(
                 f"{self.path}: no checkpoint is whole ({reasons}); train from the start in another directory"
             )
+        # Its state, if it belongs to this run.
         checkpoint = self.checkpoints / str(step)
         self._compare(checkpoint, record)
         state = _restore(checkpoint, init)
+        # Damaged ones are set aside, never deleted.
         for other, damage in damaged.items():
             aside = _unused(self.checkpoints / f"damaged-{other}")
             os.replace(self.checkpoints / str(other), aside)
@@ -191,6 +194,7 @@ class RunDirectory:
 
 def find_damage(checkpoint: Path) -> str | None:
     """What is damaged or missing in a checkpoint; None: all files are as they were written."""
+    # The list of files and checksums.
     sums = checkpoint / _SUMS
     if not sums.is_file():
         return f"{sums}: no such file"
@@ -200,6 +204,7 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"{sums}: not readable ({error})"
     if not isinstance(recorded, dict) or not {_RECORD, _METRICS, _PROGRESS} <= recorded.keys():
         return f"{sums}: must list the files of the checkpoint"
+    # Each file of the list.
     for name, expected in recorded.items():
         path = checkpoint / name
         try:
@@ -210,6 +215,7 @@ def find_damage(checkpoint: Path) -> str | None:
             return f"{path}: no such file"
         if current != expected:
             return f"{path}: its SHA-256 is not that of what was written"
+    # The directory may have been renamed.
     step = json.loads((checkpoint / _PROGRESS).read_text())["step"]
     if str(step) != checkpoint.name:
         return f"{checkpoint}: is the checkpoint of step {step}"

@@ -149,6 +149,7 @@ def main(command: TextOptions) -> int:
     if out.is_dir():
         raise IsADirectoryError(f"--out={out}: must be a file, but is a directory")
     options.check_writable("--out", out.parent)
+    # Read prompts and model, then write all texts.
     directory = locate(command.model)
     prompts = _read_prompts(command, directory)
     loaded = language_model.load(directory, mtp=False)
