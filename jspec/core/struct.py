@@ -81,10 +81,12 @@ def _fields(tree: PyTree, path: Sequence[Any]) -> list[tuple[type, str]]:
         if isinstance(key, jax.tree_util.GetAttrKey):
             fields.append((type(node), key.name))
             node = getattr(node, key.name, None)
-        elif isinstance(key, jax.tree_util.SequenceKey):
+        elif isinstance(key, jax.tree_util.SequenceKey) and isinstance(node, Sequence):
             node = node[key.idx]
+        elif isinstance(key, jax.tree_util.DictKey) and isinstance(node, dict):
+            node = node[key.key]
         else:
-            node = node[key.key] if isinstance(key, jax.tree_util.DictKey) else None
+            node = None  # what is below another kind of pytree has no options
     return fields
 
 

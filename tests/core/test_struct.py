@@ -1,7 +1,9 @@
 """What fields say of their arrays: the options along a path, and the axis that devices share."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import checkify
 from jaxtyping import Array
 
 from jspec.core.struct import WHOLE, Leaf, flatten_leaves, leaf, leaf_of, struct
@@ -52,3 +54,10 @@ def test_arrays_have_the_options_of_all_fields_on_the_way_to_them():
 )
 def test_the_axis_that_four_devices_share(options, shape, axis):
     assert options.axis(shape, 4) == axis
+
+
+def test_arrays_below_another_kind_of_pytree_have_no_options():
+    """Such as the errors of `checkify`, whose arrays are in dictionaries below a node without names."""
+    error, _ = checkify.checkify(lambda x: checkify.check(x > 0, "negative"), errors=checkify.user_checks)(1.0)
+    leaves, _ = flatten_leaves((error, [np.zeros(2)]))
+    assert leaves and all(options == WHOLE for options, _ in leaves)
