@@ -86,7 +86,7 @@ def _fields(tree: PyTree, path: Sequence[Any]) -> list[tuple[type, str]]:
         elif isinstance(key, jax.tree_util.DictKey) and isinstance(node, dict):
             node = node[key.key]
         else:
-            node = None  # what is below another kind of pytree has no options
+            node = None  # nothing below other kinds of pytrees has options
     return fields
 
 
