@@ -43,7 +43,7 @@ def run_while(
         mask = held(s)
         return mask, dataclasses.replace(s, finish_code=jnp.where(mask, stopping.HELD, s.finish_code))
 
-    def one_round(branch: int | None, s: DecodeState) -> DecodeState:
+    def take_round(branch: int | None, s: DecodeState) -> DecodeState:
         if held is None:
             return step(params, s, method=method, branch=branch, debug=debug)
         mask, s = hold(s)
@@ -53,13 +53,13 @@ def run_while(
     # One loop, or one per branch inside of a loop over branches.
     branching = optional.as_branching(method.drafter)
     if branching is None:
-        return lax.while_loop(going, partial(one_round, None), s)
+        return lax.while_loop(going, partial(take_round, None), s)
     return branches.run_while(
         params,
         s,
         going,
         drafter=branching,
-        one_round=one_round,
+        one_round=take_round,
         without_held=lambda s: s if held is None else hold(s)[1],
         debug=debug,
     )
