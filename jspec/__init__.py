@@ -10,6 +10,10 @@ change in any release.
 import importlib
 from typing import Any
 
+from jspec.core import interrupt as _interrupt  # first, as commands can be interrupted from there on  # noqa: F401
+
+# isort: split
+
 from jspec.analysis.check_drafter import DrafterReport, check_drafter
 from jspec.analysis.check_rule import RuleReport, check_rule
 from jspec.analysis.check_target import TargetReport, check_target

@@ -10,7 +10,7 @@ import jax
 
 from jspec.cli import bench, doctor, evaluate, generate, serve
 from jspec.cli.arguments import Parser, in_options, printable
-from jspec.core import package
+from jspec.core import interrupt, package
 from jspec.engine.startup import enable_compilation_cache
 
 _NOT_OPTIONS = ("arguments", "program", "run")
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -
     """
     as_process = arguments is None
     if arguments is None:
+        interrupt.end_at_interrupt()
         arguments = [_as_text(argument) for argument in sys.argv[1:]]
         _escape_what_the_terminal_cannot_show()
         enable_compilation_cache()
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -
             raise
         return _refuse(f"out of memory: {str(error) or 'an allocation failed'}", options)
     except KeyboardInterrupt:
-        return 130
+        return interrupt.STATUS
 
 
 def build_parser() -> argparse.ArgumentParser:

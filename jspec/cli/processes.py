@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 import jax
 
+from jspec.core import interrupt
 from jspec.core.options import option
 
 AUTOMATIC = "auto"
@@ -111,14 +112,13 @@ def patient() -> Generator[None, None, None]:
     def once(number: int, _: object) -> None:
         name = signal.Signals(number).name
         print(f"jspec: {name}: ends with process 0; a second signal ends this process now", file=sys.stderr, flush=True)
-        restore()
-
-    def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    before = {number: signal.signal(number, once) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        restore()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with interrupt.first_to(once):
+        signal.signal(signal.SIGTERM, once)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before[signal.SIGTERM])

@@ -19,7 +19,7 @@ from jspec.cli.common import (
     make_drafter,
 )
 from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, is_first, patient, start_processes
-from jspec.core import package
+from jspec.core import interrupt, package
 from jspec.core.accept import RULES
 from jspec.core.options import option, options_of
 from jspec.engine.engine import Engine
@@ -132,8 +132,10 @@ def run(options: Options) -> int:
             service = Service(engine, name=name, limits=limits, api_keys=keys)
             with notify_if_slow(_COMPILING):
                 service.warm_up(everything=options.warm_up)
-            server.make_server(service, bound, grace=options.grace).run(sockets=[bound])
-    return 0
+            running = server.make_server(service, bound, grace=options.grace)
+            with interrupt.first_to(running.handle_exit):
+                running.run(sockets=[bound])
+    return interrupt.STATUS if running.interrupted else 0
 
 
 def _follow(engine: Engine) -> int:

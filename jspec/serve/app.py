@@ -115,6 +115,11 @@ class Service:
             # No group knows the prompt, so each of them gets one.
             self._engine.generate([[0]] * len(groups), max_new_tokens=count, sampling=sampling)
 
+    @property
+    def running(self) -> int:
+        """Sequences of requests that have no whole answer."""
+        return len(self._live)
+
     def stop(self) -> None:
         """Cancels what is running and refuses what comes; answers end with an error."""
         self._stopped = True

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import ipaddress
 import math
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -43,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_server(service: Service, bound: socket.socket, *, grace: float) -> uvicorn.Server:
+def make_server(service: Service, bound: socket.socket, *, grace: float) -> "Server":
     """A server on a bound socket; `run(sockets=[bound])` serves until SIGTERM or SIGINT and closes the socket.
 
     It then takes no more requests, and cancels what still runs after `grace` seconds. The caller closes the engine.
@@ -67,15 +69,27 @@ def make_server(service: Service, bound: socket.socket, *, grace: float) -> uvic
         proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(grace + _AFTER_GRACE_SECONDS),
     )
-    return _Server(config, service, grace)
+    return Server(config, service, grace)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn, which also cancels the sequences of an engine when it is time."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float):
         super().__init__(config)
         self._service, self._grace = service, grace
+        self.interrupted = False
+        """Whether SIGINT has ended it."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, with a note of what it waits for; SIGINT is not raised again after the end."""
+        if running := self._service.running:
+            note = f"jspec: draining: {running} running sequences have {self._grace:g} seconds; Ctrl-C ends at once"
+            print(note, file=sys.stderr, flush=True)
+        if sig == signal.SIGINT and not self.should_exit:
+            self.interrupted = self.should_exit = True
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, after whose beginning answers have `grace` seconds."""

@@ -65,7 +65,7 @@ def test_a_signal_in_mid_stream_leaves_no_process(process, name):
     running.wait(20)
     http_server.wait_for(lambda: group_is_gone(running))
     assert name == "SIGKILL" or "the server is shutting down" in end
-    assert name == "SIGINT" or "Traceback" not in running.stderr.read()
+    assert "Traceback" not in running.stderr.read()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
