@@ -21,7 +21,7 @@ from jspec.models.decoder import Decoder
 from jspec.train import model, ttt
 from jspec.train.batches import Source
 from jspec.train.model import CausalAttention
-from jspec.train.recipe import AssistantShape
+from jspec.train.recipe import AssistantShape, Recipe
 
 Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
 
@@ -110,6 +110,10 @@ class AssistantLearner(ttt.UnrolledLearner):
     def capture_layers(self) -> tuple[int, ...]:
         """The hidden state after the final norm."""
         return (self.target.num_layers + 1,)
+
+    def logits_per_token(self, recipe: Recipe) -> float:
+        """Those of one step."""
+        return self.config.vocab_size
 
     def vocabulary(self, sources: tuple[Source, ...]) -> None:
         """All tokens."""

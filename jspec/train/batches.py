@@ -13,6 +13,10 @@ from numpy.typing import ArrayLike
 
 from jspec.core.checks import check_number
 from jspec.engine import memory
+from pallas_kernels import platform
+
+_CHUNK_BYTES = 2**30
+"""Memory of a chunk where the free memory is not known or not asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +127,25 @@ def check_sources(sources: Sequence[Source], *, length: int, context: int, vocab
         check_ids(name, tokens, vocab_size)
 
 
-def check_memory(batch_tokens: int, vocab_size: int) -> None:
-    """Check the logits of a batch, the largest array of most trainings, against the free memory.
+def fit_chunk(batch_tokens: int, length: int, token_bytes: int) -> int:
+    """The tokens of a batch whose gradient is computed at once, so that a step fits into memory.
+
+    An accelerator gives half of its free memory. A CPU gives a constant, so that runs repeat to the bit.
+
+    length: tokens of a sequence.
+    token_bytes: memory for each token, above all for logits.
 
     Raises:
-      ValueError: they do not.
+      ValueError: one sequence does not fit.
     """
-    free, needed = memory.free_bytes(), 4 * batch_tokens * vocab_size
+    free, needed = memory.free_bytes(), length * token_bytes
     if free is not None and needed > free[0]:
         raise ValueError(
-            f"batch_tokens={batch_tokens}: the logits of a batch take {memory.gigabytes(needed)}, for {vocab_size} "
-            f"tokens of the vocabulary, and {memory.gigabytes(free[0])} are free; must be smaller"
+            f"length={length}: the logits of a sequence and what is computed with them take "
+            f"{memory.gigabytes(needed)}, and {memory.gigabytes(free[0])} are free; must be smaller"
         )
+    budget = _CHUNK_BYTES if free is None or platform.platform() == "cpu" else free[0] // 2
+    return max(1, min(batch_tokens, budget // token_bytes))
 
 
 def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:

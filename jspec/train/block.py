@@ -147,6 +147,11 @@ class BlockLearner:
             f"confidence head's cross-entropy; prediction k weighted by exp(-(k-1)/{recipe.reach:g})"
         )
 
+    def logits_per_token(self, recipe: Recipe) -> float:
+        """Those of all blocks."""
+        assert isinstance(recipe, BlockRecipe)
+        return self.config.vocab_size * min(recipe.anchors / recipe.length, 1) * self.config.depth
+
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """The counted tokens: those of the mask."""
         return jax.device_put(np.ones(tokens.shape, np.float32) if mask is None else np.asarray(mask, np.float32))
@@ -159,11 +164,11 @@ class BlockLearner:
         ids: Int[Array, " Vd"] | None,
         mask: Float[Array, "B T"],
         recipe: Recipe,
-        key: Key[Array, ""],
-    ) -> tuple[Float[Array, ""], StepMetrics]:
-        """The loss of blocks after sampled anchors, and metrics of each of the d predictions."""
+        keys: Key[Array, " B"],
+    ) -> tuple[Float[Array, ""], Float[Array, ""], StepMetrics]:
+        """The mean loss of blocks after sampled anchors, its weight, and metrics of each of the d predictions."""
         assert isinstance(recipe, BlockRecipe) and out.hidden is not None
-        anchors, used = sample_anchors(mask, recipe.anchors, key)
+        anchors, used = sample_anchors(mask, recipe.anchors, keys)
         predicted = self.forward(params, tokens, out.hidden, anchors)
         place = anchors[:, :, None] + jnp.arange(self.config.depth, dtype=jnp.int32)[None, None]
         row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
@@ -215,7 +220,7 @@ class BlockLearner:
 
 
 def sample_anchors(
-    mask: Float[Array, "B T"], count: int, key: Key[Array, ""]
+    mask: Float[Array, "B T"], count: int, keys: Key[Array, " B"]
 ) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
     """Up to `count` counted positions of each text, ascending, whose next token counts, and 1 for each of them.
 
@@ -223,7 +228,7 @@ def sample_anchors(
     """
     length = mask.shape[1]
     valid = (mask[:, :-1] > 0) & (mask[:, 1:] > 0)
-    noise = jnp.where(valid, jax.random.uniform(key, valid.shape), 2.0)
+    noise = jnp.where(valid, jax.vmap(lambda key: jax.random.uniform(key, valid.shape[1:]))(keys), 2.0)
     _, candidates = lax.top_k(-noise, min(count, length - 1))
     anchors = jnp.sort(jnp.where(jnp.take_along_axis(valid, candidates, axis=1), candidates, length), axis=1)
     used = anchors < length
@@ -237,8 +242,8 @@ def compare(
     counted: Float[Array, "B A d"],
     recipe: BlockRecipe,
     tokens: int,
-) -> tuple[Float[Array, ""], StepMetrics]:
-    """The loss of predictions, and metrics of each position in a block.
+) -> tuple[Float[Array, ""], Float[Array, ""], StepMetrics]:
+    """The mean loss of predictions, its weight, and metrics of each position in a block.
 
     Args:
       target_logits: the target's logits.
@@ -259,7 +264,7 @@ def compare(
     agreed = (counted > 0) & (jnp.argmax(predicted.logits, axis=-1) == jnp.argmax(target_logits, axis=-1))
     chained = jnp.cumprod(agreed.astype(jnp.int32), axis=2)
     sums = (jnp.sum(x, axis=(0, 1), dtype=jnp.int32) for x in (agreed, chained, counted > 0))
-    return loss / total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens, *sums)
+    return loss / total, total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens, *sums)
 
 
 def configure(target: Llama, shape: BlockShape) -> BlockHead:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.analysis.evaluate import evaluate
@@ -30,6 +30,9 @@ from jspec.train.ttt import StepMetrics
 
 P = TypeVar("P")
 DraftConfig: TypeAlias = EagleHead | BlockHead | Assistant
+
+Batch: TypeAlias = tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, " B"]]
+"""Tokens, the result of `Learner.count_rows`, and the index of each sequence in the batch."""
 
 NEW_TOKENS = 128
 """Tokens to decode after each held-out prompt."""
@@ -70,6 +73,10 @@ class Learner(Protocol):
         """Its forward over a text."""
         ...
 
+    def logits_per_token(self, recipe: Recipe) -> float:
+        """How many logits of its own it computes at once, for each token of a text."""
+        ...
+
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """What `learn` needs to know of the counted tokens. mask: 1 for those; None: all count."""
         ...
@@ -82,16 +89,16 @@ class Learner(Protocol):
         ids: Int[Array, " Vd"] | None,
         mask: Float[Array, "B T"],
         recipe: Recipe,
-        key: Key[Array, ""],
-    ) -> tuple[Float[Array, ""], StepMetrics]:
-        """The loss of a batch in nats, differentiable in `params.draft`, and its metrics.
+        keys: Key[Array, " B"],
+    ) -> tuple[Float[Array, ""], Float[ArrayLike, ""], StepMetrics]:
+        """The mean loss of texts in nats, differentiable in `params.draft`, its weight beside other texts, and metrics.
 
         Args:
           params: both models' weights, in the precision of the forward.
           out: the target's forward over the tokens.
           ids: as in `DraftState`.
           mask: the result of `count_rows`.
-          key: for what the draft samples.
+          keys: for what the draft samples, of each text.
         """
         ...
 
@@ -141,6 +148,8 @@ class DraftSetup:
     recipe: Recipe
     dtype: str
     """Precision of the forward and backward pass; the draft's weights themselves are float32."""
+    chunk_tokens: int | None = None
+    """As `trainer.Setup.chunk_tokens`."""
 
     @property
     def target(self) -> Decoder:
@@ -152,19 +161,35 @@ class DraftSetup:
         """`Learner.forward`."""
         return self.learner.forward
 
-    def loss(
-        self, state: DraftState, frozen: PyTree, batch: tuple[Int[Array, "B T"], Float[Array, "B T"]]
-    ) -> Float[Array, ""]:
-        """The loss in nats, see `Learner.learn`.
+    def loss(self, state: DraftState, frozen: PyTree, batch: Batch) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+        """The mean loss in nats, and its weight, see `Learner.learn`.
 
         frozen: the target's weights, in the setup's precision.
-        batch: tokens and the result of `Learner.count_rows`.
         """
-        tokens, mask = batch
+        tokens, mask, index = batch
         params = Params(frozen, jax.tree.map(lambda leaf: leaf.astype(self.dtype), state.params))
         out = run_target(self, frozen, tokens)
-        key = jax.random.fold_in(jax.random.key(self.recipe.seed), state.step)
-        return self.learner.learn(params, tokens, out, state.ids, mask, self.recipe, key)[0]
+        keys = _keys(self, index, state.step)
+        return self.learner.learn(params, tokens, out, state.ids, mask, self.recipe, keys)[:2]
+
+
+def set_up(learner: Learner, recipe: Recipe, dtype: str) -> DraftSetup:
+    """A setup whose chunks fit into the free memory, see `batches.fit_chunk`.
+
+    Raises:
+      ValueError: one sequence does not fit.
+    """
+    target = learner.target
+    scores = recipe.length * target.num_heads
+    # Arrays of float32: logits of the target, those of the draft with their gradients, and scores of attention.
+    size = 4 * round(3 * target.vocab_size + 5 * learner.logits_per_token(recipe) + 3 * scores)
+    return DraftSetup(learner, recipe, dtype, batches.fit_chunk(recipe.batch_tokens, recipe.length, size))
+
+
+def _keys(setup: DraftSetup, index: Int[Array, " B"], step: Int[ArrayLike, ""]) -> Key[Array, " B"]:
+    """A key for each sequence of the batch of a step, wherever chunks begin."""
+    key = jax.random.fold_in(jax.random.key(setup.recipe.seed), step)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, index)
 
 
 def init(setup: DraftSetup, target: PyTree, ids: np.ndarray | None) -> DraftState:
@@ -185,14 +210,14 @@ def _init(target: PyTree, ids: Int[Array, " Vd"] | None, *, setup: DraftSetup) -
 def measure(
     params: Params,
     ids: Int[Array, " Vd"] | None,
-    tokens: Int[Array, "B T"],
-    mask: Float[Array, "B T"],
+    batch: Batch,
     *,
     setup: DraftSetup,
 ) -> StepMetrics:
     """The metrics of a batch. Both models' weights are in the setup's precision."""
-    out, key = run_target(setup, params.target, tokens), jax.random.key(setup.recipe.seed)
-    return setup.learner.learn(params, tokens, out, ids, mask, setup.recipe, key)[1]
+    tokens, mask, index = batch
+    out = run_target(setup, params.target, tokens)
+    return setup.learner.learn(params, tokens, out, ids, mask, setup.recipe, _keys(setup, index, 0))[2]
 
 
 def run_target(setup: DraftSetup, target: PyTree, tokens: Int[Array, "B T"]) -> ForwardOutput:
@@ -262,7 +287,7 @@ def advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], stat
     batch, mask = batches.sample_masked(
         sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
     )
-    return trainer.train_step(state, target, _with_row_mask(setup, batch, mask), setup=setup)
+    return trainer.train_step(state, target, make_batch(setup, batch, mask), setup=setup)
 
 
 def agreement(
@@ -291,8 +316,9 @@ def agreement(
     recipe, tokens, sums, sizes = setup.recipe, heldout.tokens, [], []
     length = min(recipe.length, len(tokens)) - 1
     tokens = tokens[: max(1, _MAX_HELDOUT_TOKENS // int(np.prod(tokens.shape[1:], dtype=np.int64)))]
-    for batch, mask in batches.heldout_batches(tokens, heldout.mask, batch_tokens=recipe.batch_tokens, length=length):
-        sums.append(jax.device_get(measure(params, ids, *_with_row_mask(setup, batch, mask), setup=setup)))
+    size = recipe.batch_tokens if setup.chunk_tokens is None else setup.chunk_tokens
+    for batch, mask in batches.heldout_batches(tokens, heldout.mask, batch_tokens=size, length=length):
+        sums.append(jax.device_get(measure(params, ids, make_batch(setup, batch, mask), setup=setup)))
         sizes.append(batch.size)
     # Averages: steps differ in how many rows count, and the last batch is smaller.
     agreed, chained, counted = (
@@ -367,16 +393,13 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: Source | None
             raise ValueError(f"{name}={length}: must be between 3 and {limit}, the target's context")
     vocab_size = setup.target.vocab_size
     batches.check_sources(sources, length=recipe.length - 1, context=limit, vocab_size=vocab_size)
-    batches.check_memory(recipe.batch_tokens, vocab_size)
     if heldout is not None:
         if heldout.tokens.ndim == 1 and len(heldout.tokens) < 3:
             raise ValueError(f"the held-out text has {len(heldout.tokens)} tokens: at least 3 are needed")
         batches.check_ids("heldout", heldout.tokens, vocab_size)
 
 
-def _with_row_mask(
-    setup: DraftSetup, batch: np.ndarray, mask: np.ndarray | None
-) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """The tokens of a batch, and the mask of its rows."""
-    tokens = jax.device_put(batch)
-    return tokens, setup.learner.count_rows(tokens, mask)
+def make_batch(setup: DraftSetup, texts: np.ndarray, mask: np.ndarray | None) -> Batch:
+    """A batch on the device. mask: 1 for the tokens of the loss; None: all count."""
+    tokens = jax.device_put(texts)
+    return tokens, setup.learner.count_rows(tokens, mask), jax.device_put(np.arange(len(texts), dtype=np.int32))

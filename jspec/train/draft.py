@@ -19,7 +19,7 @@ from jspec.engine.model import Model, load, refuse_split
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import batches, card, data, distill
 from jspec.train.batches import Source
-from jspec.train.distill import DraftSetup, Metrics
+from jspec.train.distill import Metrics
 from jspec.train.kinds import KINDS, Kind
 from jspec.train.model import count
 from jspec.train.options import DEFAULT_PROMPTS, DraftRun
@@ -68,7 +68,7 @@ def train_draft(
     length = max(3, sequences.shape[1])
     recipe = KINDS[kind].recipe(steps=steps, batch_tokens=batch_tokens, length=length, **hyperparameters)
     sources, target = (Source(sequences, name="sequences", mask=mask),), model.params.target
-    setup = DraftSetup(learner, recipe, str(target.embed.dtype))
+    setup = distill.set_up(learner, recipe, str(target.embed.dtype))
     distill.check(setup, sources)
     # The steps.
     state = distill.init(setup, target, learner.vocabulary(sources))
@@ -112,7 +112,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
         assert model.tokenizer is not None
         prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]
     learner, target = kind.load().make(model.target, shape), model.params.target
-    setup = DraftSetup(learner, recipe, str(target.embed.dtype))
+    setup = distill.set_up(learner, recipe, str(target.embed.dtype))
     sources, heldout = run.sources(model.target.vocab_size), run.heldout(model.target.vocab_size)
     # Try the card before the run, not after it.
     distill.check(setup, sources, heldout)

@@ -21,7 +21,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.llama import require_llama
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.train.recipe import HeadShape
+from jspec.train.recipe import HeadShape, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,10 @@ class HeadLearner(ttt.UnrolledLearner):
     def capture_layers(self) -> tuple[int, ...]:
         """The target's layers whose input it reads."""
         return self.config.capture_layers
+
+    def logits_per_token(self, recipe: Recipe) -> float:
+        """Those of one step."""
+        return self.config.draft_vocab_size
 
     def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
         """The most common tokens of the sources, see `vocabulary`."""

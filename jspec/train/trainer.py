@@ -13,6 +13,7 @@ from typing import Generic, NotRequired, Protocol, Self, TypedDict, TypeVar, Unp
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 from tqdm import tqdm
 
@@ -74,8 +75,13 @@ class Setup(Protocol[S_contra]):
         """The forward of the model that is trained: `apply_fn` of its state."""
         ...
 
-    def loss(self, state: S_contra, frozen: PyTree, batch: PyTree) -> Float[Array, ""]:
-        """The loss of a batch, differentiable with respect to `state.params`.
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The most tokens of a batch whose gradient is computed at once; None: all."""
+        ...
+
+    def loss(self, state: S_contra, frozen: PyTree, batch: PyTree) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+        """The mean loss of a chunk of a batch, differentiable with respect to `state.params`, and the chunk's weight.
 
         frozen: weights of another model that the loss reads; None: there is none.
         """
@@ -107,14 +113,42 @@ def train_step(
 ) -> tuple[S, Float[Array, ""], Float[Array, ""]]:
     """One step: the next state, the loss in nats, and the norm of the gradient. The state is donated.
 
+    Logits and activations of one chunk of the batch are in memory at a time, see `Setup.chunk_tokens`.
+
     frozen: as in `Setup.loss`.
+    batch: arrays of one entry per sequence, the tokens [B, T] first.
     """
 
-    def loss(params: PyTree) -> Float[Array, ""]:
-        return setup.loss(state.replace(params=params), frozen, batch)
+    def loss(params: PyTree, part: PyTree) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+        return setup.loss(state.replace(params=params), frozen, part)
 
-    value, gradient = jax.value_and_grad(loss)(state.params)
+    def add(sums: PyTree, part: PyTree) -> tuple[PyTree, None]:
+        (value, weight), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, part)
+        added = jax.tree.map(lambda x: weight * x, (value, gradient, jnp.ones((), jnp.float32)))
+        return jax.tree.map(jnp.add, sums, added), None
+
+    # The whole batch at once, or the weighted mean over chunks of equal size and a smaller last one.
+    sequences, length = jax.tree.leaves(batch)[0].shape
+    size = _chunk_size(sequences, length, setup.chunk_tokens)
+    if size == sequences:
+        (value, _), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, batch)
+    else:
+        whole = sequences // size * size
+        chunks = jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), batch)
+        zero = jnp.zeros((), jnp.float32)
+        sums, _ = jax.lax.scan(add, (zero, jax.tree.map(jnp.zeros_like, state.params), zero), chunks)
+        if whole < sequences:
+            sums, _ = add(sums, jax.tree.map(lambda x: x[whole:], batch))
+        value, gradient = jax.tree.map(lambda x: x / sums[2], sums[:2])
     return state.apply_gradients(grads=gradient), value, optax.tree.norm(gradient)
+
+
+def _chunk_size(sequences: int, length: int, tokens: int | None) -> int:
+    """Sequences of a chunk of at most `tokens` tokens, but of at least one; preferably all chunks have as many."""
+    most = sequences if tokens is None else max(1, tokens // length)
+    count = -(-sequences // most)
+    even = next((larger for larger in range(count, 2 * count) if sequences % larger == 0), count)
+    return -(-sequences // even)
 
 
 @dataclasses.dataclass(frozen=True)

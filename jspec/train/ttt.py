@@ -87,15 +87,15 @@ class UnrolledLearner(Protocol):
         ids: Int[Array, " Vd"] | None,
         mask: Float[Array, "B T"],
         recipe: Recipe,
-        key: Key[Array, ""],
-    ) -> tuple[Float[Array, ""], StepMetrics]:
-        """The loss of the training-time test, and the metrics of its steps."""
+        keys: Key[Array, " B"],
+    ) -> tuple[Float[Array, ""], int, StepMetrics]:
+        """The loss of the training-time test per token, the tokens, and the metrics of its steps."""
         assert isinstance(recipe, DraftRecipe)
         # With XLA's schedule on CPU, recomputing costs time and saves no memory.
         recompute = platform.platform() != "cpu"
         observed, targets = self.observe(out), make_targets(out.logits, ids)
         metrics = unroll(self, params, tokens, observed, targets, mask, recipe.ttt_steps, recompute=recompute)
-        return total(metrics.loss, recipe.decay), metrics
+        return total(metrics.loss, recipe.decay), tokens.size, metrics
 
     def describe_loss(self, recipe: Recipe) -> str:
         """The loss, for a card."""

@@ -58,7 +58,7 @@ def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
     recipe = LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1, warmup=1, cross_entropy=cross_entropy or 0.0)
     setup = LmSetup(TARGET, recipe, teacher, "float32")
     state, frozen = objective.init(setup), None if teacher is None else target
-    gradient = jax.jit(jax.grad(lambda params, batch: setup.loss(state.replace(params=params), frozen, batch)))
+    gradient = jax.jit(jax.grad(lambda params, batch: setup.loss(state.replace(params=params), frozen, batch)[0]))
 
     @jax.jit
     @jax.grad

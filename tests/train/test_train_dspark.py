@@ -103,12 +103,12 @@ def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
     mask = np.ones((3, LENGTH), np.float32)
     mask[1, [3, 9]], mask[2, 4:] = 0, 0
     out = jax.jit(distill.run_target, static_argnums=0)(setup, target, tokens)
-    key = jax.random.key(5)
+    keys = jax.random.split(jax.random.key(5), 3)
     learn = jax.jit(draft.learn, static_argnames="recipe")
-    loss, metrics = jax.device_get(
-        learn(both, tokens, out, None, draft.count_rows(tokens, mask), recipe=recipe, key=key)
+    loss, loss_weight, metrics = jax.device_get(
+        learn(both, tokens, out, None, draft.count_rows(tokens, mask), recipe=recipe, keys=keys)
     )
-    anchors, kept = jax.device_get(jax.jit(block.sample_anchors, static_argnums=1)(mask, recipe.anchors, key))
+    anchors, kept = jax.device_get(jax.jit(block.sample_anchors, static_argnums=1)(mask, recipe.anchors, keys))
 
     sums, total, nats, agreed, chained, counted = np.zeros(3), 0.0, *(np.zeros(config.depth) for _ in range(4))
     for b in range(3):
@@ -132,6 +132,7 @@ def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
                 agreed[k], chained[k], counted[k] = agreed[k] + same, chained[k] + chain, counted[k] + 1
     expected = (sums / total) @ [recipe.cross_entropy, recipe.distance, recipe.confidence]
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    np.testing.assert_allclose(loss_weight, total, rtol=2e-5)
     assert sums.all() == (config.confidence is not None) and 0 < counted[-1] < counted[0]
     np.testing.assert_allclose(metrics.loss, nats / tokens.size, rtol=2e-5)
     for found, wanted in ((metrics.agreed, agreed), (metrics.chained, chained), (metrics.counted, counted)):
@@ -149,7 +150,7 @@ def test_anchors_are_positions_that_count_with_a_next_token_that_does():
     mask[0], mask[1] = 0, 1
     for count in (1, 4, 30):
         for seed in range(3):
-            anchors, kept = jax.device_get(sample(mask, count, jax.random.key(seed)))
+            anchors, kept = jax.device_get(sample(mask, count, jax.random.split(jax.random.key(seed), 40)))
             assert anchors.shape == (40, min(count, 11)) and anchors.dtype == np.int32
             for row, found, used in zip(mask, anchors, kept, strict=True):
                 valid = [p for p in range(11) if row[p] and row[p + 1]]
@@ -178,8 +179,8 @@ def test_the_loss_falls_and_the_draft_serves(target, name):
         trained = draft.train_draft("dspark", base, texts, steps=steps, warmup=1, **options)
         assert trained.draft.drafter == "block"
         setup = DraftSetup(BlockLearner(trained.draft, TARGET), dataclasses.replace(RECIPE, anchors=8), "float32")
-        rows = setup.learner.count_rows(texts, None)
-        losses.append(np.array(distill.measure(trained.params, None, jnp.asarray(texts), rows, setup=setup).loss))
+        batch = distill.make_batch(setup, texts, None)
+        losses.append(np.array(distill.measure(trained.params, None, batch, setup=setup).loss))
     assert (losses[1] < 0.7 * losses[0]).all()
     if name == "dspark":
         given = texts[:2, :5], np.full(2, 5, np.int32), jax.random.key(0)

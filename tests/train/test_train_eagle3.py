@@ -391,7 +391,7 @@ def test_a_head_of_another_width_has_its_own_embedding(target, layout, tmp_path)
     state = distill.init(setup, target, ids)
     assert state.params.embed.shape == (61, 16)
     tokens = random_tokens(2, 8)
-    state, loss, _ = trainer.train_step(state, target, (tokens, ttt.text_mask(tokens)), setup=setup)
+    state, loss, _ = trainer.train_step(state, target, distill.make_batch(setup, tokens, None), setup=setup)
     assert np.isfinite(float(loss))
     drafts.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
     read = drafts.load(tmp_path, target=TARGET, dtype="float32")
@@ -421,11 +421,10 @@ def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tm
     with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
         head.configure(TARGET, HeadShape(capture_layers=(2,), num_kv_heads=3))
     with pytest.raises(
-        ValueError, match=r"batch_tokens=67108864: the logits of a batch take .* GB.* are free; must be"
+        ValueError, match=r"length=16777216: the logits of a sequence and what .* take .* GB.* are free; must be"
     ):
         big = dataclasses.replace(TARGET, vocab_size=2**20)
-        recipe = dataclasses.replace(RECIPE, batch_tokens=2**26)
-        distill.check(DraftSetup(HeadLearner(CONFIG, big), recipe, "float32"), sources, heldout)
+        distill.set_up(HeadLearner(CONFIG, big), dataclasses.replace(RECIPE, length=2**24), "float32")
     common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(ValueError, match="the tokenizer is not that of bundled:python-tiny"):
         run("eagle3", **common, target="bundled:python-tiny")

@@ -1,16 +1,23 @@
 """The loop of all trainings."""
 
+import dataclasses
 import math
 import types
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
-from jspec.train import trainer  # noqa: E402
+from jspec.models import Llama  # noqa: E402
+from jspec.train import distill, trainer  # noqa: E402
+from jspec.train.distill import DraftSetup  # noqa: E402
+from jspec.train.kinds import KINDS  # noqa: E402
 from jspec.train.recipe import Intervals, Recipe  # noqa: E402
+from tools.pretrain import model  # noqa: E402
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
@@ -28,3 +35,30 @@ def test_a_training_that_diverges_ends(loss, norm, tmp_path):
         )
         trainer.run(task, directory=tmp_path, intervals=Intervals(log=3, evaluate=9, checkpoint=3))
     assert not (tmp_path / "checkpoints").exists()
+
+
+TARGET = Llama(61, 32, 48, 4, 4, 2, 8, 64, tie_embeddings=True)
+SHAPES = {"eagle3": {"draft_vocab_size": 40}, "dspark": {"block_size": 4, "markov_rank": 6}}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("most", [1, 24, 64, 100])
+def test_a_step_in_chunks_is_that_of_the_whole_batch(kind, most):
+    """Whatever divides the batch of 6 sequences, with sequences that count differently and a sample of anchors."""
+    shape = KINDS[kind].shape(capture_layers=(1, 2, 4), **SHAPES[kind])
+    recipe = KINDS[kind].recipe(steps=3, batch_tokens=96, length=16, warmup=0)
+    setup = DraftSetup(KINDS[kind].load().make(TARGET, shape), recipe, "float32")
+    rng = np.random.default_rng(0)
+    texts, mask = rng.integers(0, 61, (6, 16)).astype(np.int32), rng.integers(0, 2, (6, 16)).astype(np.float32)
+    mask[0, 2:] = 0
+    params = model.init_params(TARGET, jax.random.key(0))
+    results = []
+    for chunk in (None, most):
+        chunked = dataclasses.replace(setup, chunk_tokens=chunk)
+        ids = None if kind == "dspark" else np.arange(10, 50)
+        state = distill.init(chunked, params, ids)
+        state, loss, norm = trainer.train_step(state, params, distill.make_batch(setup, texts, mask), setup=chunked)
+        results.append(jax.device_get((loss, norm, state.opt_state[1][0].mu)))
+    whole, parts = map(jax.tree.leaves, results)
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

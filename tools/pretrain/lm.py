@@ -141,7 +141,6 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
         raise ValueError("teacher: its configuration (in the setup) and its weights must be given together")
     context = min(other.max_length for other in (config, shape) if other is not None)
     batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
-    batches.check_memory(recipe.batch_tokens, config.vocab_size)
     batches.check_ids("heldout", heldout.source.tokens, config.vocab_size)
     text = heldout.source.tokens
     if text.ndim == 2 and text.shape[1] - 1 > context:
@@ -211,7 +210,9 @@ def main(run: LmRun, recipe: LmRecipe) -> int:
         tokenizer.check_same(bpe, run.data, run.teacher)
         teacher = language_model.load(run.teacher, dtype=dtype)
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of a language model")
-    setup = LmSetup(config, recipe, shape, dtype)
+    # Logits with their gradients, and those of a teacher, in float32.
+    chunk = batches.fit_chunk(recipe.batch_tokens, recipe.length, 4 * 6 * config.vocab_size)
+    setup = LmSetup(config, recipe, shape, dtype, chunk)
     # Try a card now: a run that cannot have one must not begin.
     inputs = cards.inputs(manifest, sources, run)
     weights = count(jax.eval_shape(lambda: objective.init(setup).params))

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.options import option
@@ -37,27 +38,30 @@ class LmSetup:
     teacher: Llama | None
     dtype: str
     """Precision of the forward and backward pass; the weights themselves are float32."""
+    chunk_tokens: int | None = None
+    """As `trainer.Setup.chunk_tokens`."""
 
     @property
     def apply(self) -> Callable[[LlamaParams, Int[Array, "B T"]], Float[Array, "B T V"]]:
         """(params, tokens) -> logits."""
         return lambda params, tokens: model.logits(self.config, params, tokens, self.dtype)
 
-    def loss(self, state: State, frozen: LlamaParams | None, batch: Batch) -> Float[Array, ""]:
-        """Mean loss in nats per token that counts.
+    def loss(self, state: State, frozen: LlamaParams | None, batch: Batch) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+        """Mean loss in nats per token that counts, and the number of these tokens.
 
         frozen: the teacher's weights; None: there is no teacher.
         """
         tokens, mask = batch
         mask = None if mask is None else mask[:, 1:]
         predicted, targets = self.apply(state.params, tokens[:, :-1]), tokens[:, 1:]
+        weight = targets.size if mask is None else jnp.maximum(jnp.sum(mask), 1.0)
         if frozen is None or self.teacher is None:
-            return _mean(cross_entropy(predicted, targets), mask)
+            return _mean(cross_entropy(predicted, targets), mask), weight
         teacher_logits = jax.lax.stop_gradient(model.logits(self.teacher, frozen, tokens[:, :-1], self.dtype))
         loss = (1 - self.recipe.cross_entropy) * _mean(divergence(teacher_logits, predicted), mask)
         if self.recipe.cross_entropy:
             loss = loss + self.recipe.cross_entropy * _mean(cross_entropy(predicted, targets), mask)
-        return loss
+        return loss, weight
 
 
 def _mean(loss: Float[Array, "B T"], mask: Float[Array, "B T"] | None) -> Float[Array, ""]:
