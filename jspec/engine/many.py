@@ -21,20 +21,21 @@ from jspec.engine.schedule import Scheduler
 from jspec.engine.slot_state import without_slots
 
 MAX_BATCH = 64
-"""Prompts that run at once. More of them take turns, so memory does not grow with their number, and a sequence that
-ends early makes room for the next one."""
+"""Prompts that run at once. More of them take turns, so memory does not grow with their number, and a sequence
+makes room for the next one when it ends."""
 PREFILL_TOKENS = 1024
 """Prompt tokens that are read between two bursts."""
 BURST_SECONDS = 0.1
-"""Time of the rounds after which the host hears of sequences that have ended."""
+"""Time of the rounds between two reports to the host."""
 
 
 def generate_many(
-    model: Model, prompts: list[list[int]], options: GenerateOptions, *, progress: bool = False
+    model: Model, prompts: list[list[int]], options: GenerateOptions, *, progress: bool = False, slots: int = MAX_BATCH
 ) -> Generations | None:
-    """Generates for more than `MAX_BATCH` prompts, of which that many run at a time.
+    """Generates for more than `slots` prompts, with this number at a time.
 
     prompts: ids of each.
+    slots: above `MAX_BATCH`, reads are longer as well, since sequences end more often.
 
     Returns:
       The results; `stats.seconds` is the time of the whole call. None: there are no more prompts than that, or an
@@ -44,7 +45,7 @@ def generate_many(
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
     """
     count, placement = len(prompts), model.placement
-    most = MAX_BATCH * groups.count(placement)
+    most = slots * groups.count(placement)
     if options.debug or count <= most:
         return None
     if placement is not None and (placement.groups > 1 or placement.spans_processes):
@@ -59,23 +60,24 @@ def generate_many(
         return None
 
     # All requests are known, so one program of each kind is enough.
-    columns = min(bucket(max(map(len, prompts))), PREFILL_TOKENS)
+    prefill_tokens = PREFILL_TOKENS if slots <= MAX_BATCH else max(PREFILL_TOKENS, 64 * slots)
+    columns = min(bucket(max(map(len, prompts))), prefill_tokens)
     option_set = max(map(option_set_of, each_of(options.sampling, count)))
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
     engine = EngineOptions(
         drafter=options.drafter,
         accept=None if all_greedy and isinstance(options.accept, str) else options.accept,
-        slots=MAX_BATCH,
+        slots=slots,
         context=min(bucket(longest + new), model.target.max_length),
         page_size=options.page_size,
-        prefill_tokens=PREFILL_TOKENS,
+        prefill_tokens=prefill_tokens,
     )
     device, scheduler = assemble(
         model,
         engine.for_model(model),
         free=memory.least_free(None if placement is None else placement.devices),
-        only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), option_set),
+        only=OneShape((min(slots, prefill_tokens // columns), columns), option_set),
     )
     # Run all requests.
     began = time.monotonic()

@@ -28,12 +28,12 @@ def written(monkeypatch):
     """Replies without a model: the i-th has i letters, and every third is cut. Returns the prompts that were read."""
     seen = []
 
-    def generate(model, prompts, **options):
+    def generate(model, prompts, what, batch, **options):
         seen.append((prompts, options))
         reasons = ["length" if i % 3 == 2 else "eos" for i in range(len(prompts))]
         return [types.SimpleNamespace(text="z" * (i + 1), finish_reason=x) for i, x in enumerate(reasons)]
 
-    monkeypatch.setattr(replies, "generate", generate)
+    monkeypatch.setattr(replies, "_generate", generate)
     return seen
 
 
@@ -118,3 +118,47 @@ def test_replies_end_to_end(target, tmp_path):
         assert record["messages"][-1]["content"] == found.text
     run("data", out=tmp_path / "data", tokenizer=target, chats=tmp_path / "replies", heldout_share=0.3)
     assert np.load(tmp_path / "data" / "train_mask.npy").any()
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "stop"), [("chatml", "<|im_start|>user\n", ()), ("inst", "[INST] ", "[/INST]")]
+)
+def test_the_target_writes_its_own_prompts(tmp_path, monkeypatch, template, before, stop):
+    """From its template up to the user's turn; what is empty, cut or repeated is dropped."""
+    target, calls = tmp_path / "target", []
+    chat_files.write_model(target, chat_files.TEMPLATES[template], **TINY)
+    questions = iter(
+        [("one ", "eos"), ("two", "stop"), ("one", "eos"), (" ", "eos"), ("three", "length"), ("four", "eos")]
+    )
+
+    def generate(model, prompts, what, batch, **options):
+        calls.append((prompts, what, batch, options))
+        texts = [next(questions) if what == "prompts" else ("yes", "eos") for _ in prompts]
+        return [types.SimpleNamespace(text=text, finish_reason=reason) for text, reason in texts]
+
+    monkeypatch.setattr(replies, "_generate", generate)
+    options = {"temperature": 0.7, "sampled_share": 0.67, "max_new_tokens": 9, "batch": 5, "seed": 2}
+    assert run("replies", model=target, own_prompts=6, out=tmp_path / "o", **options) == 0
+    (asked, what, batch, question_options), (answered, *_, reply_options) = calls
+    tokenizer = jspec.load(target).tokenizer
+    assert (what, batch) == ("prompts", 5) and asked == [tokenizer.encode(before, special=False)] * 6
+    assert question_options["sampling"] == jspec.Sampling(temperature=1.0) and question_options["stop"] == stop
+    assert question_options["seed"] > reply_options["seed"] + 2**24 and reply_options["seed"] == 2
+    assert sorted(x is None for x in reply_options["sampling"]) == [False, False, True]
+    assert {x for x in reply_options["sampling"] if x} == {jspec.Sampling(temperature=0.7)}
+    written = [[m["content"] for m in record["messages"]] for record in read(tmp_path / "o")]
+    assert written == [["one", "yes"], ["two", "yes"], ["four", "yes"]] and len(answered) == 3
+    with pytest.raises(ValueError, match="--sampled-share=0.5: has an effect only with --temperature"):
+        run("replies", model=target, own_prompts=6, out=tmp_path / "o", sampled_share=0.5)
+
+
+@pytest.mark.slow
+def test_own_prompts_end_to_end(target, tmp_path):
+    """A model of random weights ends about half of its prompts; all that is left is answered greedily."""
+    run("replies", model=target, own_prompts=9, out=tmp_path / "o", max_new_tokens=4, batch=4)
+    model, records = jspec.load(target), read(tmp_path / "o")
+    assert 1 <= len(records) <= 9
+    for record in records:
+        prompt = model.tokenizer.chat(record["messages"][:1])
+        expected = jspec.generate(model, prompt, max_new_tokens=4, drafter=None)
+        assert record["messages"][1]["content"] == expected.text

@@ -114,7 +114,7 @@ def test_the_recipes_work_as_printed(tmp_path, monkeypatch, name):
     reached = []
     monkeypatch.setattr(distill, "train", lambda *_, **__: reached.append("train") or done())
     answer = types.SimpleNamespace(text="a hat", finish_reason="eos")
-    monkeypatch.setattr(replies, "generate", lambda model, prompts, **_: [answer] * len(prompts))
+    monkeypatch.setattr(replies, "_generate", lambda model, prompts, *_, **__: [answer] * len(prompts))
     found = recipes()[name]
     assert len(found) >= 3
     for words in found:

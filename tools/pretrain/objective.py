@@ -46,7 +46,9 @@ class LmSetup:
         """(params, tokens) -> logits."""
         return lambda params, tokens: model.logits(self.config, params, tokens, self.dtype)
 
-    def loss(self, state: State, frozen: LlamaParams | None, batch: Batch) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+    def loss(
+        self, state: State, frozen: LlamaParams | None, batch: Batch
+    ) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
         """Mean loss in nats per token that counts, and the number of these tokens.
 
         frozen: the teacher's weights; None: there is no teacher.
