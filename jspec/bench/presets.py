@@ -68,8 +68,8 @@ def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB
         max_length=target.max_length,
         capture_layers=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
         rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling,
+        # A head of the target rotates all dimensions.
+        rope=dataclasses.replace(target.rope, share=1.0),
     )
 
 
@@ -103,8 +103,7 @@ def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
         markov="vanilla",
         markov_rank=min(256, head.hidden_size),
         rms_norm_eps=head.rms_norm_eps,
-        rope_theta=head.rope_theta,
-        rope_scaling=head.rope_scaling,
+        rope=head.rope,
     )
 
 

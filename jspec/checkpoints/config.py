@@ -1,13 +1,12 @@
-"""Parts of config.json shared by several families: the family, rotary positions, experts as in Qwen."""
+"""Parts of config.json shared by several families: the family, sizes, experts as in Qwen."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, MOST_NUMBER, Fields
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.decoder import Decoder
-from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 
@@ -78,86 +77,6 @@ def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = N
     if stated % 2:
         raise config.wrong(key, stated, "must be even")
     return stated
-
-
-def read_rope(config: Fields, *kinds: str) -> tuple[str, float, Fields]:
-    """The kind and the base of the rotary positions, and all their parameters.
-
-    Older files have `rope_theta` and `rope_scaling`, newer ones both in `rope_parameters`.
-
-    Args:
-      kinds: those of the model.
-
-    Raises:
-      CheckpointError: another kind, or an invalid base.
-    """
-    older, newer = config.section("rope_scaling"), config.section("rope_parameters")
-    # The kind of rotation.
-    rope = older.merged(newer)
-    kind = rope.read_text("rope_type", rope.read_text("type", "default"))
-    if kind not in kinds:
-        raise CheckpointError(f"{config.where}: rope_type={kind!r} is not supported; must be {' or '.join(kinds)}")
-    # The base, stated in one of two places.
-    bases = {
-        fields.read_number("rope_theta", least=1, most=MOST_NUMBER)
-        for fields in (rope, config)
-        if fields.has("rope_theta")
-    }
-    if len(bases) > 1:
-        raise CheckpointError(f"{config.where}: rope_theta has two values, {sorted(bases)}: must have one")
-    return kind, next(iter(bases), 10_000.0), rope
-
-
-def parse_yarn(config: Fields) -> tuple[float, YarnRope | None]:
-    """The base and the YaRN scaling of the rotary positions, if there is any, from a config.json of either generation.
-
-    Raises:
-      CheckpointError: an unsupported kind of scaling, or a parameter that is missing or out of bounds.
-    """
-    # Without scaling there is only a base.
-    kind, theta, rope = read_rope(config, "default", "yarn")
-    if kind == "default":
-        return theta, None
-    if theta == 1:
-        raise rope.wrong("rope_theta", theta, "must be above 1 with rope_type='yarn'")
-    # Contradictions between parameters.
-    length = read_length(config)
-    original = rope.read_int("original_max_position_embeddings", most=MOST_LENGTH)
-    if not rope.has("factor") and original > length:
-        raise rope.wrong("original_max_position_embeddings", original, f"must be at most {length} without a factor")
-    fast, slow = (
-        rope.read_number(f"beta_{name}", default, above=0, most=MOST_NUMBER)
-        for name, default in (("fast", 32.0), ("slow", 1.0))
-    )
-    if fast < slow:
-        raise rope.wrong("beta_fast", fast, f"must be at least beta_slow={slow}")
-    return theta, YarnRope(
-        factor=rope.read_number("factor", length / original, least=1, most=MOST_NUMBER),
-        original_length=original,
-        beta_fast=fast,
-        beta_slow=slow,
-        mscale=rope.optional_number("mscale", least=0, most=MOST_NUMBER),
-        mscale_all_dim=rope.optional_number("mscale_all_dim", least=0, most=MOST_NUMBER),
-        attention_factor=rope.optional_number("attention_factor", above=0, most=MOST_NUMBER),
-        truncate=rope.read_flag("truncate", True),
-    )
-
-
-def describe_yarn(theta: float, scaling: YarnRope | None) -> dict[str, Any]:
-    """The `rope_parameters` of a config.json."""
-    if scaling is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    raw = {
-        "rope_type": "yarn",
-        "rope_theta": theta,
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
-    optional = {name: getattr(scaling, name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
-    return raw | {name: value for name, value in optional.items() if value is not None}
 
 
 def parse_experts(config: Fields, count: int, *, normalize: bool, shared_width: int = 0) -> Routed:

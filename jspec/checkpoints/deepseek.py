@@ -14,9 +14,7 @@ from jax.typing import DTypeLike
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
     describe_shape,
-    describe_yarn,
     family_of,
-    parse_yarn,
     read_eps,
     read_layer_count,
     read_length,
@@ -25,6 +23,7 @@ from jspec.checkpoints.config import (
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.struct import Leaf
 from jspec.models.deepseek import Deepseek, DeepseekParams, Indexer, Latent
@@ -77,7 +76,7 @@ def parse_config(config: Fields) -> Deepseek:
     if config.read_int("num_key_value_heads", heads) != heads:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
     # The configuration.
-    theta, scaling = parse_yarn(config)
+    rope = parse_rope(config, latent.rope_dim)
     with reading(config.where):
         return Deepseek(
             vocab_size=config.read_int("vocab_size"),
@@ -88,10 +87,9 @@ def parse_config(config: Fields) -> Deepseek:
             latent=latent,
             experts=_parse_experts(config, family),
             dense_layers=_parse_dense(config),
-            max_length=read_length(config),
+            max_length=rope.limit(read_length(config)),
             rms_norm_eps=read_eps(config),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope=rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             mtp_layers=config.read_int("num_nextn_predict_layers", 0, least=0, most=_MOST_MTP),
             indexer=_parse_indexer(config, latent) if family == "deepseek_v32" else None,
@@ -177,7 +175,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
         "moe_intermediate_size": config.experts.width,
         "routed_scaling_factor": router.scale,
         "norm_topk_prob": router.normalize,
-        "rope_parameters": describe_yarn(config.rope_theta, config.rope_scaling),
+        "rope_parameters": describe_rope(config.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "num_nextn_predict_layers": config.mtp_layers,
         "attention_bias": False,

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 from jspec.checkpoints.config import read_eps, read_head_dim
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads
+from jspec.checkpoints.llama import read_heads
+from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.models.block_head import BlockHead
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead
@@ -26,7 +27,9 @@ def read_layers(layer: Fields, target: Decoder, head_dim: int | None = None) -> 
       CheckpointError: a key is missing, of the wrong type or out of bounds, or two contradict each other.
     """
     heads, kv_heads = read_heads(layer)
-    theta, scaling = parse_rope(layer)
+    layer = layer.with_defaults({"max_position_embeddings": target.max_length})
+    dim = read_head_dim(layer, default=head_dim)
+    rope = parse_rope(layer, dim, draft=True)
     return {
         "vocab_size": layer.read_int("vocab_size"),
         "hidden_size": layer.read_int("hidden_size"),
@@ -34,11 +37,10 @@ def read_layers(layer: Fields, target: Decoder, head_dim: int | None = None) -> 
         "num_layers": layer.read_int("num_hidden_layers", most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": read_head_dim(layer, default=head_dim),
-        "max_length": layer.read_int("max_position_embeddings", target.max_length, most=MOST_LENGTH),
+        "head_dim": dim,
+        "max_length": rope.limit(layer.read_int("max_position_embeddings", target.max_length, most=MOST_LENGTH)),
         "rms_norm_eps": read_eps(layer),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope": rope,
     }
 
 
@@ -55,8 +57,8 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else describe_scaling(config.rope_scaling),
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.scaling is None else describe_rope(config.rope),
         "attention_bias": attention_bias,
         "tie_word_embeddings": False,
         "hidden_act": "silu",

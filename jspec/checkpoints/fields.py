@@ -45,6 +45,13 @@ class Fields:
         """The values of both objects; those of `other`, whose path errors name, take precedence."""
         return Fields({**self._raw, **other._raw}, other.where, (other if other._raw else self).path)
 
+    def joined(self, other: "Fields") -> "Fields":
+        """The values of both objects, which must not contradict each other; errors name the path of `other`."""
+        for key in self.keys():
+            if other.has(key) and self._raw[key] != other._raw[key]:
+                raise CheckpointError(f"{self.where}: {self.describe(key)}, but {other.describe(key)}")
+        return self.merged(other)
+
     def has(self, key: str) -> bool:
         """Whether there is a value other than null."""
         return self._raw.get(key) is not None
@@ -124,6 +131,11 @@ class Fields:
     def read_ints(self, key: str, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE) -> tuple[int, ...]:
         """A list of at most `count` integers from `least` to `most`."""
         values = self.optional_ints(key, least=least, most=most, count=count)
+        return self._missing(key) if values is None else values
+
+    def read_floats(self, key: str, *, above: float, most: float, count: int = MOST_SIZE) -> tuple[float, ...]:
+        """A list of at most `count` values above `above` and up to `most`."""
+        values = self._read_list(key, partial(check_number, above=above, most=most), count)
         return self._missing(key) if values is None else values
 
     def int_or_ints(self, key: str, *, least: int, most: int) -> tuple[int, ...]:

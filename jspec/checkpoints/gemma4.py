@@ -8,6 +8,7 @@ from jspec.checkpoints.config import describe_shape, read_eps, read_head_dim, re
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.rope import describe_rope, parse_section
 from jspec.models.decoder import Decoder
 from jspec.models.gemma4 import (
     Attention,
@@ -15,6 +16,7 @@ from jspec.models.gemma4 import (
     Gemma4Params,
 )
 from jspec.models.moe import Routed
+from jspec.models.rope import Rope
 from jspec.models.router import Router
 
 ARCHITECTURES = {
@@ -108,8 +110,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     if not text.has("per_layer_config"):
         full_dim = global_dim
         full_heads = global_heads if values_are_keys and global_heads is not None else heads
-    # Rotation by kind, then the layers with their exceptions.
-    ropes = {name: _parse_rope(name, text.section("rope_parameters").section(name)) for name in _ROPE}
+    # The layers with their exceptions.
     exceptions, layers = text.section("per_layer_config"), []
     for index, name in enumerate(types):
         sliding, layer = name == "sliding_attention", exceptions.section(str(index))
@@ -118,14 +119,13 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
                 f"{text.where}: per_layer_config of layer {index} has the keys {layer.keys()}; supported: head_dim, "
                 "num_key_value_heads"
             )
-        theta, share = ropes[name]
+        dim = read_head_dim(layer, default=head_dim if sliding else full_dim)
         layers.append(
             Attention(
                 kv_heads=layer.read_int("num_key_value_heads", heads if sliding else full_heads),
-                head_dim=read_head_dim(layer, default=head_dim if sliding else full_dim),
+                head_dim=dim,
                 window=text.read_int("sliding_window", most=MOST_LENGTH) if sliding else None,
-                rope_theta=theta,
-                rotary_share=share,
+                rope=_parse_rope(name, text, dim),
                 values_are_keys=values_are_keys and not sliding,
             )
         )
@@ -136,18 +136,11 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     return tuple(layers)
 
 
-def _parse_rope(name: str, stated: Fields) -> tuple[float, float]:
-    """The base of a kind of layers, and the share of rotated dimensions."""
-    # Absent parameters have the defaults of the kind.
+def _parse_rope(name: str, text: Fields, head_dim: int) -> Rope:
+    """The rotation of a kind of layers; absent parameters have the defaults of the kind."""
+    stated = text.section("rope_parameters").section(name)
     rope = stated if stated.keys() else stated.with_defaults(_ROPE[name])
-    kind = rope.read_text("rope_type", "default")
-    if kind not in ("default", "proportional") or rope.read_number("factor", 1.0) != 1:
-        raise CheckpointError(
-            f"{rope.where}: {rope.describe('rope_type')}, {rope.describe('factor')}: rope_type must be default, or "
-            "proportional without a factor"
-        )
-    share = rope.read_number("partial_rotary_factor", 1.0, above=0, most=1)
-    return rope.read_number("rope_theta", least=1, most=MOST_NUMBER), share if kind == "proportional" else 1.0
+    return parse_section(rope, text, head_dim, None, kinds=("default", "proportional"))
 
 
 def _parse_experts(text: Fields) -> Routed | None:
@@ -177,7 +170,7 @@ def describe(config: Gemma4) -> dict[str, Any]:
         },
         "layer_types": types,
         "sliding_window": base.window or 512,
-        "rope_parameters": {name: _describe_rope(kind) for name, kind in kinds.items()},
+        "rope_parameters": {name: describe_rope(kind.rope) for name, kind in kinds.items()},
         "attention_k_eq_v": full.values_are_keys,
         "num_kv_shared_layers": config.shared_layers,
         "use_double_wide_mlp": config.double_wide_mlp,
@@ -193,12 +186,6 @@ def describe(config: Gemma4) -> dict[str, Any]:
         raw |= {"enable_moe_block": True, "num_experts": router.count, "top_k_experts": router.chosen}
         raw["moe_intermediate_size"] = config.experts.width
     return raw
-
-
-def _describe_rope(kind: Attention) -> dict[str, Any]:
-    if kind.rotary_share == 1.0:
-        return {"rope_type": "default", "rope_theta": kind.rope_theta}
-    return {"rope_type": "proportional", "rope_theta": kind.rope_theta, "partial_rotary_factor": kind.rotary_share}
 
 
 _ROOTS = ("model.", "model.language_model.")

@@ -5,8 +5,6 @@ from typing import Any
 from jspec.checkpoints import mxfp4
 from jspec.checkpoints.config import (
     describe_shape,
-    describe_yarn,
-    parse_yarn,
     read_eps,
     read_head_dim,
     read_layer_count,
@@ -16,6 +14,7 @@ from jspec.checkpoints.config import (
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.llama import read_heads
+from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.gpt_oss import GptOss
 from jspec.models.moe import Routed
@@ -40,26 +39,23 @@ def parse_config(config: Fields) -> GptOss:
     refuse(config.where, config.unsupported({"hidden_act": ("silu",)}))
     heads, kv_heads = read_heads(config)
     # Heads and rotation.
-    scalings = [config.section(name) for name in ("rope_parameters", "rope_scaling")]
-    if not any(fields.has("rope_theta") for fields in (config, *scalings)):
-        config.read_number("rope_theta")  # the families' default is not this one's
-    theta, scaling = parse_yarn(config)
+    head_dim = read_head_dim(config)
+    rope = parse_rope(config, head_dim, None)
     with reading(config.where):
         return GptOss(
             vocab_size=config.read_int("vocab_size"),
             hidden_size=config.read_int("hidden_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=read_head_dim(config),
+            head_dim=head_dim,
             windows=_parse_windows(config),
-            max_length=read_length(config),
+            max_length=rope.limit(read_length(config)),
             experts=Routed(
                 Router(config.read_int("num_local_experts"), config.read_int("num_experts_per_tok"), normalize=True),
                 config.read_int("intermediate_size"),
             ),
             rms_norm_eps=read_eps(config),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope=rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             attention_bias=config.read_flag("attention_bias", True),
             gate_limit=config.read_number("swiglu_limit", 7.0, above=0, most=MOST_NUMBER),
@@ -86,7 +82,7 @@ def describe(config: GptOss) -> dict[str, Any]:
         "sliding_window": next((window for window in config.windows if window is not None), None),
         "num_local_experts": router.count,
         "num_experts_per_tok": router.chosen,
-        "rope_parameters": describe_yarn(config.rope_theta, config.rope_scaling),
+        "rope_parameters": describe_rope(config.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "swiglu_limit": config.gate_limit,

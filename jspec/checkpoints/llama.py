@@ -15,15 +15,13 @@ from jspec.checkpoints.config import (
     read_head_dim,
     read_layer_count,
     read_length,
-    read_rope,
     reading,
     unknown_family,
 )
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
-from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.kv_scales import KvScales
-from jspec.models.layers import Llama3Rope
+from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.models.llama import Llama, LlamaParams
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -43,7 +41,8 @@ def parse_config(config: Fields) -> Llama:
     # Options of other forwards, heads and rotation.
     refuse_options(config, quantized=True)
     heads, kv_heads = read_heads(config)
-    theta, scaling = parse_rope(config)
+    head_dim = read_head_dim(config, default=128 if family == "qwen3" else None)
+    rope = parse_rope(config, head_dim)
     with reading(config.where):
         return Llama(
             vocab_size=config.read_int("vocab_size"),
@@ -52,11 +51,10 @@ def parse_config(config: Fields) -> Llama:
             num_layers=read_layer_count(config),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=read_head_dim(config, default=128 if family == "qwen3" else None),
-            max_length=read_length(config),
+            head_dim=head_dim,
+            max_length=rope.limit(read_length(config)),
             rms_norm_eps=read_eps(config),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope=rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             qk_norm=family != "llama",
             attention_bias=config.read_flag("attention_bias", False),
@@ -99,11 +97,9 @@ def refuse_options(config: Fields, *, quantized: bool = False) -> None:
             "pretraining_tp": (1,),
         }
     )
-    # Options of the rotation and of the layers.
+    # Options of the layers.
     if not quantized and config.section("quantization_config").keys():
         wrong.append("quantization_config")
-    if config.optional_number("partial_rotary_factor") not in (None, 1):
-        wrong.append(config.describe("partial_rotary_factor"))
     types = config.optional_texts("layer_types")
     wrong += [f"layer_types: {kind}" for kind in types or () if kind != "full_attention"]
     refuse(config.where, wrong)
@@ -112,52 +108,15 @@ def refuse_options(config: Fields, *, quantized: bool = False) -> None:
         raise config.wrong("layer_types", list(types), f"must be {count} of full_attention")
 
 
-def parse_rope(config: Fields) -> tuple[float, Llama3Rope | None]:
-    """The base and the scaling of the rotary positions, from a config.json of either generation.
-
-    Raises:
-      CheckpointError: an unsupported kind of scaling, or a parameter that is missing or out of bounds.
-    """
-    # Without scaling there is only a base.
-    kind, theta, rope = read_rope(config, "default", "llama3")
-    if rope.optional_number("partial_rotary_factor") not in (None, 1):
-        raise CheckpointError(f"{config.where}: not supported: {rope.describe('partial_rotary_factor')}")
-    if kind == "default":
-        return theta, None
-    low, high = (rope.read_number(f"{name}_freq_factor", above=0, most=MOST_NUMBER) for name in ("low", "high"))
-    if high <= low:
-        raise rope.wrong("high_freq_factor", high, f"must be above low_freq_factor={low}")
-    return theta, Llama3Rope(
-        factor=rope.read_number("factor", least=1, most=MOST_NUMBER),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_length=rope.read_int("original_max_position_embeddings", most=MOST_LENGTH),
-    )
-
-
-def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
-    """The keys of a config.json for scaled rotary frequencies."""
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
-
-
 def describe(config: Llama) -> dict[str, Any]:
     """The config.json of a Llama or Qwen3 model, in the newer generation's format."""
     # The family follows from the layers.
     family = "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "llama"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope |= describe_scaling(config.rope_scaling)
     architecture = next(name for name, value in ARCHITECTURES.items() if value == family)
     raw = describe_shape(architecture, family, config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "rope_parameters": rope,
+        "rope_parameters": describe_rope(config.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "hidden_act": "silu",

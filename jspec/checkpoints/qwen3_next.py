@@ -17,12 +17,11 @@ from jspec.checkpoints.config import (
     read_head_dim,
     read_layer_count,
     read_length,
-    read_rope,
     reading,
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, refuse
-from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.moe import Routed
 from jspec.models.qwen3_next import (
@@ -39,7 +38,6 @@ ARCHITECTURES = {
 }
 """Classes of `transformers` -> model_type."""
 _TYPES = ("linear_attention", "full_attention")
-_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
 def parse_config(config: Fields) -> Qwen3Next:
@@ -53,7 +51,7 @@ def parse_config(config: Fields) -> Qwen3Next:
     text = text if text.keys() else config
     _refuse_options(config, text)
     head_dim, heads = read_head_dim(text), text.read_int("num_attention_heads")
-    theta, share = _parse_rope(text, head_dim)
+    rope = parse_rope(text, head_dim, share=0.25)
     with reading(config.where):
         experts = _parse_experts(text)
         dense = () if experts is None else parse_dense_layers(text)
@@ -75,12 +73,11 @@ def parse_config(config: Fields) -> Qwen3Next:
                 value_dim=text.read_int("linear_value_head_dim"),
                 kernel=text.read_int("linear_conv_kernel_dim"),
             ),
-            max_length=read_length(text),
+            max_length=rope.limit(read_length(text)),
             experts=experts,
             dense_layers=dense,
             rms_norm_eps=read_eps(text),
-            rope_theta=theta,
-            rotary_share=share,
+            rope=rope,
             tie_embeddings=text.read_flag("tie_word_embeddings", config.read_flag("tie_word_embeddings", False)),
         )
 
@@ -100,30 +97,6 @@ def _refuse_options(config: Fields, text: Fields) -> None:
     if config.section("quantization_config").keys() or text.section("quantization_config").keys():
         wrong.append("quantization_config")
     refuse(config.where, wrong)
-
-
-def _parse_rope(text: Fields, head_dim: int) -> tuple[float, float]:
-    """The base, and the share of rotated dimensions.
-
-    `mrope_section` can be ignored: the several positions of a token only differ in images.
-    """
-    _, theta, rope = read_rope(text, "default", "mrope")
-    if not set(rope.keys()) <= _ROPE_KEYS:
-        raise CheckpointError(
-            f"{text.where}: rope_parameters with the keys {rope.keys()} are not supported; must be among "
-            f"{', '.join(sorted(_ROPE_KEYS))}"
-        )
-    # The share of rotated dimensions.
-    shares = [fields.optional_number("partial_rotary_factor", above=0, most=1) for fields in (rope, text)]
-    share = next((stated for stated in shares if stated is not None), 0.25)
-    # Pairs are split between the halves of a head.
-    rotary = int(head_dim * share)
-    if rotary % 2 or (head_dim - rotary) % 2 or not rotary:
-        raise CheckpointError(
-            f"{text.where}: partial_rotary_factor={share}: must rotate a positive, even number of the {head_dim} "
-            "dimensions of a head, and leave an even number"
-        )
-    return theta, share
 
 
 def _parse_layers(text: Fields) -> tuple[bool, ...]:
@@ -147,7 +120,6 @@ def _parse_experts(text: Fields) -> Routed | None:
 def describe(config: Qwen3Next) -> dict[str, Any]:
     """The config.json of a text model: Qwen3-Next's if there are experts, otherwise Qwen3.5's."""
     name = "Qwen3_5ForCausalLM" if config.experts is None else "Qwen3NextForCausalLM"
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary_share}
     raw = describe_shape(name, ARCHITECTURES[name], config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -157,7 +129,7 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
         "linear_key_head_dim": config.state.key_dim,
         "linear_value_head_dim": config.state.value_dim,
         "linear_conv_kernel_dim": config.state.kernel,
-        "rope_parameters": rope,
+        "rope_parameters": {"partial_rotary_factor": 1.0} | describe_rope(config.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "hidden_act": "silu",

@@ -349,7 +349,7 @@ class Assistant:
         keys = target.layer_keys(read).split(self.tensor)
         q = layers.linear(normed, layer.q)
         q = self._norm(q.reshape(batch, nodes, -1, keys.head_dim), layer.q_norm)
-        q = layers.rope(q, positions[:, None], target.layer_frequencies(read))
+        q = layers.rotate(q, target.layer_rotation(read, positions[:, None], q.dtype))
         # Nodes have no rows of their own. Zeros take their place; they are seen only without a prefix, where a softmax
         # over nothing would be NaN.
         rows = jnp.zeros((batch, nodes, keys.kv_heads, keys.head_dim), q.dtype)

@@ -24,6 +24,7 @@ from jspec.core.types import Params, Target
 from jspec.models import layers, weights
 from jspec.models.decoder import Decoder
 from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
+from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
 from jspec.models.weights import linear, plain
 
@@ -106,8 +107,7 @@ class BlockHead:
     markov_rank: int = 0
     confidence: Literal["hidden", "markov"] | None = None
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: layers.Llama3Rope | None = None
+    rope: Rope = Rope()
     attention_bias: bool = False
     own_embed: bool = False
     own_head: bool = False
@@ -280,18 +280,17 @@ class BlockHead:
         return feature, tuple(self._context_rows(layer, feature, rotation) for layer in params.layers)
 
     def _context_rows(
-        self, layer: LayerParams, feature: Float[Array, "B T E"], rotation: tuple[Array, Array]
+        self, layer: LayerParams, feature: Float[Array, "B T E"], rotation: layers.Rotation
     ) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
         # The norm before the attention does not apply to features, and nothing passes from layer to layer.
         bias = None if layer.qkv_bias is None else layer.qkv_bias[self._queries :]
         pair = layers.linear(feature, layer.qkv[:, self._queries :], bias)
         k, v = jnp.split(pair.reshape(*feature.shape[:2], -1, self.head_dim), 2, axis=2)
         assert layer.k_norm is not None
-        return layers.rotate(layers.rms_norm(k, layer.k_norm, self.rms_norm_eps), *rotation), v
+        return layers.rotate(layers.rms_norm(k, layer.k_norm, self.rms_norm_eps), rotation), v
 
-    def _rotation(self, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> tuple[Array, Array]:
-        frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
-        return layers.rotation(positions, frequencies, dtype)
+    def _rotation(self, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        return self.rope.rotation(positions, self.head_dim, dtype)
 
     def apply(
         self,

@@ -70,8 +70,8 @@ class Decoder(abc.ABC):
         """The keys and values read by a layer: its own, or those it shares with another layer."""
 
     @abc.abstractmethod
-    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians per position, for each pair of dimensions."""
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position, see `Rope.rotation`."""
 
     @abc.abstractmethod
     def layer_scale(self, layer: int) -> float:

@@ -29,6 +29,7 @@ from jspec.models.expert_weights import layer_mlp_weights
 from jspec.models.latent_weights import Latent, UpWeights, halves, pairs
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
+from jspec.models.rope import Rope, YarnRope
 from jspec.models.weights import fused, linear, plain
 from pallas_kernels import parts
 
@@ -118,8 +119,7 @@ class Deepseek(Decoder):
     dense_layers: int
     max_length: int
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: layers.YarnRope | None = None
+    rope: Rope = Rope()
     tie_embeddings: bool = False
     mtp_layers: int = 0
     indexer: Indexer | None = None
@@ -280,21 +280,14 @@ class Deepseek(Decoder):
         selected = self.layer_keys(0).row_bytes(itemsize) * min(context, self.indexer.top_k)
         return self.num_layers * (self.indexer.size * context * itemsize + selected)
 
-    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How the rotary part of those rows is rotated: radians per position, for each pair of dimensions."""
-        return layers.rope_frequencies(self.latent.rope_dim, self.rope_theta, self.rope_scaling)
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How the rotary part of those rows is rotated at each position."""
+        return self.rope.rotation(positions, self.latent.rope_dim, dtype)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and keys."""
         scale = (self.latent.nope_dim + self.latent.rope_dim) ** -0.5
-        return scale if self.rope_scaling is None else scale * self.rope_scaling.score_scale
-
-    def rotation(
-        self, positions: Int[Array, "#B #N"], dtype: DTypeLike
-    ) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
-        """Cosine and sine of each token's angles, see `layers.rotation`."""
-        magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
-        return layers.rotation(positions, self.layer_frequencies(0), dtype, magnitude)
+        return scale * self.rope.scaling.score_scale if isinstance(self.rope.scaling, YarnRope) else scale
 
     def run_layers(
         self,
@@ -307,7 +300,7 @@ class Deepseek(Decoder):
         selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, ...]]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        rotation = self.rotation(positions, x.dtype)
+        rotation = self.layer_rotation(0, positions, x.dtype)
         for index, layer in enumerate(params.layers):
             layer_earlier = None if earlier is None else earlier[index]
             here_selected = selected if index + 1 == self.num_layers else None
@@ -318,7 +311,7 @@ class Deepseek(Decoder):
         self,
         layer: DeepseekLayerParams,
         x: Float[Array, "B N E"],
-        rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+        rotation: layers.Rotation,
         attend: Callable[..., Array],
         earlier: tuple[Float[Array, "B M _"], ...] | None,
         selected: layers.SelectedToken | None = None,
@@ -375,8 +368,8 @@ class Deepseek(Decoder):
             q = self._linear(middle, layer.query)
         # Rotate, and normalize the latent.
         q = q.reshape(*q.shape[:2], self.num_heads // self.tensor, -1)
-        q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], *rotation)], axis=-1)
-        shared = layers.rotate(shared[:, :, None], *rotation)[:, :, 0]
+        q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], rotation)], axis=-1)
+        shared = layers.rotate(shared[:, :, None], rotation)[:, :, 0]
         latent = layers.rms_norm(latent, layer.latent_norm, LATENT_EPS, exact=self.exact)
         return q, jnp.concatenate([latent, shared], axis=-1), middle
 
@@ -387,7 +380,7 @@ class Deepseek(Decoder):
 
         # Only the first R features rotate.
         def rotated(x):
-            return jnp.concatenate([layers.rotate(x[..., :rope], *rotation), x[..., rope:]], axis=-1)
+            return jnp.concatenate([layers.rotate(x[..., :rope], rotation), x[..., rope:]], axis=-1)
 
         # Queries, key and weights of the heads.
         heads = layers.linear(middle, indexer.query).reshape(*normed.shape[:2], -1, self.indexer.size)

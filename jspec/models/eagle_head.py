@@ -23,6 +23,7 @@ from jspec.core.types import Params, Target
 from jspec.models import layers, weights
 from jspec.models.decoder import Decoder
 from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
+from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
 from jspec.models.weights import linear, plain
 
@@ -87,8 +88,7 @@ class EagleHead:
     max_length: int
     capture_layers: tuple[int, ...]
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: layers.Llama3Rope | None = None
+    rope: Rope = Rope()
     norm_before_residual: bool = False
     norm_output: bool = False
     tensor: int = 1
@@ -248,8 +248,7 @@ class EagleHead:
         head: EagleParams = params.draft
         # Join the embedding with the feature.
         x, first = self._read(head, self.embed(params, target, tokens), feature)
-        frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
-        rotation = layers.rotation(positions, frequencies, x.dtype)
+        rotation = self.rope.rotation(positions, self.head_dim, x.dtype)
         rows, selected = [], layers.SelectedToken.from_index(select, mask, tokens, earlier)
         # Layers; the last one goes on with the selected token only.
         for index, layer in enumerate(head.layers):

@@ -170,11 +170,11 @@ class FunctionModel(Decoder):
         """There is no LM head."""
         raise ValueError(f"{describe(self.function)}: a function of tokens has no LM head")
 
-    def layer_keys(self, layer: int = 0) -> Never:
+    def layer_keys(self, layer: int = 0, *args: object, **options: object) -> Never:
         """There are no keys."""
         raise ValueError(f"{describe(self.function)}: a function of tokens has no keys")
 
-    layer_frequencies = layer_scale = layer_windows = layer_keys
+    layer_rotation = layer_scale = layer_windows = layer_keys
 
     def run_layers(self, *args: object, **options: object) -> Never:
         """There are no layers."""

@@ -21,6 +21,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.expert_weights import mlp_weights
 from jspec.models.moe import Routed, experts_mlp, router_logits
+from jspec.models.rope import Rope
 from jspec.models.sizes import tree_bytes
 from jspec.models.weights import heads, linear, plain, scalar, stacked
 from pallas_kernels import parts
@@ -119,15 +120,13 @@ class Attention:
     """The attention of one kind of layers.
 
     window: positions a token sees, including its own; None: all.
-    rotary_share: share of the dimensions rotated by the position.
     values_are_keys: whether values share the projection of the keys.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None
-    rope_theta: float
-    rotary_share: float = 1.0
+    rope: Rope
     values_are_keys: bool = False
 
 
@@ -293,10 +292,10 @@ class Gemma4(Decoder):
         kind = self.attention[layer]
         return LayerKeys(kind.kv_heads, kind.head_dim, kind.window, kv=self.kv)
 
-    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians per position, for each pair of dimensions."""
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position."""
         kind = self.attention[layer]
-        return layers.proportional_frequencies(kind.head_dim, kind.rope_theta, kind.rotary_share)
+        return kind.rope.rotation(positions, kind.head_dim, dtype)
 
     def layer_scale(self, layer: int) -> float:
         """1: queries and keys are normed instead of scaled."""
@@ -318,10 +317,11 @@ class Gemma4(Decoder):
         selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | None]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round, None if it has none."""
-        # Inputs and frequencies, once for all layers.
+        # Inputs and angles, once for all layers.
         inputs = self._per_layer_inputs(params, tokens, x)
-        frequencies = {
-            kind: self.layer_frequencies(self.attention.index(kind)) for kind in dict.fromkeys(self.attention)
+        rotations = {
+            kind: self.layer_rotation(self.attention.index(kind), positions, x.dtype)
+            for kind in dict.fromkeys(self.attention)
         }
         rows: list[Pair | None] = []
         # Each add computes the norm of the next branch.
@@ -329,7 +329,7 @@ class Gemma4(Decoder):
         following = [*(layer.attention_norm for layer in params.layers[1:]), None]
         for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
             # Rows: those of the layer, or of the layer it shares with.
-            q, layer_rows = self._project(layer, kind, normed, positions, frequencies[kind])
+            q, layer_rows = self._project(layer, kind, normed, rotations[kind])
             if layer_rows is not None and earlier is not None:
                 before = earlier[index]
                 assert before is not None
@@ -389,16 +389,16 @@ class Gemma4(Decoder):
         context = _times(self._linear(x, inputs.projection), self.hidden_size**-0.5).reshape(shape)
         return _times(self.norm(context, inputs.norm) + token, 2**-0.5)
 
-    def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, positions, frequencies):
+    def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, rotation):
         """The queries, and the new keys and values of a layer; None if it shares another layer's."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(kind.kv_heads, self.tensor) // self.tensor
         qkv = self._linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
-        q = layers.rope(self.norm(qkv[:, :, :heads], layer.q_norm), positions, frequencies)
+        q = layers.rotate(self.norm(qkv[:, :, :heads], layer.q_norm), rotation)
         if layer.k_norm is None:
             return q, None
         k = qkv[:, :, heads : heads + kv_heads]
         v = self.norm(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :], None)
-        return q, (layers.rope(self.norm(k, layer.k_norm), positions, frequencies), v)
+        return q, (layers.rotate(self.norm(k, layer.k_norm), rotation), v)
 
     def _mlp(self, layer: Gemma4LayerParams, x, normed):
         """The MLP, plus the experts in parallel to it."""

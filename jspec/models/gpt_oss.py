@@ -23,6 +23,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.llama import attend_layer, attention_weights, split_layers
 from jspec.models.moe import Routed, grouped, router_logits, weighted_sum
+from jspec.models.rope import Rope
 from jspec.models.weights import fused, linear, plain
 from pallas_kernels.group_rows import group_rows
 
@@ -97,8 +98,7 @@ class GptOss(Decoder):
     max_length: int
     experts: Routed
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 150_000.0
-    rope_scaling: layers.YarnRope | None = None
+    rope: Rope = Rope(150_000.0)
     tie_embeddings: bool = False
     attention_bias: bool = True
     gate_limit: float = 7.0
@@ -197,9 +197,9 @@ class GptOss(Decoder):
         """The keys and values of a layer."""
         return LayerKeys(self.num_kv_heads, self.head_dim, self.windows[layer], kv=self.kv)
 
-    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians per position, for each pair of dimensions."""
-        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position."""
+        return self.rope.rotation(positions, self.head_dim, dtype)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and those keys."""
@@ -217,8 +217,7 @@ class GptOss(Decoder):
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         # Rotation, once for all layers.
-        magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
-        rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype, magnitude)
+        rotation = self.layer_rotation(0, positions, x.dtype)
         for index, layer in enumerate(params.layers):
             # The last layer goes on with the selected token only.
             last, at = index + 1 == self.num_layers, positions

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, linear layers and the gated MLP.
+"""Norms, linear layers and the gated MLP.
 
 Weights are stored [in, out], the transpose of checkpoints: with the contracted dimension first, XLA on CPU multiplies
 five rows by them 2.5 times faster (docs/decisions.md).
@@ -11,7 +11,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.sharding import TENSOR, sum_over_devices
@@ -28,53 +27,8 @@ slower than a matrix product with six rows (docs/decisions.md). A product with t
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Llama3Rope:
-    """Frequency scaling of Llama 3.1 and later (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_length: int
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnRope:
-    """Frequency scaling of YaRN (Peng et al., arXiv 2309.00071), with the two magnitudes of DeepSeek.
-
-    original_length: the context of the training; it becomes `factor` times as long.
-    beta_fast, beta_slow: turns within that context; frequencies above the first stay, below the second are divided.
-    mscale: magnitude of the rotated features; None: 1.
-    mscale_all_dim: magnitude of the scores; None: not scaled.
-    attention_factor: overrides the magnitude of the rotated features implied by the two above.
-    truncate: whether the two bounds are rounded to whole pairs.
-    """
-
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
-
-    @property
-    def magnitude(self) -> float:
-        """The factor on rotated features."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
-        return self._scale(1.0)
-
-    @property
-    def score_scale(self) -> float:
-        """The factor on scores, in DeepSeek."""
-        return self._scale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-    def _scale(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+Rotation = tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]
+"""Cosine and sine of the angles by which the pairs of each head are rotated, see `Rope.rotation`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,70 +207,6 @@ def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
     return jax.nn.gelu(x, approximate=True)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None) -> Float[Array, " half"]:
-    """Rotation in radians per position of each of the head_dim / 2 pairs (Su et al., arXiv 2104.09864, section 3.2)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    # No scaling, or YaRN.
-    if scaling is None:
-        return frequency
-    if isinstance(scaling, YarnRope):
-        return frequency * _yarn_factors(head_dim, theta, scaling)
-    # Llama 3.1: low frequencies are divided, those between are interpolated.
-    wavelength = 2 * math.pi / frequency
-    low = scaling.original_length / scaling.low_freq_factor
-    high = scaling.original_length / scaling.high_freq_factor
-    smooth = (scaling.original_length / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-    scaled = jnp.where(wavelength > low, frequency / scaling.factor, between)
-    return jnp.where(wavelength < high, frequency, scaled)
-
-
-def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array, " half"]:
-    """The factor on each frequency: 1 for fast ones, 1 / factor for slow ones, and a ramp between them."""
-
-    def pair_of(turns: float) -> float:
-        """The (fractional) index of the pair with this number of turns within the original context."""
-        return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    # Interpolate the factor between two pairs.
-    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
-    slow = jnp.clip((pair - low) / max(high - low, 0.001), 0.0, 1.0)
-    return 1.0 - slow + slow / scaling.factor
-
-
-def rotation(
-    positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: DTypeLike, magnitude: float = 1.0
-) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
-    """Cosine and sine of the angles, position times frequency, to rotate the pairs of each head.
-
-    magnitude: an additional factor on the rotated pairs.
-    """
-    angle = positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)
-    return (magnitude * jnp.cos(angle)).astype(dtype), (magnitude * jnp.sin(angle)).astype(dtype)
-
-
-def proportional_frequencies(head_dim: int, theta: float, share: float) -> Float[Array, " half"]:
-    """`rope_frequencies` of the first `share` of the pairs; the others do not rotate."""
-    rotated = int(share * head_dim // 2)
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    return jnp.where(jnp.arange(head_dim // 2) < rotated, frequency, 0.0)
-
-
-def rope(
-    x: Float[Array, "B N H D"], positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"]
-) -> Float[Array, "B N H D"]:
-    """Rotates the pairs (i, i + D/2) of each head by position times frequency."""
-    return rotate(x, *rotation(positions, frequencies, x.dtype))
-
-
-def rotate(
-    x: Float[Array, "B N H D"], cos: Float[Array, "#B #N half"], sin: Float[Array, "#B #N half"]
-) -> Float[Array, "B N H D"]:
-    """Rotates the pairs (i, i + D/2) of each head by the angles of `rotation`."""
-    return rotary.rotate(x, cos, sin)
+def rotate(x: Float[Array, "B N H D"], rotation: Rotation) -> Float[Array, "B N H D"]:
+    """Rotates the pairs (i, i + D/2) of each head."""
+    return rotary.rotate(x, *rotation)

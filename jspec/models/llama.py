@@ -23,6 +23,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.expert_weights import layer_mlp_weights
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.rope import Rope
 from jspec.models.weights import heads, linear, plain
 from pallas_kernels import parts
 from pallas_kernels.split_heads import split_heads
@@ -81,8 +82,7 @@ class Llama(Decoder):
     head_dim: int
     max_length: int
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: layers.Llama3Rope | None = None
+    rope: Rope = Rope()
     tie_embeddings: bool = False
     qk_norm: bool = False
     attention_bias: bool = False
@@ -140,9 +140,9 @@ class Llama(Decoder):
         """The keys and values of a layer."""
         return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
-    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians per position, for each pair of dimensions."""
-        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position."""
+        return self.rope.rotation(positions, self.head_dim, dtype)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and those keys."""
@@ -159,7 +159,7 @@ class Llama(Decoder):
         selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
+        rotation = self.layer_rotation(0, positions, x.dtype)
         norms = [layer.attention_norm for layer in params.layers]
         normed = layers.rms_norm(x, norms[0], self.rms_norm_eps, exact=self.exact)
         for index, layer in enumerate(params.layers):
@@ -315,7 +315,7 @@ def decoder_layer(
     layer: LayerParams,
     x: Float[Array, "B N E"],
     normed: Float[Array, "B N X"],
-    rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+    rotation: layers.Rotation,
     attend: Callable[..., Array],
     earlier: tuple[Array, Array] | None,
     selected: layers.SelectedToken | None = None,
@@ -335,7 +335,7 @@ def layer_branches(
     layer: LayerParams,
     x: Float[Array, "B N E"],
     normed: Float[Array, "B N X"],
-    rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+    rotation: layers.Rotation,
     attend: Callable[..., Array],
     earlier: tuple[Array, Array] | None,
     selected: layers.SelectedToken | None = None,
@@ -346,7 +346,7 @@ def layer_branches(
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"] | Float[Array, "P B N E"], tuple[Array, Array]]:
     """Attention over `normed`, added to the residual stream `x`, then the MLP over the sum.
 
-    rotation: the angles of each token, see `layers.rotation`.
+    rotation: the angles of each token, see `Rope.rotation`.
     attend: a cache's `attend` for this layer, called with (q, k, v).
     earlier: keys and values of this round's earlier rows.
     selected: the tokens whose stream is returned, [B, 1, E]; keys and values are returned for all tokens.
@@ -408,7 +408,7 @@ def attend_layer(
     layer: AttentionParams,
     x: Float[Array, "B N E"],
     normed: Float[Array, "B N X"],
-    rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+    rotation: layers.Rotation,
     attend: Callable[..., Array],
     earlier: tuple[Array, Array] | None,
     selected: layers.SelectedToken | None,

@@ -9,7 +9,7 @@ differ only in how checkpoints lay out the projections of delta nets; both are r
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.expert_weights import layer_mlp_weights
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
+from jspec.models.rope import Rope
 from jspec.models.weights import copy_heads, fused, linear, plain
 from pallas_kernels.rotary import rotate
 
@@ -88,7 +89,6 @@ class Qwen3Next(Decoder):
 
     is_full_attention: for each layer, whether it attends to all tokens; the others keep states.
     state: the state of those others.
-    rotary_share: share of each head's dimensions rotated by the position.
     intermediate_size: width of the MLP of layers without experts.
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     mtp_layers: MTP heads in `Qwen3NextParams.mtp`.
@@ -108,14 +108,11 @@ class Qwen3Next(Decoder):
     experts: Routed | None = None
     dense_layers: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e7
-    rotary_share: float = 0.25
+    rope: Rope = Rope(1e7, share=0.25)
     tie_embeddings: bool = False
     mtp_layers: int = 0
     tensor: int = 1
     kv: str | None = None
-    rope_scaling: ClassVar[None] = None
-    """Frequencies are never scaled."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -126,11 +123,6 @@ class Qwen3Next(Decoder):
     def num_layers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Layers of the model."""
         return len(self.is_full_attention)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Dimensions of a head rotated by the position."""
-        return int(self.head_dim * self.rotary_share)
 
     def split(self, devices: int) -> Self:
         """The configuration with heads, states, MLPs and experts split over devices.
@@ -284,13 +276,12 @@ class Qwen3Next(Decoder):
             raise ValueError(f"layer {layer} keeps a state and has no keys")
         return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
-    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians a position, for each pair of dimensions.
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position.
 
-        A head's dimensions are reordered when checkpoints are read, so the others are pairs too.
+        A head's dimensions are reordered when checkpoints are read, so that those at rest are pairs too.
         """
-        still = jnp.zeros((self.head_dim - self.rotary_dim) // 2)
-        return jnp.concatenate([layers.rope_frequencies(self.rotary_dim, self.rope_theta, None), still])
+        return self.rope.rotation(positions, self.head_dim, dtype)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and those keys."""
@@ -307,7 +298,7 @@ class Qwen3Next(Decoder):
         selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | RecurrentRows]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
+        rotation = self.layer_rotation(0, positions, x.dtype)
         for index, layer in enumerate(params.layers):
             before = None if earlier is None else earlier[index]
             here_selected = selected if index + 1 == self.num_layers else None
@@ -318,7 +309,7 @@ class Qwen3Next(Decoder):
         self,
         layer: Qwen3NextLayerParams,
         x: Float[Array, "B N E"],
-        rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+        rotation: layers.Rotation,
         attend: Callable[..., Any],
         earlier: PyTree,
         selected: layers.SelectedToken | None = None,
@@ -396,7 +387,7 @@ def head_order(config: Qwen3Next) -> np.ndarray:
     There the first ones rotate, in pairs (i, i + r/2) of r. Here all of D are pairs (i, i + D/2), rotating ones first.
     Queries and keys are in one order, so their products are the same.
     """
-    rotary, dim = config.rotary_dim, config.head_dim
+    rotary, dim = config.rope.rotary_dim(config.head_dim), config.head_dim
     index = np.arange(dim)
     turning, still = index[:rotary].reshape(2, -1), index[rotary:].reshape(2, -1)
     return np.concatenate([turning, still], axis=1).reshape(-1)

@@ -282,7 +282,7 @@ def configure(target: Llama, shape: BlockShape) -> BlockHead:
     confidence = None if shape.no_confidence else "hidden" if markov is None else "markov"
     # Of the target's shape.
     sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length")
-    same = ("vocab_size", "hidden_size", *sizes, "rms_norm_eps", "rope_theta", "rope_scaling")
+    same = ("vocab_size", "hidden_size", *sizes, "rms_norm_eps", "rope")
     return BlockHead(
         **{name: getattr(target, name) for name in same},
         draft_vocab_size=target.vocab_size,

@@ -150,7 +150,7 @@ def configure(target: Llama, shape: HeadShape) -> EagleHead:
         vocabulary = check_int("draft_vocab_size", shape.draft_vocab_size, least=1, most=vocabulary)
     # The target's shape, with changes.
     sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    same = (*sizes, "max_length", "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size")
+    same = (*sizes, "max_length", "rms_norm_eps", "rope", "vocab_size")
     fields: dict[str, Any] = {name: getattr(target, name) for name in same}
     fields |= {name: getattr(shape, name) for name in sizes if getattr(shape, name) is not None}
     if fields["num_heads"] % fields["num_kv_heads"]:

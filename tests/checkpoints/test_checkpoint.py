@@ -16,7 +16,7 @@ from jspec.checkpoints import files, language_model, llama, tensors
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.core.sharding import Placement
-from jspec.models.layers import Llama3Rope
+from jspec.models.rope import Llama3Rope, Rope
 
 ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
 
@@ -41,7 +41,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("max_shard_bytes", [None, 10_000, 1])
 @pytest.mark.parametrize(
-    "config", [toy.TARGET, toy.DRAFT, replace(toy.DRAFT, rope_scaling=ROPE)], ids=["qwen3", "tied", "llama3"]
+    "config", [toy.TARGET, toy.DRAFT, replace(toy.DRAFT, rope=Rope(scaling=ROPE))], ids=["qwen3", "tied", "llama3"]
 )
 def test_round_trip(tmp_path, config, max_shard_bytes):
     params = toy.random_params(config)
@@ -95,13 +95,13 @@ def test_eos_is_the_union_of_both_files(saved, config_eos, generation_eos, wante
 
 
 def test_both_generations_of_config():
-    new = llama.describe(replace(toy.TARGET, rope_scaling=ROPE, rope_theta=5e5))
+    new = llama.describe(replace(toy.TARGET, rope=Rope(5e5, ROPE)))
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     scaling = {key: value for key, value in new["rope_parameters"].items() if key != "rope_theta"}
     scaling["type"] = scaling.pop("rope_type")
     old |= {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     assert llama.parse_config(Fields(old)) == llama.parse_config(Fields(new))
-    assert llama.parse_config(Fields(old)).rope_scaling == ROPE
+    assert llama.parse_config(Fields(old)).rope == Rope(5e5, ROPE)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_both_generations_of_config():
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True}, "sliding_window"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "axial", "factor": 4.0}}, "axial"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor.*missing"),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
         ({"vocab_size": None}, "vocab_size=None: must be an int"),

@@ -11,7 +11,7 @@ from eagle_oracle import layer_config
 
 from jspec.checkpoints import drafts, eagle_config, speculators
 from jspec.checkpoints.language_model import CheckpointError
-from jspec.models.layers import Llama3Rope
+from jspec.models.rope import Llama3Rope, Rope
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def test_the_layers_configuration_only_has_differences(head):
         return edit(raw, transformer_layer_config={**layer, "num_key_value_heads": 2, "model_type": kind})
 
     config = load(head(partial(shorten, kind="llama"), layout="speculators")).config
-    assert (config.rms_norm_eps, config.rope_theta, config.max_length) == (1e-6, 1e4, 2048)
+    assert (config.rms_norm_eps, config.rope.theta, config.max_length) == (1e-6, 1e4, 2048)
     config = load(head(partial(shorten, kind="qwen3"), layout="speculators", qk_norm=True)).config
-    assert (config.rms_norm_eps, config.rope_theta, config.max_length) == (1e-6, 1e4, 32768)
+    assert (config.rms_norm_eps, config.rope.theta, config.max_length) == (1e-6, 1e4, 32768)
     with pytest.raises(CheckpointError, match="'layers.0.self_attn.q_norm.weight' is missing"):
         load(head(partial(shorten, kind="qwen3"), layout="speculators"))
 
@@ -55,7 +55,7 @@ def test_layer_defaults_are_those_of_transformers(needs):
 
 def test_defaults_of_the_older_layout(head):
     config = load(head(lambda raw: edit(raw, max_position_embeddings="absent", rms_norm_eps="absent"))).config
-    assert (config.max_length, config.rope_theta, config.capture_layers) == (512, 1e4, (2, 4, 5))
+    assert (config.max_length, config.rope.theta, config.capture_layers) == (512, 1e4, (2, 4, 5))
     assert config.rms_norm_eps == 1e-6
 
 
@@ -114,7 +114,7 @@ def test_invalid_captured_layers(head, layers, ids, message):
         ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("eagle3", {"logit_scale": 0.25}, "logit_scale"),
         ("eagle3", {"is_causal": False}, "is_causal"),
-        ("eagle3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ("eagle3", {"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "axial"),
         ("eagle3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor.*missing"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
@@ -169,7 +169,7 @@ def test_transformers_reads_the_written_config(needs, head, tmp_path):
     transformers = needs("transformers")
     rope = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
     loaded = load(head())
-    config = replace(loaded.config, rope_theta=5e5, rope_scaling=rope)
+    config = replace(loaded.config, rope=Rope(5e5, rope))
     for layout in eagle_config.LAYOUTS:
         drafts.save(tmp_path / layout, config, loaded.params, layout=layout)
         assert load(tmp_path / layout).config == config

@@ -25,13 +25,13 @@ from jspec.drafters import FrozenKvMtp
 from jspec.drafters.frozen_kv_mtp import POSITIONS
 from jspec.models import Assistant, Llama
 from jspec.models.assistant import Clusters
-from jspec.models.layers import Llama3Rope
+from jspec.models.rope import Llama3Rope, Rope
 from pallas_kernels.paged_attention import paged_attention
 
 IDS = np.random.default_rng(3).integers(0, 61, (4, 30)).astype(np.int32)
 LENGTHS = np.array([1, 2, 12, 30], np.int32)
 """Two prompts are longer than the windows, of 8 tokens."""
-SCALED = dataclasses.replace(toy.TARGET, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 16))
+SCALED = dataclasses.replace(toy.TARGET, rope=Rope(scaling=Llama3Rope(8.0, 1.0, 4.0, 16)))
 SHAPE = dict(vocab_size=61, hidden_size=48, target_hidden_size=32, intermediate_size=64, num_heads=4)
 CASES = {
     "llama": (SCALED, Assistant(**SHAPE, target_layers=(1, 0, 1), head_dims=(16,) * 3)),
@@ -82,11 +82,12 @@ def frequencies(target, layer):
     """Radians per position of each pair of dimensions, for the keys of a layer of the target."""
     if not isinstance(target, Llama):
         kind = target.attention[layer]
-        turning = int(kind.rotary_share * kind.head_dim / 2)
-        return [kind.rope_theta ** (-2 * i / kind.head_dim) if i < turning else 0.0 for i in range(kind.head_dim // 2)]
+        turning = int(getattr(kind.rope.scaling, "share", 1) * kind.head_dim / 2)
+        turns = [kind.rope.theta ** (-2 * i / kind.head_dim) for i in range(kind.head_dim // 2)]
+        return [turn if i < turning else 0.0 for i, turn in enumerate(turns)]
     found = []
     for i in range(target.head_dim // 2):
-        turn = target.rope_theta ** (-2 * i / target.head_dim)
+        turn = target.rope.theta ** (-2 * i / target.head_dim)
         low, high = (16 * turn / (2 * np.pi) / factor for factor in (1.0, 4.0))
         smooth = (low * 1.0 - 1.0) / (4.0 - 1.0)
         found.append(turn / 8 if low < 1 else turn if high > 1 else (1 - smooth) * turn / 8 + smooth * turn)

@@ -10,10 +10,11 @@ from jspec.checkpoints import gemma4
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
 from jspec.models.moe import Routed
+from jspec.models.rope import ProportionalRope, Rope
 from jspec.models.router import Router
 
-SLIDING = Attention(kv_heads=2, head_dim=8, window=8, rope_theta=1e4)
-FULL = Attention(kv_heads=2, head_dim=16, window=None, rope_theta=1e6, rotary_share=0.25)
+SLIDING = Attention(kv_heads=2, head_dim=8, window=8, rope=Rope())
+FULL = Attention(kv_heads=2, head_dim=16, window=None, rope=Rope(1e6, ProportionalRope(0.25)))
 VALUES_ARE_KEYS = dataclasses.replace(FULL, kv_heads=1, values_are_keys=True)
 SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_heads=4, max_length=512, soft_cap=30.0)
 EXPERTS = Routed(Router(count=6, chosen=2, normalize=True), width=16)

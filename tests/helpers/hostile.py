@@ -25,8 +25,8 @@ from jspec.checkpoints.fields import Fields
 from jspec.models import BlockHead
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
-from jspec.models.layers import Llama3Rope, YarnRope
 from jspec.models.moe import Routed
+from jspec.models.rope import Llama3Rope, Rope, YarnRope
 from jspec.models.router import Router
 from jspec.models.weights import write
 
@@ -58,11 +58,11 @@ _ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, origin
 _V2 = dataclasses.replace(
     deepseek.MLA,
     experts=Routed(Router(count=6, chosen=2, groups=3, kept_groups=2, scale=2.0), width=16, shared_width=16),
-    rope_scaling=YarnRope(factor=4.0, original_length=64, mscale=1.0, mscale_all_dim=1.0),
+    rope=Rope(scaling=YarnRope(factor=4.0, original_length=64, mscale=1.0, mscale_all_dim=1.0)),
 )
 _MOE = Routed(Router(count=4, chosen=2, normalize=True), width=16)
 MODELS: dict[str, Decoder] = {
-    "llama": dataclasses.replace(toy.TARGET, qk_norm=False, rope_scaling=_ROPE, attention_bias=True),
+    "llama": dataclasses.replace(toy.TARGET, qk_norm=False, rope=Rope(scaling=_ROPE), attention_bias=True),
     "tied": toy.DRAFT,
     "qwen3": toy.TARGET,
     "qwen3_moe": dataclasses.replace(toy.TARGET, experts=_MOE, dense_layers=(1,)),

@@ -6,8 +6,8 @@ import gemma
 
 from jspec.checkpoints import gpt_oss
 from jspec.models.gpt_oss import GptOss, GptOssParams
-from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
+from jspec.models.rope import Rope, YarnRope
 from jspec.models.router import Router
 
 SHAPE = dict(
@@ -18,7 +18,7 @@ SHAPE = dict(
     head_dim=16,
     max_length=512,
     experts=Routed(Router(count=6, chosen=2, normalize=True), width=16),
-    rope_scaling=YarnRope(factor=4.0, original_length=64, truncate=False),
+    rope=Rope(scaling=YarnRope(factor=4.0, original_length=64, truncate=False)),
     gate_limit=1.5,
 )
 KINDS = {

@@ -47,7 +47,7 @@ def attend(config: Any, layer: Any, read: np.ndarray, seen: np.ndarray) -> np.nd
     q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
     if layer.q_norm is not None:
         q, k = norm(q, layer.q_norm, config), norm(k, layer.k_norm, config)
-    q, k = (rotate(heads, config.rope_theta) for heads in (q, k))
+    q, k = (rotate(heads, config.rope.theta) for heads in (q, k))
     k, v = (np.repeat(each, heads // kv_heads, axis=1) for each in (k, v))
     scores = np.where(seen[None], np.einsum("thd,shd->hts", q, k) * dim**-0.5, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))

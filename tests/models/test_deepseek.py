@@ -21,6 +21,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
 from jspec.models import layers
+from jspec.models.rope import Rope
 from pallas_kernels import platform
 
 CHAIN, TREE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=16)
@@ -77,8 +78,8 @@ def test_scaled_positions_are_those_of_transformers(changes):
     raw = {**theirs.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
     ours = deepseek_checkpoint.parse_config(Fields(raw))
     made = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(theirs)
-    np.testing.assert_allclose(ours.layer_frequencies(0), made.inv_freq.numpy(), rtol=2e-6)
-    assert ours.rope_scaling.magnitude == pytest.approx(made.attention_scaling)
+    np.testing.assert_allclose(ours.rope.frequencies(32), made.inv_freq.numpy(), rtol=2e-6)
+    assert ours.rope.magnitude == pytest.approx(made.attention_scaling)
     attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(theirs, 0)
     assert ours.layer_scale(0) == pytest.approx(attention.scaling)
     assert deepseek_checkpoint.parse_config(Fields(deepseek_checkpoint.describe(ours))) == ours
@@ -88,7 +89,7 @@ def test_the_magnitude_of_yarn_reaches_the_scores(tmp_path):
     rope = {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0, "factor": 40.0}
     oracle = hf.build("deepseek-v3", rope_parameters=rope)
     loaded = check_logits(oracle, hf.save(oracle, tmp_path))
-    assert loaded.config.rope_scaling.magnitude < 0.9
+    assert loaded.config.rope.magnitude < 0.9
 
 
 def published(directory, *, shared: bool = True):
@@ -199,7 +200,7 @@ def _fused(tensors):
         ("v32", {"mlp_layer_types": ["sparse", "dense"]}, "must have one entry per layer, dense ones first"),
         ("v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
-        ("v2", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not supported"),
+        ("v2", {"rope_parameters": {"rope_type": "axial"}}, "rope_type='axial' is not supported"),
         ("v2", {"kv_lora_rank": "absent"}, "'kv_lora_rank' is missing"),
         ("v2", {"kv_lora_rank": None}, "kv_lora_rank=None: must be an int"),
     ],
@@ -245,8 +246,8 @@ def test_interleaved_positions_are_rotated_as_halves():
     """Weights are permuted on load, so that no round permutes anything."""
     x = np.random.default_rng(0).normal(size=(1, 3, 1, 8)).astype(np.float32)
     order = np.arange(8).reshape(-1, 2).T.reshape(-1)
-    cos, sin = layers.rotation(jnp.arange(3)[None], layers.rope_frequencies(8, 1e4, None), jnp.float32)
+    cos, sin = Rope().rotation(jnp.arange(3)[None], 8, jnp.float32)
     even, odd = x[..., ::2], x[..., 1::2]
     wide = [np.asarray(turn)[:, :, None] for turn in (cos, sin)]
     wanted = np.concatenate([even * wide[0] - odd * wide[1], odd * wide[0] + even * wide[1]], axis=-1)
-    np.testing.assert_allclose(layers.rotate(jnp.asarray(x[..., order]), cos, sin), wanted, rtol=1e-6)
+    np.testing.assert_allclose(layers.rotate(jnp.asarray(x[..., order]), (cos, sin)), wanted, rtol=1e-6)

@@ -8,10 +8,11 @@ import pytest
 from jspec.core import tree
 from jspec.models import Gemma4
 from jspec.models.gemma4 import Attention
+from jspec.models.rope import ProportionalRope, Rope
 
 AS_SHIPPED = True
-SLIDING = Attention(kv_heads=1, head_dim=24, window=9, rope_theta=1e4)
-FULL = Attention(kv_heads=3, head_dim=40, window=None, rope_theta=1e6, rotary_share=0.25)
+SLIDING = Attention(kv_heads=1, head_dim=24, window=9, rope=Rope())
+FULL = Attention(kv_heads=3, head_dim=40, window=None, rope=Rope(1e6, ProportionalRope(0.25)))
 TARGET = Gemma4(101, 72, 52, 3, attention=(SLIDING, FULL, FULL), max_length=64, shared_layers=1, per_layer_size=12)
 """With sizes that no vector of a CPU divides."""
 

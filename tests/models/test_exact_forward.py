@@ -13,8 +13,8 @@ from jspec.core.types import DraftTree
 from jspec.models import Deepseek, Gemma4, GptOss, Llama, Qwen3Next
 from jspec.models.deepseek import Indexer, Latent
 from jspec.models.gemma4 import Attention
-from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
+from jspec.models.rope import ProportionalRope, Rope, YarnRope
 from jspec.models.router import Router
 
 LENGTH = 132
@@ -23,14 +23,14 @@ SHAPE = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_laye
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 EXPERTS = Routed(Router(count=6, chosen=2, normalize=True), width=24)
 YARN = YarnRope(factor=4.0, original_length=64, truncate=False)
-SLIDING = Attention(kv_heads=2, head_dim=8, window=70, rope_theta=1e4)
-FULL = Attention(kv_heads=1, head_dim=16, window=None, rope_theta=1e6, rotary_share=0.25, values_are_keys=True)
+SLIDING = Attention(kv_heads=2, head_dim=8, window=70, rope=Rope())
+FULL = Attention(kv_heads=1, head_dim=16, window=None, rope=Rope(1e6, ProportionalRope(0.25)), values_are_keys=True)
 TARGETS = {
     "llama": Llama(**SHAPE, **HEADS),
     "qwen3": Llama(**SHAPE, **HEADS, qk_norm=True, tie_embeddings=True),
     "experts": Llama(**SHAPE, **HEADS, experts=EXPERTS),
     "sinks": GptOss(
-        61, 48, **HEADS, windows=(24, None), max_length=512, experts=EXPERTS, rope_scaling=YARN, gate_limit=1.5
+        61, 48, **HEADS, windows=(24, None), max_length=512, experts=EXPERTS, rope=Rope(scaling=YARN), gate_limit=1.5
     ),
     "shared keys": Gemma4(
         *(61, 48, 80, 4),
@@ -48,7 +48,7 @@ TARGETS = {
         latent=Latent(q_rank=None, kv_rank=20, nope_dim=12, rope_dim=8, value_dim=16),
         experts=Routed(Router(count=6, chosen=2, scale=1.5), width=24, shared_width=40),
         dense_layers=1,
-        rope_scaling=YARN,
+        rope=Rope(scaling=YARN),
     ),
     "latent queries": Deepseek(
         **SHAPE,

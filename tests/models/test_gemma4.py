@@ -129,7 +129,7 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
         ({"per_layer_config": {"1": {"rope_theta": 1.0}}}, "per_layer_config of layer 1"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}},
-            "rope_type must be default",
+            "rope_type='yarn' is not supported; must be default or proportional",
         ),
         ({"num_kv_shared_layers": 3}, "layer 1 has no layer of its kind to share with among the first 1"),
         ({"num_key_value_heads": 3}, "is not a multiple of kv_heads=3"),

@@ -133,7 +133,7 @@ def config_json(**changes):
         ({"num_experts_per_tok": 7}, "chosen=7: must be between 1 and 6"),
         ({"num_local_experts": "absent"}, "'num_local_experts' is missing"),
         ({"rope_parameters": "absent"}, "'rope_theta' is missing"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type='llama3' is not supported"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type='axial' is not supported"),
         ({"swiglu_limit": 0}, "swiglu_limit=0: must be above 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is not supported; must have quant_method='mxfp4'"),
     ],

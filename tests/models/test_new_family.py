@@ -27,6 +27,7 @@ from jspec.core.types import Params
 from jspec.models import assistant, eagle_head, gemma4, gpt_oss, layers, llama, mtp_head, qwen3_next
 from jspec.models import deepseek as deepseek_model
 from jspec.models.decoder import Decoder
+from jspec.models.rope import Rope
 from jspec.models.sizes import tree_bytes
 from jspec.models.weights import linear, plain
 
@@ -81,18 +82,18 @@ class Minimal(Decoder):
     def layer_keys(self, layer):
         return LayerKeys(self.num_heads, self.hidden_size // self.num_heads)
 
-    def layer_frequencies(self, layer):
-        return layers.rope_frequencies(self.layer_keys(layer).head_dim, 1e4, None)
+    def layer_rotation(self, layer, positions, dtype):
+        return Rope().rotation(positions, self.layer_keys(layer).head_dim, dtype)
 
     def layer_scale(self, layer):
         return self.layer_keys(layer).head_dim ** -0.5
 
     def run_layers(self, params, tokens, x, positions, attend, earlier, selected):
-        rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
+        rotation = self.layer_rotation(0, positions, x.dtype)
         for index, layer in enumerate(params.layers):
             qkv = layers.linear(self.norm(x, layer.norm), layer.qkv)
             q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.num_heads, -1), 3, axis=2)
-            q, k = layers.rotate(q, *rotation), layers.rotate(k, *rotation)
+            q, k = layers.rotate(q, rotation), layers.rotate(k, rotation)
             if earlier is not None:
                 k, v = (jnp.concatenate(pair, axis=1) for pair in zip(earlier[index], (k, v), strict=True))
             seen = attend(index, q, k, v, scale=self.layer_scale(index))

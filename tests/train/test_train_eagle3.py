@@ -98,7 +98,7 @@ def test_losses_and_gradients_equal_the_authors(reference):
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
     target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
     config = head.configure(target, HeadShape(draft_vocab_size=24))
-    assert config.capture_layers == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
+    assert config.capture_layers == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope.theta == 10000
     frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
     tokens = jnp.asarray(reference["ids"], jnp.int32)
     targets = MAKE_TARGETS(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
