@@ -64,6 +64,10 @@ class Fields:
         """The keys whose value is not null."""
         return [key for key in self._raw if self.has(key)]
 
+    def value(self, key: str) -> Any:
+        """A value that another object is to hold, unchecked."""
+        return self._raw.get(key)
+
     def wrong(self, key: str, value: object, problem: str) -> CheckpointError:
         """The error about a value of the right type in contradiction to others."""
         return CheckpointError(f"{self.where}: {self.path}{key}={value}: {problem}")

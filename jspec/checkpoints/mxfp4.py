@@ -17,8 +17,7 @@ from jaxtyping import PyTree
 from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.safetensors_file import SafetensorFiles
-from jspec.checkpoints.source import Source
+from jspec.checkpoints.source import Files, Source
 from jspec.checkpoints.tensors import Tensors, is_finite
 from jspec.core.struct import Leaf, map_leaves
 from jspec.models.quantized import Quantized
@@ -107,7 +106,7 @@ def _codes(pairs: np.ndarray) -> np.ndarray:
 class Mxfp4Files:
     """The tensors of a checkpoint; `X_blocks` and `X_scales` appear as X, [experts, in, out]."""
 
-    def __init__(self, files: SafetensorFiles):
+    def __init__(self, files: Files):
         self.directory, self._files = files.directory, files
         names = files.names()
         self.packed = {name.removesuffix(_BLOCKS) for name in names if name.endswith(_BLOCKS)}
@@ -171,7 +170,7 @@ class Mxfp4Files:
 class Mxfp4Tensors(Tensors):
     """Tensors with matrices of experts in MXFP4; linear layers keep them if `weights` is None."""
 
-    def __init__(self, files: SafetensorFiles, dtype: DTypeLike):
+    def __init__(self, files: Files, dtype: DTypeLike):
         self.stacks = Mxfp4Files(files)
         super().__init__(self.stacks, dtype)
 

@@ -45,7 +45,7 @@ class Packing:
     zero_offset: what is added to a stored zero point.
     """
 
-    layout: Literal["compressed", "gptq", "awq"]
+    layout: Literal["compressed", "gptq", "awq", "gguf"]
     bits: int
     group: int | None
     zeros: bool

@@ -21,10 +21,11 @@ from jaxtyping import PyTree
 from jspec.checkpoints.deferred import Deferred, Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.gguf_model import GROUP
 from jspec.checkpoints.kv_scales import is_known
 from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_compressed, parse_gptq
 from jspec.checkpoints.safetensors_file import SafetensorFiles
-from jspec.checkpoints.source import Source
+from jspec.checkpoints.source import Files, Source
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.struct import Leaf, map_leaves
 from jspec.models.quantized import ZERO, Quantized
@@ -118,11 +119,18 @@ def _packed(packing: Packing | None) -> Scheme | None:
     return None if packing is None else Scheme(INT8, "_scale", (1, packing.group), packing=packing)
 
 
+def _parse_gguf(method: Fields) -> Scheme:
+    """As `gguf_model` states it."""
+    packing = Packing("gguf", 4, GROUP, zeros=False) if method.read_int("bits") == 4 else None
+    return Scheme(INT8, "_scale", (1, GROUP), packing=packing)
+
+
 _METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
     "fp8": _parse_blocks,
     "compressed-tensors": lambda method: _parse_compressed(method) or _packed(parse_compressed(method)),
     "gptq": lambda method: _packed(parse_gptq(method)),
     "awq": lambda method: _packed(parse_awq(method)),
+    "gguf": _parse_gguf,
 }
 """Quantization method of config.json -> a reader of its options; None: they are not supported."""
 
@@ -132,7 +140,9 @@ def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
     scheme = parse_scheme(source.config)
     if scheme is None:
         return Tensors(source.safetensors, dtype)
-    files = source.safetensors if scheme.packing is None else PackedFiles(source.safetensors, scheme.packing)
+    files = source.safetensors
+    if scheme.packing is not None and isinstance(files, SafetensorFiles):
+        files = PackedFiles(files, scheme.packing)
     return ScaledTensors(files, dtype, scheme)
 
 
@@ -220,7 +230,7 @@ def _part(argument: Any, half: int) -> Any:
 class ScaledTensors(Tensors):
     """Tensors with 8-bit matrices and their scales; linear layers keep both if `weights` is None."""
 
-    def __init__(self, files: SafetensorFiles | PackedFiles, dtype: DTypeLike, scheme: Scheme):
+    def __init__(self, files: Files | PackedFiles, dtype: DTypeLike, scheme: Scheme):
         super().__init__(files, dtype)
         self.scheme, self.headers = scheme, files
         if scheme.spare is not None:

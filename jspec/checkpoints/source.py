@@ -1,36 +1,45 @@
-"""A checkpoint directory, opened once."""
+"""A checkpoint, a directory or a GGUF file, opened once."""
 
 from functools import cached_property
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from jspec.checkpoints import torch_file
 from jspec.checkpoints.fields import read_fields
 from jspec.checkpoints.files import CheckpointError, find_file
+from jspec.checkpoints.gguf_file import is_gguf
+from jspec.checkpoints.gguf_model import GgufModel
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.tensors import TensorFiles
 
+Files: TypeAlias = SafetensorFiles | GgufModel
+
 
 class Source:
-    """The config.json of a checkpoint directory, and its tensors, which are opened on first use.
+    """The config.json of a checkpoint directory, and its tensors, opened on first use; or those of a GGUF file.
 
-    name: what the caller calls the directory, such as a hub id, for messages; None: its path.
+    name: what the caller calls it, such as a hub id, for messages; None: its path.
 
     Raises:
-      CheckpointError: the directory or its config.json is missing or damaged.
+      CheckpointError: the directory, its config.json or the file is missing or damaged.
     """
 
     def __init__(self, directory: str | Path, name: str | None = None):
         self.directory, self.name = Path(directory), name or str(directory)
+        if is_gguf(self.directory):
+            self.safetensors = GgufModel(self.directory)
+            self.config = self.safetensors.config
+            return
         if not self.directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory")
         self.config = read_fields(self.directory / "config.json")
         """The values of config.json."""
 
     @cached_property
-    def safetensors(self) -> SafetensorFiles:
-        """The tensors in model.safetensors or its shards."""
+    def safetensors(self) -> Files:
+        """The tensors in model.safetensors or its shards, or in a GGUF file."""
         return SafetensorFiles(self.directory)
 
     @cached_property

@@ -7,6 +7,7 @@ from pathlib import Path
 import huggingface_hub
 
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.gguf_file import is_gguf
 from jspec.core.checks import shorten
 from jspec.core.package import ASSETS
 
@@ -35,7 +36,7 @@ def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:
 
 
 def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str = "source") -> Path:
-    """Find the directory of a checkpoint; download it first if `source` is a hub id.
+    """Find the directory of a checkpoint, or its GGUF file; download it first if `source` is a hub id.
 
     files: patterns of the files to download.
     argument: what `source` is called, for messages.
@@ -50,7 +51,8 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
     name = str(source)
     if not name.strip():
         raise ValueError(
-            f"{argument}={name!r}: must be bundled:NAME, a Hugging Face directory or a hub id; '.' is this directory"
+            f"{argument}={name!r}: must be bundled:NAME, a Hugging Face directory, a .gguf file or a hub id; '.' is "
+            "this directory"
         )
     # A bundled model.
     if name.startswith("bundled:"):
@@ -59,9 +61,9 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
         if short not in names:
             raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(names)}")
         return ASSETS / short
-    # A directory.
+    # A directory or a file.
     try:
-        if Path(source).is_dir():
+        if Path(source).is_dir() or (is_gguf(Path(source)) and Path(source).exists()):
             return Path(source)
     except (OSError, ValueError) as error:  # A name that is too long, or has a NUL character.
         raise CheckpointError(

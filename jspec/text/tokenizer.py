@@ -12,9 +12,11 @@ import tokenizers
 
 from jspec.checkpoints.fields import MOST_SIZE
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.tokenizer_files import read_tokenizer_files
 from jspec.core.checks import check_int, check_text
 from jspec.text.chat_template import ChatTemplate
+from jspec.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -47,16 +49,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer | None":
-        """Load the tokenizer of a checkpoint directory; None if it has none.
+        """Load the tokenizer of a checkpoint directory, or of a GGUF file; None if it has none.
 
         Raises:
           CheckpointError: a damaged file, or a tokenizer in an unsupported format.
         """
-        files = read_tokenizer_files(Path(directory))
+        path = Path(directory)
+        files = read_gguf_tokenizer(path) if is_gguf(path) else read_tokenizer_files(path)
         if files is None:
             return None
         templates = {name: ChatTemplate(source, where) for name, (source, where) in files.templates.items()}
-        return cls(_parse_backend(files.data, files.path), templates, files.special)
+        is_built = isinstance(files, GgufTokenizer)
+        return cls(files.backend if is_built else _parse_backend(files.data, files.path), templates, files.special)
 
     @cached_property
     def vocab_size(self) -> int:
