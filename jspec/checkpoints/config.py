@@ -1,7 +1,7 @@
 """Parts of config.json shared by several families: the family, sizes, experts as in Qwen."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
@@ -9,6 +9,8 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed
 from jspec.models.router import Router
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
@@ -77,6 +79,26 @@ def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = N
     if stated % 2:
         raise config.wrong(key, stated, "must be even")
     return stated
+
+
+def read_windows(config: Fields, every: int) -> tuple[int | None, ...]:
+    """The window of each layer in `layer_types`; None: it attends to all tokens.
+
+    every: without that list, every layer whose count from 1 is a multiple of this attends to all tokens.
+    """
+    count = read_layer_count(config)
+    types = config.optional_texts("layer_types") or tuple((_SLIDING, _FULL)[not (i + 1) % every] for i in range(count))
+    if len(types) != count or not set(types) <= {_SLIDING, _FULL}:
+        raise config.wrong("layer_types", list(types), f"must be {count} of {_SLIDING}, {_FULL}")
+    return tuple(config.read_int("sliding_window", most=MOST_LENGTH) if kind == _SLIDING else None for kind in types)
+
+
+def describe_windows(windows: Sequence[int | None]) -> dict[str, Any]:
+    """The keys of a config.json for the windows of layers."""
+    return {
+        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
 
 
 def parse_experts(config: Fields, count: int, *, normalize: bool, shared_width: int = 0) -> Routed:

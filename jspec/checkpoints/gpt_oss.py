@@ -5,14 +5,15 @@ from typing import Any
 from jspec.checkpoints import mxfp4
 from jspec.checkpoints.config import (
     describe_shape,
+    describe_windows,
     read_eps,
     read_head_dim,
-    read_layer_count,
     read_length,
+    read_windows,
     reading,
 )
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.llama import read_heads
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
@@ -22,7 +23,6 @@ from jspec.models.router import Router
 
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}
 """Classes of `transformers` -> model_type."""
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128}
 """What keys mean that are missing."""
 
@@ -48,7 +48,7 @@ def parse_config(config: Fields) -> GptOss:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            windows=_parse_windows(config),
+            windows=read_windows(config, 2),
             max_length=rope.limit(read_length(config)),
             experts=Routed(
                 Router(config.read_int("num_local_experts"), config.read_int("num_experts_per_tok"), normalize=True),
@@ -63,23 +63,13 @@ def parse_config(config: Fields) -> GptOss:
         )
 
 
-def _parse_windows(config: Fields) -> tuple[int | None, ...]:
-    """The window of each layer; if the file does not list them, every second layer is a full one."""
-    count = read_layer_count(config)
-    types = config.optional_texts("layer_types") or tuple((_SLIDING, _FULL)[i % 2] for i in range(count))
-    if len(types) != count or not set(types) <= {_SLIDING, _FULL}:
-        raise config.wrong("layer_types", list(types), f"must be {count} of {_SLIDING}, {_FULL}")
-    return tuple(config.read_int("sliding_window", most=MOST_LENGTH) if kind == _SLIDING else None for kind in types)
-
-
 def describe(config: GptOss) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
     router = config.experts.router
     raw = describe_shape("GptOssForCausalLM", ARCHITECTURES["GptOssForCausalLM"], config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "layer_types": [_FULL if window is None else _SLIDING for window in config.windows],
-        "sliding_window": next((window for window in config.windows if window is not None), None),
+        **describe_windows(config.windows),
         "num_local_experts": router.count,
         "num_experts_per_tok": router.chosen,
         "rope_parameters": describe_rope(config.rope),

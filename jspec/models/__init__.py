@@ -6,6 +6,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Deepseek, DeepseekParams
 from jspec.models.draft import Draft, WindowedDraft
 from jspec.models.eagle_head import EagleHead, EagleParams
+from jspec.models.gemma3 import Gemma3
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.gpt_oss import GptOss, GptOssParams
 from jspec.models.llama import Llama, LlamaParams
@@ -23,6 +24,7 @@ __all__ = [
     "Draft",
     "EagleHead",
     "EagleParams",
+    "Gemma3",
     "Gemma4",
     "Gemma4Params",
     "GptOss",

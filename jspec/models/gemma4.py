@@ -88,8 +88,8 @@ class Gemma4LayerParams:
     mlp_out_norm: Float[Array, " E"]
     experts: ExpertParams | None
     per_layer: PerLayerParams | None
-    scalar: Float[Array, ""]
-    """Factor on the output of the layer."""
+    scalar: Float[Array, ""] | None
+    """Factor on the output of the layer; None: 1."""
 
 
 @struct
@@ -361,6 +361,10 @@ class Gemma4(Decoder):
         """The norm of the residual stream and of heads; weight None: 1."""
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps, exact=self.exact)
 
+    def norm_values(self, v: Float[Array, "B N K D"]) -> Float[Array, "B N K D"]:
+        """The norm of values, without a weight."""
+        return self.norm(v, None)
+
     def _scaled(self, rows: Float[Array, "B N E"], width: int) -> Float[Array, "B N E"]:
         """Rows of an embedding times sqrt(width), rounded to the embedding's precision before the product."""
         rows = rows * jnp.float32(width**0.5).astype(rows.dtype)
@@ -397,7 +401,7 @@ class Gemma4(Decoder):
         if layer.k_norm is None:
             return q, None
         k = qkv[:, :, heads : heads + kv_heads]
-        v = self.norm(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :], None)
+        v = self.norm_values(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :])
         return q, (layers.rotate(self.norm(k, layer.k_norm), rotation), v)
 
     def _mlp(self, layer: Gemma4LayerParams, x, normed):

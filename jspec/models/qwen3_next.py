@@ -26,7 +26,7 @@ from jspec.models.expert_weights import layer_mlp_weights
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
 from jspec.models.rope import Rope
-from jspec.models.weights import copy_heads, fused, linear, plain
+from jspec.models.weights import centered, copy_heads, fused, linear, plain
 from pallas_kernels.rotary import rotate
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -172,7 +172,7 @@ class Qwen3Next(Decoder):
                 self._layer_weights(f"{root}layers.{index}.", self.layer_experts(index), None if full else grouped)
                 for index, full in enumerate(self.is_full_attention)
             ),
-            norm=_centered(root + "norm.weight", width),
+            norm=centered(root + "norm.weight", width),
             lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
             mtp=(self._mtp_weights(),) * self.mtp_layers,
         )
@@ -181,11 +181,11 @@ class Qwen3Next(Decoder):
         """The MTP head. Its layer attends to all tokens, and has experts if the model has any."""
         width = self.hidden_size
         return MtpParams(
-            token_norm=_centered("mtp.pre_fc_norm_embedding.weight", width),
-            hidden_norm=_centered("mtp.pre_fc_norm_hidden.weight", width),
+            token_norm=centered("mtp.pre_fc_norm_embedding.weight", width),
+            hidden_norm=centered("mtp.pre_fc_norm_hidden.weight", width),
             projection=linear(2 * width, {"mtp.fc.weight": width}),
             layer=self._layer_weights("mtp.layers.0.", self.experts, None),
-            norm=_centered("mtp.norm.weight", width),
+            norm=centered("mtp.norm.weight", width),
         )
 
     def _layer_weights(self, prefix: str, routed: Routed | None, grouped: bool | None) -> Qwen3NextLayerParams:
@@ -196,9 +196,9 @@ class Qwen3Next(Decoder):
         else:
             mixer = self._delta_weights(prefix + "linear_attn.", grouped)
         return Qwen3NextLayerParams(
-            mixer_norm=_centered(prefix + "input_layernorm.weight", width),
+            mixer_norm=centered(prefix + "input_layernorm.weight", width),
             mixer=mixer,
-            mlp_norm=_centered(prefix + "post_attention_layernorm.weight", width),
+            mlp_norm=centered(prefix + "post_attention_layernorm.weight", width),
             **layer_mlp_weights(routed, prefix + "mlp.", self.intermediate_size, width),
         )
 
@@ -229,8 +229,8 @@ class Qwen3Next(Decoder):
                 parts,
                 split,
             ),
-            q_norm=_centered(prefix + "q_norm.weight", dim, order),
-            k_norm=_centered(prefix + "k_norm.weight", dim, order),
+            q_norm=centered(prefix + "q_norm.weight", dim, order),
+            k_norm=centered(prefix + "k_norm.weight", dim, order),
             o=linear(heads * dim, {prefix + "o_proj.weight": width}),
         )
 
@@ -370,15 +370,6 @@ class Qwen3Next(Decoder):
         # Attention.
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)
-
-
-def _centered(name: str, size: int, order: np.ndarray | None = None) -> Any:
-    """A norm's weight as 1 + w in float32, to save the sum at each use. order: of its elements."""
-    order = np.arange(size) if order is None else order
-    back = np.argsort(order)
-    return fused(
-        (size,), {name: (size,)}, lambda stored: [(1 + stored)[order]], lambda norm: [(norm - 1)[back]], jnp.float32
-    )
 
 
 def head_order(config: Qwen3Next) -> np.ndarray:

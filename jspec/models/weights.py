@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -134,6 +135,15 @@ def plain(name: str, *shape: int, dtype: DTypeLike | None = None) -> Any:
 def scalar(name: str) -> Any:
     """A number, stored as a vector of one."""
     return fused((), {name: (1,)}, lambda stored: [stored.reshape(())], lambda value: [value.reshape(1)])
+
+
+def centered(name: str, size: int, order: np.ndarray | None = None) -> Any:
+    """A norm's weight as 1 + w in float32, to save the sum at each use. order: of its elements."""
+    order = np.arange(size) if order is None else order
+    back = np.argsort(order)
+    return fused(
+        (size,), {name: (size,)}, lambda stored: [(1 + stored)[order]], lambda norm: [(norm - 1)[back]], jnp.float32
+    )
 
 
 def stacked(name: str, count: int, width: int, outs: Sequence[int]) -> Any:

@@ -9,6 +9,7 @@ import itertools
 from typing import Any
 
 import deepseek
+import families
 import gemma
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ KINDS = {
     "dsa": (deepseek.KINDS["dsa"], lambda seed: deepseek.params("dsa", seed)),
     "recurrent": (qwen.KINDS["dense"], lambda seed: qwen.params("dense", seed)),
     "sinks": (oss.KINDS["sinks"], lambda seed: oss.params("sinks", seed)),
+    **{kind: (target, functools.partial(families.params, kind)) for kind, target in families.KINDS.items()},
 }
 """A target, and a function from a seed to weights. All but the first and the third have two kinds of layers."""
 NARROW = {f"{kind} fp8": (target.with_kv("fp8"), weights) for kind, (target, weights) in KINDS.items()}

@@ -1,8 +1,10 @@
 """Keys and values of 8 bits: how they are rounded, that every reader sees the same values, and what can have them."""
 
 import dataclasses
+from functools import partial
 
 import deepseek
+import families
 import gemma
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ FAMILIES = {
     "deepseek-indexer": (deepseek.KINDS["dsa"], lambda: deepseek.params("dsa")),
     "qwen-next": (qwen.KINDS["dense"], lambda: qwen.params("dense")),
     "gpt-oss": (oss.KINDS["sinks"], lambda: oss.params("sinks")),
+    **{kind: (target, partial(families.params, kind)) for kind, target in families.KINDS.items()},
 }
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 

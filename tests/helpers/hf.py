@@ -55,6 +55,18 @@ GEMMA4_KINDS = {
 }
 """Features of some sizes of Gemma 4: 12B and 31B, E2B and E4B, and 26B-A4B."""
 
+GEMMA3 = {
+    **BASE,
+    "pad_token_id": 0,
+    "num_hidden_layers": 4,
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -200,8 +212,8 @@ def set_gate(model, settings: dict):
 def build(family: str, seed: int = 0, **changes):
     """A model with random weights.
 
-    family: "llama", "qwen3", "qwen3_moe", "gpt_oss", one of `qwen3_next`, or "gemma4-" and a kind in `GEMMA4_KINDS`, or
-      "deepseek-" and a kind in `DEEPSEEK_KINDS`.
+    family: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", one of `qwen3_next`, or "gemma4-" and a kind in
+      `GEMMA4_KINDS`, or "deepseek-" and a kind in `DEEPSEEK_KINDS`.
     changes: of its configuration; a list may be a tuple.
     """
     import transformers
@@ -217,6 +229,9 @@ def build(family: str, seed: int = 0, **changes):
         model = set_gate(transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings)), settings)
     elif family.startswith("deepseek-"):
         model = _build_deepseek(family.removeprefix("deepseek-"), changes)
+    elif family == "gemma3":
+        settings = {**GEMMA3, **changes}
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings))
     elif family.startswith("gemma4-"):
         model = transformers.Gemma4ForCausalLM(gemma4_config(family.removeprefix("gemma4-"), **changes))
     elif family in _QWEN3_NEXT_FAMILIES:

@@ -11,6 +11,7 @@ from typing import Any
 import block_files
 import deepseek
 import eagle_files
+import families
 import gemma
 import hf
 import jax
@@ -67,6 +68,7 @@ MODELS: dict[str, Decoder] = {
     "qwen3": toy.TARGET,
     "qwen3_moe": dataclasses.replace(toy.TARGET, experts=_MOE, dense_layers=(1,)),
     **{f"gemma4 {kind}": config for kind, config in gemma.KINDS.items()},
+    **families.KINDS,
     **{f"qwen3_next {kind}": config for kind, config in qwen.KINDS.items()},
     **{f"gpt_oss {kind}": config for kind, config in oss.KINDS.items()},
     **{f"deepseek {kind}": config for kind, config in deepseek.KINDS.items()},

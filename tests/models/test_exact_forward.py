@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,7 @@ TARGETS = {
     "sinks": GptOss(
         61, 48, **HEADS, windows=(24, None), max_length=512, experts=EXPERTS, rope=Rope(scaling=YARN), gate_limit=1.5
     ),
+    "sandwich": dataclasses.replace(families.KINDS["gemma3"], intermediate_size=80),
     "shared keys": Gemma4(
         *(61, 48, 80, 4),
         attention=(SLIDING, FULL, SLIDING),
@@ -136,6 +138,7 @@ def random_tree(rng, tokens, start, nodes, vocabulary):
         ("experts", "float32"),
         ("sinks", "bfloat16"),
         ("sinks", "float32"),
+        ("sandwich", "bfloat16"),
         ("shared keys", "bfloat16"),
         ("shared keys", "float32"),
         ("latents", "bfloat16"),

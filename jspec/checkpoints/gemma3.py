@@ -1,0 +1,131 @@
+"""Gemma 3's text models in Hugging Face checkpoints, alone or within the multimodal ones: config.json and tensors."""
+
+from collections.abc import Set
+from typing import Any
+
+from jspec.checkpoints.config import (
+    describe_shape,
+    describe_windows,
+    read_eps,
+    read_head_dim,
+    read_length,
+    read_windows,
+    reading,
+)
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.rope import describe_rope, parse_section
+from jspec.models.gemma3 import Gemma3
+from jspec.models.gemma4 import Attention, Gemma4Params
+from jspec.models.rope import Rope
+
+ARCHITECTURES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
+"""Classes of `transformers` -> model_type."""
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+"""What keys mean that are missing, as they are in multimodal checkpoints."""
+_ROOTS = ("model.", "model.language_model.", "language_model.model.")
+"""Prefixes of the tensors of text models: alone, and within multimodal ones of newer and older versions."""
+OTHER_MODALITIES = tuple(root + name for root in ("", "model.") for name in ("vision_tower.", "multi_modal_projector."))
+"""Prefixes of tensors of other modalities."""
+
+
+def parse_config(config: Fields) -> Gemma3:
+    """Parse the text model of a config.json.
+
+    Raises:
+      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
+    """
+    text = config.section("text_config")
+    text = (text if text.keys() else config).with_defaults(_DEFAULTS)
+    _refuse_options(config, text)
+    kv_heads, head_dim, windows = text.read_int("num_key_value_heads"), read_head_dim(text), _read_windows(text)
+    ropes = {name: _parse_rope(text, name, head_dim) for name in (_SLIDING, _FULL)}
+    with reading(config.where):
+        return Gemma3(
+            vocab_size=text.read_int("vocab_size"),
+            hidden_size=text.read_int("hidden_size"),
+            intermediate_size=text.read_int("intermediate_size"),
+            num_heads=text.read_int("num_attention_heads"),
+            attention=tuple(
+                Attention(kv_heads, head_dim, window, ropes[_FULL if window is None else _SLIDING])
+                for window in windows
+            ),
+            max_length=min(rope.limit(read_length(text)) for rope in ropes.values()),
+            rms_norm_eps=read_eps(text),
+            soft_cap=text.optional_number("final_logit_softcapping", above=0, most=MOST_NUMBER),
+            query_scalar=text.read_int("query_pre_attn_scalar"),
+        )
+
+
+def _refuse_options(config: Fields, text: Fields) -> None:
+    tied = {"tie_word_embeddings": (True,)}
+    wrong = text.unsupported(
+        {
+            **tied,
+            "attention_bias": (False,),
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "use_bidirectional_attention": (False,),
+        }
+    )
+    wrong += config.unsupported(tied)
+    wrong += [text.describe(key) for key in ("attn_logit_softcapping", "quantization_config") if text.has(key)]
+    if config.section("quantization_config").keys():
+        wrong.append("quantization_config")
+    refuse(config.where, wrong)
+
+
+def _read_windows(text: Fields) -> tuple[int | None, ...]:
+    return read_windows(text, text.read_int("sliding_window_pattern"))
+
+
+def _parse_rope(text: Fields, name: str, head_dim: int) -> Rope:
+    """The rotation of a kind of layers; of older files, `rope_scaling` concerns full layers only."""
+    newer = text.section("rope_parameters")
+    unknown = [key for key in newer.keys() if key not in (_SLIDING, _FULL)]
+    if unknown:
+        raise CheckpointError(f"{text.where}: rope_parameters has the keys {unknown}: must be {_SLIDING}, {_FULL}")
+    if name == _FULL:
+        return parse_section(text.section("rope_scaling").joined(newer.section(name)), text, head_dim, 1e6)
+    base = text.optional_number("rope_local_base_freq", least=1, most=MOST_NUMBER)
+    return parse_section(newer.section(name), text.replaced(rope_theta=base), head_dim, 1e4)
+
+
+def describe(config: Gemma3) -> dict[str, Any]:
+    """The config.json of a text model."""
+    (first, *_) = config.attention
+    kinds = {_FULL if kind.window is None else _SLIDING: kind for kind in config.attention}
+    return describe_shape("Gemma3ForCausalLM", ARCHITECTURES["Gemma3ForCausalLM"], config) | {
+        "num_key_value_heads": first.kv_heads,
+        "head_dim": first.head_dim,
+        **describe_windows([kind.window for kind in config.attention]),
+        "rope_parameters": {name: describe_rope(kind.rope) for name, kind in kinds.items()},
+        "query_pre_attn_scalar": config.query_scalar,
+        "final_logit_softcapping": config.soft_cap,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+
+def table(config: Gemma3, names: Set[str]) -> Gemma4Params:
+    """The table of the weights, whose tensors have a longer prefix in multimodal checkpoints."""
+    return config.weights(next((root for root in _ROOTS if root + "embed_tokens.weight" in names), _ROOTS[0]))
+
+
+def is_spare(config: Gemma3, name: str) -> bool:
+    """Whether a tensor is of another modality."""
+    return name.startswith(OTHER_MODALITIES)
+
+
+FAMILY = Family(Gemma3, ARCHITECTURES, parse_config, describe, table=table, spare=is_spare)
