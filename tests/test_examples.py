@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chat_files
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +63,18 @@ def test_rl_loop(needs):
     steps = [line for line in run("rl_loop.py", "--steps", 12).splitlines() if line.startswith("step")]
     rewards = [float(line.split("reward ")[1].split(",")[0]) for line in steps]
     assert len(rewards) == 12 and rewards[-1] > rewards[0] + 0.1
+
+
+@pytest.mark.slow
+def test_train_a_draft(tmp_path, needs):
+    for package in ("flax", "optax"):
+        needs(package)
+    chat_files.write_model(tmp_path / "target", max_length=512, hidden_size=16, intermediate_size=16, num_layers=8)
+    small = ["--prompts", 80, "--max-new-tokens", 24, "--width", 480, "--draft-vocab", 200, "--heldout", 4]
+    arguments = ["--model", tmp_path / "target", "--out", tmp_path / "draft", *small]
+    printed = run("train_a_draft.py", *arguments, "--minutes", 0.1, "--batch-tokens", 512)
+    assert (tmp_path / "draft" / "model.safetensors").is_file()
+    assert printed.count("\n$ jspec ") == 3 and "accept length" in printed.splitlines()[-1]
 
 
 @pytest.mark.slow

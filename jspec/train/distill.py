@@ -4,6 +4,7 @@ Each kind of draft is a `Learner`; most learn in the training-time test (`ttt`).
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, Unpack
@@ -23,7 +24,7 @@ from jspec.models import Assistant, BlockHead, EagleHead
 from jspec.models.decoder import Decoder
 from jspec.train import batches, fingerprint, model, trainer
 from jspec.train.batches import Source
-from jspec.train.recipe import Recipe
+from jspec.train.recipe import Intervals, Recipe
 from jspec.train.run_directory import Metrics, Record
 from jspec.train.trainer import RunOptions, State
 from jspec.train.ttt import StepMetrics
@@ -31,12 +32,15 @@ from jspec.train.ttt import StepMetrics
 P = TypeVar("P")
 DraftConfig: TypeAlias = EagleHead | BlockHead | Assistant
 
+MeasureDraft: TypeAlias = Callable[[PyTree], Metrics]
+"""From a draft's weights as they are served to more metrics of an evaluation, such as `accept_length`."""
 Batch: TypeAlias = tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, " B"]]
 """Tokens, the result of `Learner.count_rows`, and the index of each sequence in the batch."""
 
 NEW_TOKENS = 128
 """Tokens to decode after each held-out prompt."""
 _MAX_HELDOUT_TOKENS = 2**18
+_TRIAL_STEPS = 10
 
 
 class Learner(Protocol):
@@ -197,7 +201,7 @@ def init(setup: DraftSetup, target: PyTree, ids: np.ndarray | None) -> DraftStat
 
     ids: the draft's vocabulary, Int[Vd]; None: all.
     """
-    return _init(target, None if ids is None else np.asarray(ids, np.int32), setup=setup)
+    return _init(target, None if ids is None else np.asarray(ids, np.int32), setup=trainer.timeless(setup))
 
 
 @partial(jax.jit, static_argnames=("setup",))
@@ -233,7 +237,7 @@ def train(
     sources: tuple[Source, ...],
     heldout: Source,
     *,
-    measure_draft: Callable[[PyTree], Metrics] | None = None,
+    measure_draft: MeasureDraft | None = None,
     **run_options: Unpack[RunOptions],
 ) -> DraftState:
     """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
@@ -242,8 +246,7 @@ def train(
       target: the target's weights, in the setup's precision.
       sources: text to train on; best, text by the target itself.
       heldout: text to evaluate on.
-      measure_draft: from the draft's weights as they are served, more metrics to log at each evaluation, such as
-        `accept_length`.
+      measure_draft: measures more at each evaluation.
       run_options: see `trainer.RunOptions`.
 
     Raises:
@@ -251,20 +254,60 @@ def train(
     """
     check(setup, sources, heldout)
     ids = setup.learner.vocabulary(sources)
-
-    def evaluate_state(state: DraftState) -> Metrics:
-        served = state.serve(setup.dtype)
-        metrics = agreement(Params(target, served), heldout, setup, state.ids)
-        return metrics | ({} if measure_draft is None else measure_draft(served))
-
     task = trainer.Task(
         init=lambda: init(setup, target, ids),
         advance=lambda state, step: advance(setup, target, sources, state, step),
-        evaluate=evaluate_state,
+        evaluate=lambda state: _evaluate(setup, target, heldout, measure_draft, state),
         recipe=setup.recipe,
         record=_record(setup, target, sources, heldout),
     )
     return trainer.run(task, **run_options)
+
+
+def _evaluate(
+    setup: DraftSetup, target: PyTree, heldout: Source, measure_draft: MeasureDraft | None, state: DraftState
+) -> Metrics:
+    served = state.serve(setup.dtype)
+    metrics = agreement(Params(target, served), heldout, setup, state.ids)
+    return metrics | ({} if measure_draft is None else measure_draft(served))
+
+
+def fit_steps(
+    setup: DraftSetup,
+    target: PyTree,
+    sources: tuple[Source, ...],
+    heldout: Source,
+    measure_draft: MeasureDraft,
+    intervals: Intervals,
+    ends: float,
+) -> int:
+    """How many steps of a run, with its evaluations, fit into a time, at most those of the recipe.
+
+    A trial of a few steps and of two evaluations measures it, which compiles the programs of the run.
+
+    Args:
+      measure_draft: as in `train`.
+      ends: in seconds of `time.monotonic`.
+    """
+
+    def timed(call: Callable[[], Any]) -> float:
+        began = time.monotonic()
+        jax.block_until_ready(call())
+        return time.monotonic() - began
+
+    state = init(setup, target, setup.learner.vocabulary(sources))
+
+    def step(index: int) -> Array:
+        nonlocal state
+        state, loss, _ = advance(setup, target, sources, state, index)
+        return loss
+
+    steps = [timed(partial(step, index)) for index in range(_TRIAL_STEPS)]
+    evaluations = [timed(lambda: _evaluate(setup, target, heldout, measure_draft, state)) for _ in range(2)]
+    # The last evaluation is that of the last step.
+    left = ends - time.monotonic() - evaluations[1]
+    fitting = int(left / (float(np.median(steps)) + evaluations[1] / intervals.evaluate))
+    return max(2, min(fitting, setup.recipe.steps))
 
 
 def _record(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], heldout: Source) -> Record:
@@ -287,7 +330,7 @@ def advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], stat
     batch, mask = batches.sample_masked(
         sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
     )
-    return trainer.train_step(state, target, make_batch(setup, batch, mask), setup=setup)
+    return trainer.train_step(state, target, make_batch(setup, batch, mask), step, setup=setup)
 
 
 def agreement(
@@ -318,7 +361,7 @@ def agreement(
     tokens = tokens[: max(1, _MAX_HELDOUT_TOKENS // int(np.prod(tokens.shape[1:], dtype=np.int64)))]
     size = recipe.batch_tokens if setup.chunk_tokens is None else setup.chunk_tokens
     for batch, mask in batches.heldout_batches(tokens, heldout.mask, batch_tokens=size, length=length):
-        sums.append(jax.device_get(measure(params, ids, make_batch(setup, batch, mask), setup=setup)))
+        sums.append(jax.device_get(measure(params, ids, make_batch(setup, batch, mask), setup=trainer.timeless(setup))))
         sizes.append(batch.size)
     # Averages: steps differ in how many rows count, and the last batch is smaller.
     agreed, chained, counted = (

@@ -1,6 +1,7 @@
 """Trains a draft of any kind, in memory or by a command of `jspec train`."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    directory = locate(run.target)
+    began, directory = time.monotonic(), locate(run.target)
     run.check(recipe.steps, target=directory)
     # The data and the target.
     manifest = data.read_manifest(run.data)
@@ -117,14 +118,19 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     # Try the card before the run, not after it.
     distill.check(setup, sources, heldout)
     distill.check_evaluation(model, learner.config, prompts, run.depth)
-    weights = count(jax.eval_shape(lambda: distill.init(setup, target, learner.vocabulary(sources)).params))
-    inputs = card.inputs(manifest, sources, run, len(prompts))
-    draft_card = card.DraftCard(kind, setup, inputs, run, shape, output, weights)
-    draft_card.write(card.EXAMPLE, recipe.steps)
 
     def measure(params: PyTree) -> Metrics:
         return distill.accept_length(model, learner.config, params, prompts, depth=run.depth)
 
+    if run.minutes is not None:
+        ends = began + 60 * run.minutes
+        steps = run.recorded_steps() or distill.fit_steps(setup, target, sources, heldout, measure, run.intervals, ends)
+        setup = dataclasses.replace(setup, recipe=dataclasses.replace(recipe, steps=steps))
+    print(f"jspec: {setup.recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {setup.chunk_tokens:,} at a time")
+    weights = count(jax.eval_shape(lambda: distill.init(setup, target, learner.vocabulary(sources)).params))
+    inputs = card.inputs(manifest, sources, run, len(prompts))
+    draft_card = card.DraftCard(kind, setup, inputs, run, shape, output, weights)
+    draft_card.write(card.EXAMPLE, setup.recipe.steps)
     state = distill.train(
         setup,
         target,

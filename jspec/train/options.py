@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from jspec.checkpoints import atomic
+from jspec.checkpoints.files import read_json
 from jspec.core.options import check_options, option, option_of, options_of, typed
 from jspec.train import batches
 from jspec.train.batches import Source
@@ -105,6 +106,13 @@ class DraftRun(Run):
         f"held-out prompts in each evaluation (default: {DEFAULT_PROMPTS}, or all if there are fewer)",
         least=1,
     )
+    minutes: float | None = option(
+        None, "end the run, with its schedule, after about this time, fewer steps than --steps if need be", above=0
+    )
+
+    def recorded_steps(self) -> int | None:
+        """The steps of the run to resume, which its schedule needs; None: it begins."""
+        return int(read_json(self.work / "recipe.json")["steps"]) if self.resume else None
 
 
 def describe(values: object) -> str:
@@ -123,6 +131,18 @@ def check_writable(name: str, directory: Path) -> None:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"{name}={directory}: no permission to write to {existing}")
+
+
+def open_output(name: str, file: Path) -> None:
+    """Check that a file can be written, and create its directory.
+
+    Raises:
+      OSError: it is a directory, or there is no permission.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(f"{name}={file}: must be a file, but is a directory")
+    check_writable(name, file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
 
 
 def check_one(values: object, *names: str) -> str:

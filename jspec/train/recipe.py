@@ -12,6 +12,7 @@ from jspec.models.block_head import MARKOV_KINDS
 _STEPS = 2**31 - 1
 _SIZE = {"least": 1, "most": 2**20}
 _SEQUENCE = "T, tokens of a sequence; those of --rows have their own length"
+_BATCH = "tokens per step, in chunks that fit into memory"
 _PEAK, _DECAY = "peak learning rate", "weight decay of matrices"
 
 
@@ -23,8 +24,8 @@ class Recipe:
       TypeError, ValueError: a value of another type, or out of bounds.
     """
 
-    steps: int = option(help="optimizer steps of the whole run", least=2, most=_STEPS)
-    batch_tokens: int = option(131072, "tokens per step", least=1, most=2**26)
+    steps: int = option(20000, "optimizer steps of the whole run, at most", least=2, most=_STEPS)
+    batch_tokens: int = option(131072, _BATCH, least=1, most=2**26)
     length: int = option(1024, _SEQUENCE, least=1, most=2**24)
     learning_rate: float = option(3e-3, _PEAK, above=0)
     warmup: int = option(200, "steps until the learning rate reaches its peak, at most steps - 1", least=0, most=_STEPS)
@@ -43,6 +44,7 @@ class DraftRecipe(Recipe):
     Drafts of large targets need a lower rate: SafeAILab and SpecForge train those of 8B targets at 5e-5 to 1e-4.
     """
 
+    batch_tokens: int = option(32768, _BATCH, least=1, most=2**26)
     length: int = option(512, _SEQUENCE, least=3, most=2**24)
     learning_rate: float = option(2e-3, _PEAK, above=0)
     weight_decay: float = option(0.0, _DECAY, least=0)
@@ -60,6 +62,7 @@ class BlockRecipe(Recipe):
     DFlash learns by cross-entropy alone: cross_entropy=1, distance=0.
     """
 
+    batch_tokens: int = option(32768, _BATCH, least=1, most=2**26)
     length: int = option(512, _SEQUENCE, least=3, most=2**24)
     learning_rate: float = option(6e-4, _PEAK, above=0)
     weight_decay: float = option(0.0, _DECAY, least=0)

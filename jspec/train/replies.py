@@ -90,9 +90,7 @@ def main(command: ReplyOptions) -> int:
       ValueError, OSError: bad input; the message names it.
     """
     # Check the output, then the input, before the model is loaded.
-    if command.out.is_dir():
-        raise IsADirectoryError(f"--out={command.out}: must be a file, but is a directory")
-    options.check_writable("--out", command.out.parent)
+    options.open_output("--out", command.out)
     dropped = Dropped(command.skip_bad or command.own_prompts is not None)
     asked = [] if command.own_prompts is not None else _read(command, dropped)
     model = load(command.model)

@@ -146,9 +146,7 @@ def main(command: TextOptions) -> int:
       ValueError, OSError: bad input; the message names it.
     """
     out = command.out if command.out.suffix == ".npy" else command.out.with_name(command.out.name + ".npy")
-    if out.is_dir():
-        raise IsADirectoryError(f"--out={out}: must be a file, but is a directory")
-    options.check_writable("--out", out.parent)
+    options.open_output("--out", out)
     # Read prompts and model, then write all texts.
     directory = locate(command.model)
     prompts = _read_prompts(command, directory)

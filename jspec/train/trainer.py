@@ -6,6 +6,8 @@ The state is flax's `TrainState`, which other JAX tools read: `step`, `params`, 
 import dataclasses
 import functools
 import math
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Generic, NotRequired, Protocol, Self, TypedDict, TypeVar, Unp
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 from tqdm import tqdm
@@ -23,16 +26,18 @@ from jspec.train.recipe import Intervals, Recipe
 from jspec.train.run_directory import Metrics, Record, RunDirectory
 
 
-def schedule(recipe: Recipe) -> optax.Schedule:
-    """Learning rate by step: a linear rise over `warmup` steps, then a cosine down to zero."""
+def rate_at(recipe: Recipe, step: int) -> float:
+    """The learning rate of a step: a linear rise over `warmup` steps, then a cosine down to zero."""
     warmup = min(recipe.warmup, recipe.steps - 1)
-    return optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warmup, recipe.steps)
+    if step < warmup:
+        return recipe.learning_rate * step / warmup
+    return recipe.learning_rate * (1 + math.cos(math.pi * (step - warmup) / (recipe.steps - warmup))) / 2
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; norms and biases do not decay."""
+    """AdamW on clipped gradients, at a learning rate of 1; norms and biases do not decay."""
     adamw = optax.adamw(
-        schedule(recipe),
+        1.0,
         b2=0.95,
         weight_decay=recipe.weight_decay,
         mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
@@ -45,20 +50,22 @@ class State(TrainState):
 
     params: PyTree
 
-    def apply_gradients(self, *, grads: PyTree, **changes: PyTree) -> Self:
+    def apply_gradients(self, *, grads: PyTree, rate: Float[ArrayLike, ""] = 1.0, **changes: PyTree) -> Self:
         """The state after one optimizer step.
 
         grads: gradients with the structure of `params`.
+        rate: the learning rate.
         changes: new values of other fields.
         """
         # optax multiplies floats with its integer counter.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = optax.apply_updates(self.params, updates)
+        params = optax.apply_updates(self.params, jax.tree.map(lambda x: rate * x, updates))
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
 
 S = TypeVar("S", bound=State)
+U = TypeVar("U", bound="Setup")
 S_contra = TypeVar("S_contra", bound=State, contravariant=True)
 
 
@@ -88,6 +95,12 @@ class Setup(Protocol[S_contra]):
         ...
 
 
+def timeless(setup: U) -> U:
+    """The setup with a fixed number of steps, so that runs of any length share their programs."""
+    recipe = dataclasses.replace(setup.recipe, steps=2)
+    return dataclasses.replace(setup, recipe=recipe)  # pyright: ignore[reportArgumentType]
+
+
 @functools.cache
 def _static_fields(setup: Setup) -> tuple[Callable[..., PyTree], optax.GradientTransformation]:
     """`apply_fn` and `tx` of a state.
@@ -102,14 +115,13 @@ def begin(kind: type[S], setup: Setup[S], params: PyTree, **fields: PyTree) -> S
 
     kind: `State`, or a subclass of it with further `fields`.
     """
-    apply_fn, tx = _static_fields(setup)
+    apply_fn, tx = _static_fields(timeless(setup))
     step, opt_state = jnp.zeros((), jnp.int32), tx.init(params)
     return kind(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **fields)
 
 
-@partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
 def train_step(
-    state: S, frozen: PyTree, batch: PyTree, *, setup: Setup[S]
+    state: S, frozen: PyTree, batch: PyTree, step: int, *, setup: Setup[S]
 ) -> tuple[S, Float[Array, ""], Float[Array, ""]]:
     """One step: the next state, the loss in nats, and the norm of the gradient. The state is donated.
 
@@ -117,7 +129,15 @@ def train_step(
 
     frozen: as in `Setup.loss`.
     batch: arrays of one entry per sequence, the tokens [B, T] first.
+    step: that of the state, for the learning rate.
     """
+    return _train_step(state, frozen, batch, np.float32(rate_at(setup.recipe, step)), setup=timeless(setup))
+
+
+@partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
+def _train_step(
+    state: S, frozen: PyTree, batch: PyTree, rate: Float[Array, ""], *, setup: Setup[S]
+) -> tuple[S, Float[Array, ""], Float[Array, ""]]:
 
     def loss(params: PyTree, part: PyTree) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
         return setup.loss(state.replace(params=params), frozen, part)
@@ -140,7 +160,7 @@ def train_step(
         if whole < sequences:
             sums, _ = add(sums, jax.tree.map(lambda x: x[whole:], batch))
         value, gradient = jax.tree.map(lambda x: x / sums[2], sums[:2])
-    return state.apply_gradients(grads=gradient), value, optax.tree.norm(gradient)
+    return state.apply_gradients(grads=gradient, rate=rate), value, optax.tree.norm(gradient)
 
 
 def _chunk_size(sequences: int, length: int, tokens: int | None) -> int:
@@ -196,7 +216,7 @@ def run(task: Task[S], **options: Unpack[RunOptions]) -> S:
       OSError: metrics or a checkpoint cannot be written.
     """
     intervals, stop_after = options.get("intervals", Intervals()), options.get("stop_after")
-    last, rate = task.recipe.steps, schedule(task.recipe)
+    last = task.recipe.steps
     if stop_after is not None:
         last = check_int("stop_after", stop_after, least=1, most=last)
     # The state to begin with.
@@ -206,7 +226,7 @@ def run(task: Task[S], **options: Unpack[RunOptions]) -> S:
     else:
         saved.begin(task.record)
         state = task.init()
-    first = int(state.step)
+    first, speed = int(state.step), Speedometer(task.recipe, last)
     if first > last:
         raise ValueError(f"stop_after={stop_after}: must be at least {first}, the step of the checkpoint")
     # The steps.
@@ -218,13 +238,40 @@ def run(task: Task[S], **options: Unpack[RunOptions]) -> S:
         if logs or evaluates or saves:
             _check_finite(done, float(loss), float(norm), saved)
         if logs:
-            learning_rate = float(jax.device_get(rate(step)))
-            saved.log(step=done, loss=float(loss), gradient_norm=float(norm), rate=learning_rate)
+            saved.log(step=done, loss=float(loss), gradient_norm=float(norm), rate=rate_at(task.recipe, step))
+            speed.report(done, float(loss))
         if evaluates:
             saved.log(step=done, **task.evaluate(state))
         if saves:
             saved.save(done, state)
+        if evaluates or saves:
+            speed.restart(done)
     return state
+
+
+class Speedometer:
+    """Prints how fast a run is, without its evaluations and checkpoints, and how long its steps still take."""
+
+    def __init__(self, recipe: Recipe, last: int):
+        self.recipe, self.last = recipe, last
+        self.step: int | None = None
+        self.began = self.printed = 0.0
+
+    def restart(self, step: int) -> None:
+        """Measures from this step on."""
+        self.step, self.began = step, time.monotonic()
+
+    def report(self, step: int, loss: float) -> None:
+        """Prints a line, at most every ten seconds. The first report only starts: what is before it has compiled."""
+        now = time.monotonic()
+        if self.step is not None and step > self.step and (now - self.printed > 10 or step == self.last):
+            seconds, self.printed = (now - self.began) / (step - self.step), now
+            tokens, left = self.recipe.batch_tokens / seconds, (self.last - step) * seconds
+            line = (
+                f"step {step:,} of {self.last:,}: loss {loss:.3f}, {tokens:,.0f} tokens/s, {left / 60:.1f} minutes left"
+            )
+            tqdm.write(f"jspec: {line}", file=sys.stderr)
+        self.restart(step)
 
 
 def _check_finite(step: int, loss: float, norm: float, saved: RunDirectory) -> None:

@@ -155,8 +155,8 @@ def test_the_target_writes_its_own_prompts(tmp_path, monkeypatch, template, befo
 @pytest.mark.slow
 def test_own_prompts_end_to_end(target, tmp_path):
     """A model of random weights ends about half of its prompts; all that is left is answered greedily."""
-    run("replies", model=target, own_prompts=9, out=tmp_path / "o", max_new_tokens=4, batch=4)
-    model, records = jspec.load(target), read(tmp_path / "o")
+    run("replies", model=target, own_prompts=9, out=tmp_path / "new" / "o", max_new_tokens=4, batch=4)
+    model, records = jspec.load(target), read(tmp_path / "new" / "o")
     assert 1 <= len(records) <= 9
     for record in records:
         prompt = model.tokenizer.chat(record["messages"][:1])

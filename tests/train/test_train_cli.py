@@ -51,7 +51,7 @@ INTS = {
 }
 """Options for which 0 is too small."""
 SIGNED = ["seed", "warmup"]
-FLOATS = ["rows-share", "learning-rate", "weight-decay", "clip"]
+FLOATS = ["minutes", "rows-share", "learning-rate", "weight-decay", "clip"]
 TRAININGS = ["dspark", "eagle3", "frozen-kv-mtp"]
 BAD = [
     *((command, option, value) for command, options in INTS.items() for option in options
@@ -179,7 +179,19 @@ def no_training(monkeypatch):
 def read(data, **options):
     """Runs `jspec train eagle3` up to its training."""
     shape = {"steps": 4, "batch_tokens": 64, "length": 15, "target": data / "target", "capture_layers": 1}
-    run("eagle3", data=data, work=data / "w", out=data / "o", rows=data / "rows.npy", **shape | options)
+    shape |= {"work": data / "w", "out": data / "o", "rows": data / "rows.npy"}
+    run("eagle3", data=data, **shape | options)
+
+
+@pytest.mark.slow
+def test_a_run_of_some_minutes(good, tmp_path, capsys):
+    """Its steps are those that fit, at least two; a run that is resumed keeps them."""
+    options = {"steps": 40, "ttt_steps": 2, "prompts": 2, "rows_share": 0.5, "work": tmp_path / "w"}
+    read(good, **options, minutes=1e-3, stop_after=1)
+    read(good, **options, minutes=9, resume=True)
+    assert capsys.readouterr().out.count("jspec: 2 steps of 64 tokens, 64 at a time") == 2
+    read(good, **options | {"work": tmp_path / "longer"}, minutes=9)
+    assert "jspec: 40 steps of 64 tokens" in capsys.readouterr().out
 
 
 def save(array):

@@ -57,7 +57,7 @@ def test_a_step_in_chunks_is_that_of_the_whole_batch(kind, most):
         chunked = dataclasses.replace(setup, chunk_tokens=chunk)
         ids = None if kind == "dspark" else np.arange(10, 50)
         state = distill.init(chunked, params, ids)
-        state, loss, norm = trainer.train_step(state, params, distill.make_batch(setup, texts, mask), setup=chunked)
+        state, loss, norm = trainer.train_step(state, params, distill.make_batch(setup, texts, mask), 0, setup=chunked)
         results.append(jax.device_get((loss, norm, state.opt_state[1][0].mu)))
     whole, parts = map(jax.tree.leaves, results)
     for one, other in zip(whole, parts, strict=True):

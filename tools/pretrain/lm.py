@@ -78,7 +78,7 @@ def train(
         batch = batches.sample_masked(
             sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
         )
-        return trainer.train_step(state, teacher, jax.device_put(batch), setup=setup)
+        return trainer.train_step(state, teacher, jax.device_put(batch), step, setup=setup)
 
     task = trainer.Task(
         init=lambda: objective.init(setup),
