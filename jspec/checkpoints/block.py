@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec.checkpoints import block_config, speculators, torch_file
+from jspec.checkpoints import block_config, torch_file, vocabulary
 from jspec.checkpoints.draft import DraftKind
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
@@ -28,10 +28,17 @@ _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
 
 def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockParams:
     """Read the weights of a draft. Its embedding and LM head are the target's unless it has its own."""
+    # Rows for the target's tokens.
+    table, fields = config.weights(), block_config.read_fields(source.config)
+    tokens = vocabulary.read_vocabulary(tensors, fields, config.vocab_size, config.draft_vocab_size)
+    table = dataclasses.replace(table, embed=tokens.embedding(table.embed), lm_head=tokens.head(table.lm_head))
+    if (markov := table.markov) is not None:
+        markov = dataclasses.replace(markov, previous=tokens.embedding(markov.previous), out=tokens.head(markov.out))
+    # All weights.
     params = dataclasses.replace(
-        weights.read(config.weights(), tensors),
+        weights.read(dataclasses.replace(table, markov=markov), tensors),
         mask_embed=_read_mask(config, source, tensors),
-        ids=speculators.read_ids(tensors, config.draft_vocab_size, config.vocab_size),
+        ids=tokens.ids,
     )
     tensors.refuse_unread("block draft", _UNREAD.__contains__)
     return params
@@ -64,7 +71,7 @@ def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Arr
 def named_tensors(layout: str, config: BlockHead, params: BlockParams) -> Iterator[tuple[str, Any]]:
     """All weights under their names, which are the same in all layouts; no layout has the mask token's embedding."""
     yield from weights.write(config.weights(), dataclasses.replace(params, mask_embed=None, ids=None))
-    yield from speculators.name_ids(params.ids, config.vocab_size)
+    yield from vocabulary.name_ids(params.ids, config.vocab_size)
 
 
 KIND = DraftKind(

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from jspec.checkpoints import scaled
 from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.source import Source
@@ -43,6 +44,8 @@ class DraftKind:
 
     def plan(self, source: Source, target: Decoder, dtype: str | None = None, weights: str | None = None) -> Plan[Any]:
         """Plan to read a checkpoint of this kind, as `drafts.plan`."""
-        tensors = Tensors(source.files, resolve_dtype(dtype))
+        kind = resolve_dtype(dtype)
+        stored = scaled.parse_scheme(source.config) is not None
+        tensors = scaled.open_tensors(source, kind) if stored else Tensors(source.files, kind)
         tensors.weights = weights
         return Plan(self.parse_config(source, target), tensors, partial(self.read_params, source))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints import eagle_config, speculators
+from jspec.checkpoints import eagle_config, speculators, vocabulary
 from jspec.checkpoints.draft import DraftKind
 from jspec.checkpoints.draft_config import find_architectures
 from jspec.checkpoints.fields import Fields
@@ -44,22 +44,25 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     differs or config.json states training of its own (`embed_requires_grad`).
     """
     # Which tensors the head has, from its options and its names.
-    eagle3, fields, names = config.version == 3, source.config, tensors.names()
+    eagle3, fields, names = config.version == 3, eagle_config.read_fields(source.config), tensors.names()
     other_width = config.hidden_size != config.target_hidden_size
-    _check_flags(fields, ("norm_before_fc",), "input_norm.weight", names)
+    _check_flag(fields, "norm_before_fc", "input_norm.weight", names)
     table = config.weights(
         names,
         embed=other_width or fields.read_flag("embed_requires_grad", False),
         lm_head="lm_head.weight" in names or config.draft_vocab_size != config.vocab_size or other_width,
+        fc=_has_fc(config, fields, tensors),
         fc_norms=_find_fc_norms(config, fields, names) if eagle3 else (),
-        qk_norm=fields.section("transformer_layer_config").optional_text("model_type") == "qwen3",
+        qk_norm=source.config.section("transformer_layer_config").optional_text("model_type") == "qwen3",
     )
-    # Read them, and the ids of a reduced vocabulary.
-    params = weights.read(table, tensors)
-    _check_norms(config, tensors)
+    # Read them, with rows for the target's tokens.
+    size, ids = config.vocab_size, None
     if eagle3:
-        ids = speculators.read_ids(tensors, config.draft_vocab_size, config.vocab_size)
-        params = dataclasses.replace(params, ids=ids)
+        tokens = vocabulary.read_vocabulary(tensors, fields, size, config.draft_vocab_size)
+        embed, lm_head = tokens.embedding(table.embed), tokens.head(table.lm_head)
+        table, ids = dataclasses.replace(table, embed=embed, lm_head=lm_head), tokens.ids
+    params = dataclasses.replace(weights.read(table, tensors), ids=ids)
+    _check_norms(config, tensors)
     # Tensors of no use are known by name; refuse all others.
     unread = _UNREAD if eagle3 else _UNREAD | {"lm_head.weight"}
     owner = f"EAGLE-{config.version} head, if it is one and its config.json is complete,"
@@ -67,20 +70,35 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     return params
 
 
+def _has_fc(config: EagleHead, fields: Fields, tensors: Tensors) -> bool:
+    """Whether the feature is a projection of captured states; the target's last hidden state can be one itself.
+
+    Raises:
+      CheckpointError: such a head has a projection of more states.
+    """
+    if fields.read_flag("use_aux_hidden_state", True) or config.hidden_size != config.target_hidden_size:
+        return True
+    if "fc.weight" not in tensors.names():
+        return False
+    width, shape = config.target_hidden_size, tensors.files.shape("fc.weight")
+    if shape != (config.hidden_size, width):
+        problem = f"must be true, as fc.weight has shape {shape}, or fc.weight must read the target's width, {width}"
+        raise fields.wrong("use_aux_hidden_state", False, problem)
+    return True
+
+
 def _find_fc_norms(config: EagleHead, fields: Fields, names: set[str]) -> Sequence[str]:
     """The norms of captured layers, under either of two names; none if there are none."""
     numbered = [f"fc_norm.{index}.weight" for index in range(len(config.capture_layers))]
     norms = _FC_NORMS if _FC_NORMS[0] in names else numbered
-    return norms if _check_flags(fields, ("fc_norm", "use_aux_norm"), norms[0], names) else ()
+    return norms if _check_flag(fields, "fc_norm", norms[0], names) else ()
 
 
-def _check_flags(fields: Fields, keys: tuple[str, ...], tensor: str, names: set[str]) -> bool:
+def _check_flag(fields: Fields, key: str, tensor: str, names: set[str]) -> bool:
     """Whether a tensor exists. Raises CheckpointError if a flag in config.json contradicts the answer."""
-    stated = {key: fields.read_flag(key) for key in keys if fields.has(key)}
-    if stated and any(stated.values()) != (tensor in names):
+    if fields.read_flag(key, tensor in names) != (tensor in names):
         state = "present" if tensor in names else "missing"
-        flags = ", ".join(f"{key}={value}" for key, value in stated.items())
-        raise CheckpointError(f"{fields.where}: {flags}, but the tensor {tensor!r} is {state}")
+        raise CheckpointError(f"{fields.where}: {fields.describe(key)}, but the tensor {tensor!r} is {state}")
     return tensor in names
 
 
@@ -118,10 +136,11 @@ def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterat
         {name for name, weight in optional.items() if weight is not None},
         embed=params.embed is not None,
         lm_head=params.lm_head is not None,
+        fc=params.fc is not None,
         fc_norms=[f"fc_norm.{index}.weight" for index in range(len(params.fc_norms or ()))],
     )
     yield from weights.write(table, dataclasses.replace(params, ids=None))
-    yield from speculators.name_ids(params.ids, config.vocab_size)
+    yield from vocabulary.name_ids(params.ids, config.vocab_size)
 
 
 KIND = DraftKind(

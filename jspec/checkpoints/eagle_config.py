@@ -5,92 +5,102 @@ the config.json of a Llama with a few more keys. "speculators" (github.com/vllm-
 is for EAGLE-3 only and has the configuration of the layer under `transformer_layer_config`.
 """
 
+import dataclasses
+import warnings
 from typing import Any
 
 from jspec.checkpoints import speculators
 from jspec.checkpoints.draft_config import (
-    check_captured,
+    check_class,
     check_sizes,
     describe_layers,
     find_architectures,
+    read_captured,
     read_layers,
-    scaled_by,
+    read_windows,
 )
-from jspec.checkpoints.fields import MOST_LAYERS, Fields, refuse
+from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.llama import refuse_options
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.speculators import is_speculators, read_layer_config
+from jspec.checkpoints.spelling import Spellings
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
 
 LAYOUTS = ("safeailab", "speculators")
 
-_OTHER_METHODS = ("block_size", "dflash_config", "mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
-"""Keys of heads for several tokens at once (P-EAGLE, PARD, DFlash), some of them with EAGLE-3's tensors."""
+SPELLINGS = Spellings(
+    owner="an EAGLE head",
+    sections=("eagle_config", "transformer_layer_config"),
+    fields={
+        "fc_norm": ("use_aux_norm",),
+        **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output", "embed_requires_grad"), ()),
+        **dict.fromkeys(("use_aux_hidden_state", "num_aux_hidden_states", "truncated_vocab_size"), ()),
+        **dict.fromkeys(("bias", "qkv_bias"), ()),
+    },
+    options={
+        **dict.fromkeys(("is_causal", "causal", "causal_head", "next_layer_regular"), (True,)),
+        **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
+        # Of heads for several tokens at once (P-EAGLE, PARD, DFlash), some of them with EAGLE-3's tensors.
+        **dict.fromkeys(("block_size", "mask_token_id", "pard_token", "ptd_token_id"), ()),
+        "speculators_model_type": ("eagle3",),
+        "use_mtp_layernorm": (False,),
+        "parallel_draft_step": (1,),
+        "logit_scale": (1.0,),
+    },
+)
 
-_EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
-    "use_aux_hidden_state": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "use_mtp_layernorm": (False,),
-    "next_layer_regular": (True,),
-    "parallel_draft_step": (1,),
-}
-"""Options in `eagle_config` -> their supported value."""
+
+def read_fields(config: Fields) -> Fields:
+    """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section.
+
+    Raises:
+      CheckpointError: as `Spellings.read` and `read_layer_config`.
+    """
+    nested = config.optional_text("model_type") == "eagle" and config.has("model")
+    spellings = dataclasses.replace(SPELLINGS, sections=(*SPELLINGS.sections, "model")) if nested else SPELLINGS
+    return read_layer_config(config, spellings.read(config), ("llama", "qwen2", "qwen3"))
 
 
 def parse_config(source: Source, target: Decoder) -> EagleHead:
     """Parse the config.json of a head of either layout."""
     # Options of other forwards.
-    config = source.config
-    eagle3 = _is_eagle3(config, source.files.names())
-    layer = read_layer_config(config, ("llama", "qwen3"))
-    _refuse(config, layer)
+    config, names = source.config, source.files.names()
+    check_class(config)
+    fields = read_fields(config)
+    eagle3 = _is_eagle3(config, fields, names)
+    _refuse(config, fields)
     # The configuration.
-    layers = read_layers(layer, target)
+    layers = read_layers(_with_depth(fields, names) if eagle3 else fields, target, eagle3 and "lm_head.weight" in names)
+    windows = read_windows(fields, layers["num_layers"])
     head = EagleHead(
         **layers,
         version=3 if eagle3 else 1,
-        draft_vocab_size=config.read_int("draft_vocab_size", layers["vocab_size"]) if eagle3 else layers["vocab_size"],
-        target_hidden_size=config.read_int("target_hidden_size", target.hidden_size),
-        capture_layers=_read_captured(config, target) if eagle3 else (target.num_layers + 1,),
-        norm_before_residual=config.read_flag("norm_before_residual", False) and eagle3,
-        norm_output=config.read_flag("norm_output", False) and eagle3,
+        target_hidden_size=fields.read_int("target_hidden_size", target.hidden_size),
+        capture_layers=_read_captured(fields, target) if eagle3 else (target.num_layers + 1,),
+        windows=windows if any(windows) else (),
+        norm_before_residual=fields.read_flag("norm_before_residual", False) and eagle3,
+        norm_output=fields.read_flag("norm_output", False) and eagle3,
     )
     # Shapes shared with the target.
-    check_sizes(head, target, config.where)
+    check_sizes(head, target, fields)
     if not eagle3 and head.hidden_size != target.hidden_size:
-        raise config.wrong("hidden_size", head.hidden_size, f"must be the target's, {target.hidden_size}")
+        raise fields.wrong("hidden_size", head.hidden_size, f"must be the target's, {target.hidden_size}")
     return head
 
 
-def _is_eagle3(config: Fields, names: set[str]) -> bool:
+def _is_eagle3(config: Fields, fields: Fields, names: set[str]) -> bool:
     """Whether it is an EAGLE-3 head, with a norm of the feature, rather than one of EAGLE-1 or EAGLE-2."""
     stated = is_speculators(config) or config.has("eagle_config") or bool(find_architectures(config, ["eagle3"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
-def _refuse(config: Fields, layer: Fields) -> None:
+def _refuse(config: Fields, fields: Fields) -> None:
     """Raise CheckpointError if the configuration requires another forward than `EagleHead`'s."""
-    # Options at the top level and of the layers.
-    wrong = config.unsupported({"speculators_model_type": ("eagle3",)})
-    for fields in (config, layer):
-        wrong += [fields.describe(key) for key in _OTHER_METHODS if fields.is_set(key)]
-        wrong += fields.unsupported({"is_causal": (True,)})
-        wrong += scaled_by(fields, "logit_scale")
-    wrong += [f"architectures={name}" for name in find_architectures(config, ["peagle"])]
-    # The method's own section.
-    options = config.section("eagle_config")
-    wrong += options.unsupported(_EAGLE_CONFIG)
-    supported = {*_EAGLE_CONFIG, "eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers"}
-    wrong += [options.describe(key) for key in options.keys() if key not in supported]
-    if config.read_flag("norm_before_fc", False) and config.read_flag("fc_norm", False):
-        wrong.append("norm_before_fc together with fc_norm, whose order is not defined")
-    # Report all of them at once, then those of the layers.
-    refuse(config.where, wrong)
-    refuse_options(config)
-    refuse_options(layer)
+    if fields.read_flag("norm_before_fc", False) and fields.read_flag("fc_norm", False):
+        refuse(config.where, ["norm_before_fc together with fc_norm, whose order is not defined"])
+    if fields.read_int("truncated_vocab_size", size := fields.read_int("vocab_size")) != size:
+        raise fields.wrong("truncated_vocab_size", fields.read_int("truncated_vocab_size"), f"must be {size}")
     if is_speculators(config) and not config.has("norm_before_residual"):
         raise CheckpointError(
             f"{config.where}: the key 'norm_before_residual' is missing, and its default is false in speculators but "
@@ -98,22 +108,32 @@ def _refuse(config: Fields, layer: Fields) -> None:
         )
 
 
-def _read_captured(config: Fields, target: Decoder) -> tuple[int, ...]:
-    """Read the captured hidden states of an EAGLE-3 head, as in `Decoder.apply`.
+def _with_depth(fields: Fields, names: set[str]) -> Fields:
+    """The fields with the depth of a head of one layer; in some files, num_hidden_layers is the target's."""
+    layers = {name.split(".")[1] if name.startswith("layers.") else "0" for name in names if "mlp." in name}
+    stated = fields.read_int("num_hidden_layers")
+    if stated == 1 or layers != {"0"}:
+        return fields
+    problem = f"{fields.where}: {fields.name('num_hidden_layers')}={stated}, but there are the tensors of one layer"
+    warnings.warn(f"{problem}: the head has one", stacklevel=2)
+    return fields.replaced(num_hidden_layers=1)
 
-    An id in speculators' own key means the input of the layer, an id in `eagle_config` its output.
-    """
-    count, key = target.num_layers, "eagle_aux_hidden_state_layer_ids"
-    fields, shift = (config, 0) if is_speculators(config) else (config.section("eagle_config"), 1)
-    # The layers; by default an early, a middle and a late one.
-    ids = fields.optional_ints(key, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS)
-    default = [layer - shift for layer in (2, count // 2, count - 3)]
-    captured = check_captured(fields, key, ids or default, shift, target, default=not ids)
+
+def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
+    """Read the captured hidden states of an EAGLE-3 head, as in `Decoder.apply`."""
+    count = target.num_layers
+    if not fields.read_flag("use_aux_hidden_state", True):
+        if any(fields.optional_ints(key, least=-1) for key in ("target_layer_ids", "aux_hidden_state_layer_ids")):
+            raise fields.wrong("use_aux_hidden_state", False, "must be true with ids of captured layers")
+        return (count + 1,)
+    # By default an early, a middle and a late layer.
+    captured = read_captured(fields, target, (1, count // 2 - 1, count - 4))
     # A stated count must agree.
-    stated = config.read_int("num_aux_hidden_states", len(captured))
+    stated = fields.read_int("num_aux_hidden_states", len(captured))
     if stated != len(captured):
-        problem = f"{fields.path}{key} selects {len(captured)} layers"
-        raise config.wrong("num_aux_hidden_states", stated, problem)
+        raise fields.wrong(
+            "num_aux_hidden_states", stated, f"the list of captured layers selects {len(captured)} layers"
+        )
     return captured
 
 
@@ -166,8 +186,8 @@ def _describe_safeailab(config: EagleHead, params: EagleParams) -> dict[str, Any
         "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.capture_layers],
-            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.capture_layers] if params.fc is not None else [],
+            "use_aux_hidden_state": params.fc is not None,
         },
     }
 

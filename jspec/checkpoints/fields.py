@@ -3,9 +3,10 @@
 Parsers get a `Fields` and never the JSON itself: no value is used without a type and bounds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jspec.checkpoints.files import CheckpointError, Json, read_json
@@ -28,18 +29,41 @@ class Fields:
 
     where: the file, for errors.
     path: the keys from the top of the file to the object, each followed by a dot.
+    names: how errors call keys whose names in the file are others; all others follow `path`.
     """
 
-    def __init__(self, raw: Json, where: str = "config.json", path: str = ""):
-        self._raw, self.where, self.path = raw, where, path
+    def __init__(
+        self, raw: Json, where: str = "config.json", path: str = "", names: Mapping[str, str] = MappingProxyType({})
+    ):
+        self._raw, self.where, self.path, self._names = raw, where, path, names
+
+    @classmethod
+    def flattened(cls, objects: "Sequence[Fields]", names: Mapping[str, str]) -> "Fields":
+        """One object with values of several ones in a file, which must not contradict each other.
+
+        names: key, or path of a key -> its name in the result; all others are left out.
+        """
+        raw: dict[str, Any] = {}
+        shown: dict[str, str] = {}
+        for fields in objects:
+            for key in fields.keys():
+                path, value = fields.path + key, fields._raw[key]
+                name = names.get(path, names.get(key))
+                if name is None:
+                    continue
+                if name in raw and raw[name] != value:
+                    first = _shown(shown[name], raw[name])
+                    raise CheckpointError(f"{fields.where}: {first}, but {_shown(path, value)}: must be the same")
+                raw[name], shown[name] = value, path
+        return cls(raw, objects[0].where, "", shown)
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
         """Add keys where the object lacks them."""
-        return Fields({**values, **self._raw}, self.where, self.path)
+        return Fields({**values, **self._raw}, self.where, self.path, self._names)
 
     def replaced(self, **values: Any) -> "Fields":
         """The same object with other values."""
-        return Fields({**self._raw, **values}, self.where, self.path)
+        return Fields({**self._raw, **values}, self.where, self.path, self._names)
 
     def merged(self, other: "Fields") -> "Fields":
         """The values of both objects; those of `other`, whose path errors name, take precedence."""
@@ -60,6 +84,18 @@ class Fields:
         """Whether there is a value other than false, zero or empty; for options whose values do not matter."""
         return bool(self._raw.get(key))
 
+    def is_off(self, key: str) -> bool:
+        """Whether the value is false."""
+        return self._raw.get(key) is False
+
+    def is_empty(self, key: str) -> bool:
+        """Whether the value is an empty string, list or object."""
+        return self._raw.get(key) in ("", [], {})
+
+    def name(self, key: str) -> str:
+        """A key as it is in the file, after the keys to its object."""
+        return self._names.get(key, self.path + key)
+
     def keys(self) -> list[str]:
         """The keys whose value is not null."""
         return [key for key in self._raw if self.has(key)]
@@ -70,7 +106,7 @@ class Fields:
 
     def wrong(self, key: str, value: object, problem: str) -> CheckpointError:
         """The error about a value of the right type in contradiction to others."""
-        return CheckpointError(f"{self.where}: {self.path}{key}={value}: {problem}")
+        return CheckpointError(f"{self.where}: {self.name(key)}={value}: {problem}")
 
     def read_int(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> int:
         """An integer from `least` to `most`.
@@ -155,8 +191,8 @@ class Fields:
         if value is None:
             value = {}
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {_shown(self.path + key, value)}: must be an object")
-        return Fields(value, self.where, f"{self.path}{key}.")
+            raise CheckpointError(f"{self.where}: {_shown(self.name(key), value)}: must be an object")
+        return Fields(value, self.where, f"{self.name(key)}.")
 
     def optional_sections(self, key: str) -> "list[Fields] | None":
         """The objects of a list; None if the value is a string or missing.
@@ -183,12 +219,12 @@ class Fields:
 
     def describe(self, key: str) -> str:
         """`key=value` for errors about unsupported options."""
-        return _shown(self.path + key, self._raw.get(key))
+        return _shown(self.name(key), self._raw.get(key))
 
     def unsupported(self, supported: Mapping[str, Iterable[object]]) -> list[str]:
         """List options with unsupported values; missing ones are supported.
 
-        supported: the values of each key, all strings, all flags or all integers, which is then its type.
+        supported: the values of each key, all of one type, which is then the key's.
         """
         wrong = []
         for key, allowed in supported.items():
@@ -198,10 +234,11 @@ class Fields:
                 bool: self.optional_flag,
                 str: self.optional_text,
                 int: partial(self.optional_int, least=0),
+                float: self.optional_number,
             }
             value = readers[type(values[0])](key)
             if value is not None and value not in values:
-                wrong.append(self.describe(key))
+                wrong.append(f"{self.describe(key)} (must be {' or '.join(map(repr, values))})")
         return wrong
 
     def _read(self, key: str, default: T, check: Callable[[str, object], T]) -> T:
@@ -213,7 +250,7 @@ class Fields:
             if key not in self._raw:
                 self._missing(key)
         try:
-            return check(self.path + key, value)
+            return check(self.name(key), value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self.where}: {error}") from None
 
@@ -223,16 +260,16 @@ class Fields:
             return None
         # Check the length before the items.
         if not isinstance(value, list):
-            raise CheckpointError(f"{self.where}: {_shown(self.path + key, value)}: must be a list")
+            raise CheckpointError(f"{self.where}: {_shown(self.name(key), value)}: must be a list")
         if len(value) > count:
-            raise CheckpointError(f"{self.where}: {self.path}{key} has {len(value)} entries: must have at most {count}")
+            raise CheckpointError(f"{self.where}: {self.name(key)} has {len(value)} entries: must have at most {count}")
         try:
-            return tuple(check(f"{self.path}{key}[{index}]", item) for index, item in enumerate(value))
+            return tuple(check(f"{self.name(key)}[{index}]", item) for index, item in enumerate(value))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self.where}: {error}") from None
 
     def _missing(self, key: str) -> Any:
-        raise CheckpointError(f"{self.where}: the key {self.path + key!r} is missing")
+        raise CheckpointError(f"{self.where}: the key {self.name(key)!r} is missing")
 
 
 def read_fields(path: Path) -> Fields:

@@ -4,7 +4,9 @@ Reading copies one tensor at a time, or the part for one device, to the device, 
 whole model.
 """
 
+import dataclasses
 import json
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_
 from jspec.checkpoints.plan import Checkpoint, Plan
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import refuse_split
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
 from jspec.models.quantized import is_matrix, refuse_quantized
@@ -70,9 +72,24 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
     eos = _read_eos(source, parsed.vocab_size)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
+    untied = source.config.optional_flag("tie_word_embeddings") is False
+    if untied and getattr(parsed, "tie_embeddings", False) and HEAD in tensors.names():
+        # The flag in the section of the text model may be a default.
+        parsed = dataclasses.replace(parsed, tie_embeddings=False)
     config = family.with_mtp(parsed, tensors, mtp)
+    if mtp and not config.mtp_layers:
+        _warn_about_heads(source)
     _check_size(config.param_shapes(tensors.dtype), source.config.where)
     return Plan(config, tensors, read_params, eos, family.as_stored)
+
+
+def _warn_about_heads(source: Source) -> None:
+    """Warn if a checkpoint without the tensors of MTP heads declares some, as what `transformers` writes does."""
+    for fields in (source.config, source.config.section("text_config")):
+        for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            if fields.is_set(key):
+                problem = f"{fields.where}: {fields.describe(key)}, but the checkpoint lists no tensors of MTP heads"
+                warnings.warn(f"{problem}: loaded without these", stacklevel=2)
 
 
 def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:

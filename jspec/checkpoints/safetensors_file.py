@@ -34,6 +34,8 @@ DTYPES: dict[str, type[np.generic]] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 """Types in headers; a tensor of another one cannot be read."""
+INDEX = "model.safetensors.index.json"
+"""The file with the shard of each tensor."""
 _MOST_DIMENSIONS = 16
 _BLOCK = 2**24
 """Bytes that a thread reads at once."""
@@ -56,7 +58,7 @@ class SafetensorFiles:
         self._headers: dict[str, dict[str, _Entry]] = {}
         self.weight_map: dict[str, str] | None = None
         """Tensor -> shard; None: there is one file."""
-        index = find_file(directory, "model.safetensors.index.json")
+        index = find_file(directory, INDEX)
         if index is not None:
             files = read_fields(index).required_section("weight_map")
             self.weight_map = {name: files.read_text(name) for name in files.keys()}
@@ -64,6 +66,11 @@ class SafetensorFiles:
     def exists(self) -> bool:
         """Whether there is a file, or an index of shards."""
         return self.weight_map is not None or find_file(self.directory, "model.safetensors") is not None
+
+    def unread(self) -> list[str]:
+        """Other files of tensors in the directory, such as a stale copy or a shard missing in the index."""
+        files = {"model.safetensors"} if self.weight_map is None else set(self.weight_map.values())
+        return sorted({path.name for path in self.directory.glob("*.safetensors")} - files)
 
     def names(self) -> set[str]:
         """The names of all tensors."""
@@ -159,7 +166,8 @@ class SafetensorFiles:
         if file not in self._headers:
             path = find_file(self.directory, file)
             if path is None:
-                raise CheckpointError(f"{self.directory / file}: no such file")
+                listed = "" if self.weight_map is None else f", which {INDEX} names"
+                raise CheckpointError(f"{self.directory / file}: no such file{listed}")
             self._headers[file] = _read_header(path)
         return self._headers[file]
 

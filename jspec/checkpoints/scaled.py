@@ -83,7 +83,7 @@ def parse_scheme(config: Fields) -> Scheme | None:
             "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' with symmetric "
             "weights of 8 bits, of type float or int, by channel or by tensor, or packed integers of 4 or 8 bits by "
             "group or by channel, and a kv_cache_scheme of 8 bits, type float, by tensor, or none; or "
-            "quant_method='gptq' or 'awq' with 4 bits"
+            "quant_method='gptq' or 'awq' with 4 bits; or quant_method='modelopt' with quant_algo='FP8'"
         )
     return scheme
 
@@ -115,6 +115,11 @@ def _parse_compressed(method: Fields) -> Scheme | None:
     return Scheme(kind, "_scale", (None, None), spare=".input_scale")
 
 
+def _parse_modelopt(method: Fields) -> Scheme | None:
+    known = method.optional_text("quant_algo") == "FP8" and not method.is_set("kv_cache_quant_algo")
+    return Scheme(FP8, "_scale", (None, None), spare=".input_scale") if known else None
+
+
 def _packed(packing: Packing | None) -> Scheme | None:
     return None if packing is None else Scheme(INT8, "_scale", (1, packing.group), packing=packing)
 
@@ -131,6 +136,7 @@ _METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
     "gptq": lambda method: _packed(parse_gptq(method)),
     "awq": lambda method: _packed(parse_awq(method)),
     "gguf": _parse_gguf,
+    "modelopt": _parse_modelopt,
 }
 """Quantization method of config.json -> a reader of its options; None: they are not supported."""
 

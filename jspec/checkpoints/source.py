@@ -1,5 +1,6 @@
 """A checkpoint, a directory or a GGUF file, opened once."""
 
+import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from jspec.checkpoints.fields import read_fields
 from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.gguf_model import GgufModel
-from jspec.checkpoints.safetensors_file import SafetensorFiles
+from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles
 from jspec.checkpoints.tensors import TensorFiles
 
 Files: TypeAlias = SafetensorFiles | GgufModel
@@ -39,8 +40,15 @@ class Source:
 
     @cached_property
     def safetensors(self) -> Files:
-        """The tensors in model.safetensors or its shards, or in a GGUF file."""
-        return SafetensorFiles(self.directory)
+        """The tensors in model.safetensors or its shards, or in a GGUF file; warns about other files."""
+        files = SafetensorFiles(self.directory)
+        unread, single = files.unread(), files.weight_map is None
+        if unread and files.exists():
+            problem = f"{self.directory}: not read: {', '.join(unread[:4])}{', ...' if len(unread) > 4 else ''}"
+            read = "the weights are those of model.safetensors" if single else f"the weights are the files in {INDEX}"
+            stale = "; transformers would read model.safetensors: remove one" if "model.safetensors" in unread else ""
+            warnings.warn(f"{problem}; {read}{stale}", stacklevel=2)
+        return files
 
     @cached_property
     def files(self) -> TensorFiles:

@@ -26,7 +26,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
 from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
-from jspec.models.weights import linear, plain
+from jspec.models.weights import interleaved, linear, plain
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 """Kinds of Markov heads (arXiv 2607.05147)."""
@@ -84,6 +84,7 @@ class BlockHead:
     markov, markov_rank: kind and rank of the Markov head; None and 0: there is none.
     confidence: what the confidence head reads; None: there is none.
     logit_scale, soft_cap: factor on the logits, and bound of their result before the Markov head; None: no bound.
+    neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
     tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole draft.
     """
 
@@ -113,6 +114,7 @@ class BlockHead:
     own_head: bool = False
     logit_scale: float = 1.0
     soft_cap: float | None = None
+    neox: bool = True
     tensor: int = 1
     drafter: ClassVar[str] = "block"
     """Name of the drafter for this kind of draft."""
@@ -176,21 +178,25 @@ class BlockHead:
         width, bias = self.hidden_size, self.attention_bias
         captured = len(self.capture_layers) * self.target_hidden_size
         read = width + (self.markov_rank if self.confidence == "markov" else 0)
+        layers = [
+            layer_weights(
+                self,
+                f"layers.{index}.",
+                norm=plain(f"layers.{index}.input_layernorm.weight", width),
+                qk_norm=True,
+                qkv_bias=bias,
+                o_bias=bias,
+            )
+            for index in range(self.num_layers)
+        ]
         return BlockParams(
             embed=plain("embed_tokens.weight", self.vocab_size, width) if self.own_embed else None,
             mask_embed=None,
             fc=linear(captured, {"fc.weight": width}),
             hidden_norm=plain("hidden_norm.weight", width),
             layers=tuple(
-                layer_weights(
-                    self,
-                    f"layers.{index}.",
-                    norm=plain(f"layers.{index}.input_layernorm.weight", width),
-                    qk_norm=True,
-                    qkv_bias=bias,
-                    o_bias=bias,
-                )
-                for index in range(self.num_layers)
+                layer if self.neox else interleaved(layer, self.num_heads, self.num_kv_heads, self.head_dim)
+                for layer in layers
             ),
             norm=plain("norm.weight", width),
             lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if self.own_head else None,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jspec.cache import LayerKeys, MhaCache
+from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
@@ -25,7 +25,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
 from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
-from jspec.models.weights import linear, plain
+from jspec.models.weights import interleaved, linear, plain
 
 
 @struct
@@ -34,8 +34,9 @@ class EagleParams:
 
     embed: Float[Array, "V Ed"] | None = leaf(split=-2, if_even=True)
     """None: the target's embedding."""
-    fc: Float[Array, "F E"] = leaf(linear=True)
-    """EAGLE-3: [C, E], applied once to captured states. EAGLE-1: [2 E, E], applied to each (token, feature) pair."""
+    fc: Float[Array, "F E"] | None = leaf(linear=True)
+    """EAGLE-3: [C, E], applied once to captured states; None: they are the feature, of the target's width. EAGLE-1:
+    [2 E, E], applied to each (token, feature) pair."""
     fc_bias: Float[Array, " E"] | None
     fc_norms: tuple[Float[Array, " Et"], ...] | None
     """A norm for each captured layer (SpecForge's `fc_norm`)."""
@@ -72,6 +73,8 @@ class EagleHead:
       final norm).
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
+    windows: for each layer the positions that a row sees, its own included, or None: all; empty: all in all layers.
+    neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
     tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole head.
     """
 
@@ -91,6 +94,8 @@ class EagleHead:
     rope: Rope = Rope()
     norm_before_residual: bool = False
     norm_output: bool = False
+    windows: tuple[int | None, ...] = ()
+    neox: bool = True
     tensor: int = 1
     drafter: ClassVar[str] = "eagle"
     """Name of the drafter for this kind of draft."""
@@ -126,6 +131,7 @@ class EagleHead:
         *,
         embed: bool | None = None,
         lm_head: bool = True,
+        fc: bool = True,
         fc_norms: Sequence[str] = (),
         qk_norm: bool = False,
     ) -> EagleParams:
@@ -135,6 +141,7 @@ class EagleHead:
           names: of tensors; optional weights are read if their names are among them.
           embed: whether the head has its own embedding; None: if its width differs from the target's.
           lm_head: whether an EAGLE-3 head has its own LM head.
+          fc: whether it projects captured states.
           fc_norms: the tensors of norms of captured layers.
           qk_norm: whether norms of heads are required.
         """
@@ -148,7 +155,7 @@ class EagleHead:
         own_input_norm = three and "input_norm.weight" in names
         return EagleParams(
             embed=plain("embed_tokens.weight", self.vocab_size, width) if own_embed else None,
-            fc=linear(captured if three else 2 * width, {"fc.weight": width}),
+            fc=linear(captured if three else 2 * width, {"fc.weight": width}) if fc else None,
             fc_bias=plain("fc.bias", width) if "fc.bias" in names else None,
             fc_norms=tuple(plain(name, outer) for name in fc_norms) or None,
             input_norm=plain("input_norm.weight", captured) if own_input_norm else None,
@@ -166,7 +173,7 @@ class EagleHead:
         norm = prefix + "input_layernorm.weight"
         if index and norm not in names and prefix + "hidden_norm.weight" in names:
             norm = prefix + "hidden_norm.weight"
-        return layer_weights(
+        layer = layer_weights(
             self,
             prefix,
             norm=plain(norm, width) if self.version == 3 or index else None,
@@ -175,6 +182,7 @@ class EagleHead:
             qkv_bias=prefix + "self_attn.q_proj.bias" in names,
             o_bias=prefix + "self_attn.o_proj.bias" in names,
         )
+        return layer if self.neox else interleaved(layer, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
@@ -193,16 +201,22 @@ class EagleHead:
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
         """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
-        keys = [LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers
-        return keys_bytes(keys, context, itemsize, self.tensor)
+        return keys_bytes(self._layer_keys(), context, itemsize, self.tensor)
 
-    def layer_windows(self) -> tuple[None, ...]:
-        """None for each layer: a token sees all positions."""
-        return (None,) * self.num_layers
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer, the positions a token sees, its own included; None: all."""
+        return self.windows or (None,) * self.num_layers
 
-    def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache:
+    def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
-        return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
+        dtype = params.layers[0].mlp_norm.dtype
+        if not any(self.windows):
+            return empty_cache(self, batch, capacity, page_size, dtype)
+        keys = [layer.split(self.tensor) for layer in self._layer_keys()]
+        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
+
+    def _layer_keys(self) -> list[LayerKeys]:
+        return [LayerKeys(self.num_kv_heads, self.head_dim, window) for window in self.layer_windows()]
 
     def ids(self, params: EagleParams) -> Int[Array, " Vd"] | None:
         """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
@@ -220,7 +234,7 @@ class EagleHead:
             hidden = jnp.concatenate(normed, axis=-1)
         if params.input_norm is not None:
             hidden = layers.rms_norm(hidden, params.input_norm, self.rms_norm_eps)
-        return layers.linear(hidden, params.fc, params.fc_bias)
+        return hidden if params.fc is None else layers.linear(hidden, params.fc, params.fc_bias)
 
     def apply(
         self,
@@ -285,6 +299,7 @@ class EagleHead:
         (layer, *_) = head.layers
         # EAGLE-1: one projection of both.
         if self.version == 1:
+            assert head.fc is not None
             x = layers.linear(jnp.concatenate([embedded, feature], axis=-1), head.fc, head.fc_bias)
             norm = layer.attention_norm
             return x, x if norm is None else layers.rms_norm(x, norm, self.rms_norm_eps)

@@ -190,6 +190,38 @@ def heads(outs: Mapping[str, int], width: int | None, *, kv_heads: int, devices:
     )
 
 
+def reordered(weight: Any, *orders: np.ndarray | None, rows: int | None = None) -> Any:
+    """A `Weight` that takes rows of its tensors [out, in] or [out] in other orders; None: in theirs.
+
+    rows: of each tensor in a checkpoint, if others than the taken ones exist; it can then only be read.
+    """
+    tensors, parts, split = weight.tensors, weight.parts, weight.split
+    if rows is not None:
+        tensors = {name: (rows, *shape[1:]) for name, shape in tensors.items()}
+
+    def take(arrays: Sequence[Any], orders: Sequence[np.ndarray | None]) -> list[Any]:
+        return [array if order is None else array[order] for array, order in zip(arrays, orders, strict=True)]
+
+    back = [None if order is None else np.argsort(order) for order in orders]
+    return dataclasses.replace(
+        weight,
+        tensors=tensors,
+        parts=lambda *stored: parts(*take(stored, orders)),
+        split=lambda value: take(split(value), back),
+    )
+
+
+def interleaved(layer: Any, heads: int, kv_heads: int, dim: int) -> Any:
+    """The table of a layer whose checkpoint has the rotated pairs (2 i, 2 i + 1) of each head, not (i, i + D/2)."""
+    order = np.arange(dim).reshape(-1, 2).T.reshape(-1)
+    queries, keys = ((np.arange(count)[:, None] * dim + order).reshape(-1) for count in (heads, kv_heads))
+    orders = {"qkv": (queries, keys, None), "qkv_bias": (queries, keys, None), "q_norm": (order,), "k_norm": (order,)}
+    entries = {name: getattr(layer, name) for name in orders}
+    return dataclasses.replace(
+        layer, **{name: reordered(entry, *orders[name]) for name, entry in entries.items() if entry is not None}
+    )
+
+
 def copy_heads(parts: Sequence[Any], *, kv_heads: int, devices: int) -> Sequence[Any]:
     """Columns of queries, and of keys and values if there are any, with the copies of their heads that devices need.
 

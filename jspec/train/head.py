@@ -204,7 +204,7 @@ def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | N
 def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Array) -> EagleParams:
     """Initial weights in float32: random, except for norm and LM head, which are the target's if the widths agree."""
     shapes, width = config.param_shapes(jnp.float32), config.hidden_size
-    assert shapes.lm_head is not None
+    assert shapes.lm_head is not None and shapes.fc is not None
     keys = iter(jax.random.split(key, 7))
     fc = model.init_matrix(next(keys), *shapes.fc.shape)
     head = model.init_matrix(next(keys), *shapes.lm_head.shape)

@@ -219,7 +219,7 @@ def in_layers(**changes):
         ("z-lab", inside(target_layer_ids=[0, 3, 8]), "must ascend, from -1 to at most 7, as the target has 8"),
         ("z-lab", inside(target_layer_ids=[]), "must ascend"),
         ("z-lab", outside(num_target_layers=9), "num_target_layers=9: the target has 8 layers"),
-        ("z-lab", outside(vocab_size=62), "vocab_size=62, but the target has 61"),
+        ("z-lab", outside(vocab_size=1086), "vocab_size=1086, but the target has 61 tokens: must be the same"),
         ("z-lab", outside(hidden_size=24), "draft of another width needs the tensors"),
         (
             "z-lab",
@@ -232,10 +232,9 @@ def in_layers(**changes):
         ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
         ("z-lab", outside(layer_types=["full_attention"] * 3), "layer_types=.*: must be 2 of full_attention"),
         ("z-lab", outside(layer_types=["linear_attention"] * 2), "layer_types=.*: must be 2 of full_attention"),
-        ("z-lab sliding", outside(use_sliding_window="absent"), "use_sliding_window=False: must be true"),
+        ("z-lab sliding", outside(sliding_window="absent"), "'sliding_window' is missing"),
         ("z-lab sliding", outside(sliding_window=3), "a window of 3 positions: must be at least block_size=4"),
-        ("z-lab window", inside(causal="absent"), "'dflash_config.causal' is missing, and use_swa has no default"),
-        ("z-lab", outside(dspark_block_size=5), "dspark_block_size=5, a module with layers of DeepSeek-V4"),
+        ("z-lab", outside(dspark_block_size=5), "block_size=4, but dspark_block_size=5: must be the same"),
         ("z-lab", outside(quantization_config={"bits": 4}), "quantization_config"),
         ("z-lab logits", inside(logit_scale=2.0), "has both output_multiplier and logit_scale"),
         (

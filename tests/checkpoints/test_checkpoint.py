@@ -169,6 +169,7 @@ def test_wrong_shape(saved):
         language_model.load(saved)
 
 
+@pytest.mark.filterwarnings("ignore:.*: not read:")
 def test_missing_shard_and_missing_entry(tmp_path):
     language_model.save(tmp_path, toy.DRAFT, toy.random_params(toy.DRAFT), max_shard_bytes=1000)
     index = tmp_path / "model.safetensors.index.json"

@@ -224,15 +224,28 @@ def test_tensors_that_are_copies(head):
 
 def test_vocabulary_maps(head):
     stored = random_head()[1]
-    ids = oracle.target_ids(stored)
-    for d2t in (ids, stored["d2t"] - 1 - ids[0], np.where(np.arange(23) == 5, 0, stored["d2t"])):
-        with pytest.raises(CheckpointError, match="d2t maps to .* must ascend from 0 to at most 60"):
-            load(head(tensors={"d2t": d2t}))
+    ids, offsets = oracle.target_ids(stored), stored["d2t"]
     marked = np.isin(np.arange(V), ids)
+    # With t2d, offsets and ids can be told apart.
+    for d2t in (offsets, ids):
+        np.testing.assert_array_equal(load(head(tensors={"d2t": d2t})).params.ids, ids)
+    for d2t in (offsets - 1, np.where(np.arange(23) == 5, 0, offsets), np.arange(23), 0 * offsets):
+        with pytest.raises(CheckpointError, match="t2d marks other tokens than d2t maps to"):
+            load(head(tensors={"d2t": d2t}))
     with pytest.raises(CheckpointError, match="t2d marks other tokens"):
         load(head(tensors={"t2d": np.roll(marked, 1)}))
+    # Without it, only what cannot be ids is an offset.
     np.testing.assert_array_equal(load(head(drop=["t2d"])).params.ids, ids)
-    with pytest.raises(CheckpointError, match="'d2t' is missing"):
+    for d2t, problem in (
+        (ids[::-1].copy(), "they are not"),
+        (offsets - 1 - ids[0], "they are not"),
+        (np.where(np.arange(23) == 5, 2**63 - 1, offsets), "they are not"),
+        (np.arange(23), "these may be ids as well as offsets"),
+        (0 * offsets, "all are 0"),
+    ):
+        with pytest.raises(CheckpointError, match=f"d2t=.*must hold offsets, .* from 0 to 60: {problem}; with .* t2d"):
+            load(head(tensors={"d2t": d2t}, drop=["t2d"]))
+    with pytest.raises(CheckpointError, match="'d2t' is missing, but draft_vocab_size=23 .*token map, hot tokens"):
         load(head(drop=["d2t"]))
 
 
