@@ -1,14 +1,17 @@
 """JAX's compilation cache, and a notice if compilation takes long."""
 
 import contextlib
+import functools
 import os
 import stat
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import compilation_cache as entries
 from jax.experimental.compilation_cache import compilation_cache
 from platformdirs import user_cache_path
 
@@ -33,6 +36,7 @@ def cache_programs(path: str | Path | None = None) -> Path | None:
       TypeError: `path` is not a path.
       ValueError: the directory cannot be made or written, or other users can write to it.
     """
+    _replace_damaged_entries()
     if path is None:
         configured = jax.config.values["jax_compilation_cache_dir"]
         if not jax.config.values["jax_enable_compilation_cache"]:
@@ -59,6 +63,41 @@ def enable_compilation_cache() -> None:
         cache_programs()
     except ValueError as error:
         print(f"jspec: compiled programs are not kept: {error}", file=sys.stderr)
+
+
+@functools.cache
+def _replace_damaged_entries() -> None:
+    """Lets an entry that cannot be read or written be deleted and named in one line.
+
+    Otherwise JAX warns at each start, and never replaces the entry of a full disk or of a killed process.
+    """
+
+    def guard(function: Callable[..., Any], instead: object, note: str) -> Callable[..., Any]:
+        said = functools.cache(lambda: print(f"jspec: {note}", file=sys.stderr, flush=True))
+
+        @functools.wraps(function)
+        def guarded(key: str, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return function(key, *arguments, **keywords)
+            except Exception:  # XLA raises errors of many classes
+                directory = Path(str(jax.config.values["jax_compilation_cache_dir"]))
+                if not directory.is_dir():  # of another file system, which JAX reads
+                    raise
+                (directory / f"{key}-cache").unlink(missing_ok=True)
+                said()
+                return instead
+
+        return guarded
+
+    # JAX calls both by these names, in all supported versions.
+    entries.get_executable_and_time = guard(
+        entries.get_executable_and_time,
+        (None, None),
+        "a program in the compilation cache is damaged; it is compiled again and replaced",
+    )
+    entries.put_executable_and_time = guard(
+        entries.put_executable_and_time, None, "a compiled program cannot be kept: is the disk full?"
+    )
 
 
 def _check_private(directory: Path, writable_by_others: int) -> None:

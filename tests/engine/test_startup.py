@@ -1,5 +1,6 @@
-"""The compilation cache is private, and slow compilation prints a notice."""
+"""The compilation cache is private, damaged entries are replaced, and slow compilation prints a notice."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -49,6 +51,50 @@ def test_a_second_command_runs_cached_programs(tmp_path):
     assert any("decode" in name for name in first) and any("prefill" in name for name in first)
     assert programs() == first, "the second run compiled a program that the first one did not cache"
     assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def guarded(caches, monkeypatch):
+    """The cache directory, where each entry counts as the first one that this process cannot read or write."""
+    for name in ("get_executable_and_time", "put_executable_and_time"):
+        monkeypatch.setattr(startup.entries, name, inspect.unwrap(getattr(startup.entries, name)))
+    monkeypatch.setattr(startup, "_replace_damaged_entries", startup._replace_damaged_entries.__wrapped__)
+    return caches
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "other bytes"])
+def test_a_damaged_entry_is_replaced_with_one_line(guarded, capsys, damage):
+    configured_directory()
+
+    def run():
+        # A function that JAX has not compiled before.
+        assert float(jax.jit(lambda x: jax.numpy.sin(x) + 1)(np.float32(0))) == 1
+        assert float(jax.jit(lambda x: jax.numpy.sin(x) + 2)(np.float32(0))) == 2
+
+    run()
+    paths = list(guarded.glob("*-cache"))
+    assert len(paths) == 2 and capsys.readouterr().err == ""
+    for path in paths:
+        path.write_bytes({"empty": b"", "cut": path.read_bytes()[:-40], "other bytes": b"x" * 5000}[damage])
+    damaged = [path.read_bytes() for path in paths]
+    run()
+    line = "jspec: a program in the compilation cache is damaged; it is compiled again and replaced\n"
+    assert capsys.readouterr().err == line
+    assert all(path.read_bytes() != content for path, content in zip(paths, damaged, strict=True))
+    run()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_program_that_cannot_be_written_leaves_no_entry(guarded, monkeypatch, capsys):
+    def write(key, *_):
+        (guarded / f"{key}-cache").write_bytes(b"cut")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(startup.entries, "put_executable_and_time", write)
+    configured_directory()
+    assert jax.jit(lambda x: x * 3)(np.float32(2)) == 6
+    assert not list(guarded.glob("*-cache"))
+    assert capsys.readouterr().err == "jspec: a compiled program cannot be kept: is the disk full?\n"
 
 
 def test_a_directory_configured_by_the_user_is_kept(caches, tmp_path):
