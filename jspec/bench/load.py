@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jspec.bench import machine
 from jspec.core.types import Accept, Drafter
+from jspec.engine import startup
 from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.model import Model
@@ -190,9 +190,9 @@ def _repeat(
     for _ in range(repeats + MOST_EXTRA):
         report(f"run {len(result.runs) + 1} of {repeats}")
         # A run with a compilation does not count.
-        before = machine.compilations()
+        before = startup.compilations()
         done = run(engine, load)
-        if machine.compilations() == before:
+        if startup.compilations() == before:
             result.runs.append(done)
         if len(result.runs) == repeats:
             return

@@ -1,7 +1,6 @@
 """The machine: its memory bandwidths, measured on random data, and what identifies it in a measurement."""
 
 import dataclasses
-import functools
 import os
 import re
 import statistics
@@ -91,24 +90,6 @@ def seconds_of(function: Callable, *arguments: object, repeats: int, burst: floa
     while elapsed(count) < burst:
         count *= 2
     return [elapsed(count) / count for _ in range(repeats)]
-
-
-def compilations() -> int:
-    """How often this process has traced, lowered or compiled a program since the first call of this function."""
-    return len(_compile_events())
-
-
-@functools.cache
-def _compile_events() -> list[str]:
-    """The names of JAX's events, from a listener."""
-    events: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return events
 
 
 def environment(device_count: int = 1) -> Environment:

@@ -233,7 +233,7 @@ class Engine:
         copies = 1 if n is None else check_int("n", n, least=1)
         options = repeat(options, len(prompt_ids), copies)
         repeated = [ids for ids in prompt_ids for _ in range(copies)]
-        began = time.monotonic()
+        began, compiled = time.monotonic(), [group.device.executor.compile_seconds for group in self.groups]
         handles = self._submit(self._make(repeated, options, priority, salt))
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
@@ -247,7 +247,10 @@ class Engine:
         items = [handle.generation() for handle in handles]
         if single and n is None:
             return items[0]
-        return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
+        # Groups compile at the same time.
+        ends = (group.device.executor.compile_seconds for group in self.groups)
+        seconds = time.monotonic() - began - max(end - begin for begin, end in zip(compiled, ends, strict=True))
+        return Generations(items, GenerationStats.total([x.stats for x in items], seconds))
 
     @takes(RequestOptions)
     async def stream(

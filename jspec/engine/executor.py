@@ -7,6 +7,8 @@ process makes the same calls in the same order (`jspec.engine.lockstep`).
 import contextlib
 import dataclasses
 import queue
+import threading
+import time
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +26,7 @@ from jspec.engine import programs
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
 from jspec.engine.score import Chunk, Scorer, TokenScores
 from jspec.engine.slot_state import Sizes, empty_snapshots, empty_state
+from jspec.engine.startup import compilations
 
 CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace", "score")
 """Methods of `Executor` callable by name."""
@@ -68,6 +71,7 @@ class Executor:
       state: the decode state of all slots, replaced by every program.
       snapshots: slot states of prefixes in the target's cache.
       replaced: number of weight swaps so far.
+      compile_seconds: time of the calls that compiled a program, so far.
     """
 
     def __init__(
@@ -77,7 +81,8 @@ class Executor:
         self.params, self.method, self.max_rounds = params, method, max_rounds
         self._placement, self._greedy_rule = method.placement, greedy_rule
         self._inputs: dict[str, Any] = {}
-        self.replaced, self._scorer = 0, Scorer(method.target, method.placement)
+        self.replaced, self.compile_seconds = 0, 0.0
+        self._scorer = Scorer(method.target, method.placement)
         self._offers: queue.SimpleQueue[Params] = queue.SimpleQueue()
         self.here = self._placement is None or bool(self._placement.devices)
         # The state; only its shapes if no device is local.
@@ -94,7 +99,12 @@ class Executor:
         """Runs a call; returns its report or scores."""
         if call.name not in CALLS:
             raise ValueError(f"call={call.name!r}: must be one of {', '.join(CALLS)}")
-        return getattr(self, call.name)(*call.arguments)
+        thread, began = threading.get_ident(), time.monotonic()
+        before = compilations(thread)
+        result = getattr(self, call.name)(*call.arguments)
+        if compilations(thread) != before:
+            self.compile_seconds += time.monotonic() - began
+        return result
 
     def offer(self, params: Params) -> None:
         """Provides weights for the next `replace`."""

@@ -220,7 +220,7 @@ class Group:
         for request, output in results:
             handle = self._handles[request]
             self._count_tokens(handle, output, now)
-            waiters += handle.deliver(output, now)
+            waiters += handle.deliver(output, now, self.device.executor.compile_seconds)
             # One turn may bring several outputs of a request; `request` already reflects the last one.
             if output.finish_code != stopping.RUNNING:
                 self._end(handle)

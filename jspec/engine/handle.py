@@ -29,6 +29,8 @@ class Times:
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
+    compiled: tuple[float, float] = 0.0, 0.0
+    """What `Executor.compile_seconds` was at the first and at the last token."""
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     """Time and number of tokens of each arrival."""
 
@@ -128,9 +130,9 @@ class Handle:
         if request.accept_counts:
             counts[0] = request.accept_counts
         by_branch = None if request.branch_counts is None else np.array([request.branch_counts], np.int32)
-        # Time between the first and the last token.
-        first, last = self.times.first_token, self.times.last_token
-        seconds = 0.0 if first is None or last is None else last - first
+        # Time between the first and the last token, without compilation.
+        first, last, (before, after) = self.times.first_token, self.times.last_token, self.times.compiled
+        seconds = 0.0 if first is None or last is None else last - first - (after - before)
         with self._changed:
             pieces = list(self._pieces)
         return Generation(
@@ -158,16 +160,19 @@ class Handle:
 
     # The engine's side. `deliver` and `end` return the waiters to wake, so that a loop is woken once per report.
 
-    def deliver(self, output: DeviceOutput, now: float) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
-        """Appends an output, and the end if it has one."""
+    def deliver(
+        self, output: DeviceOutput, now: float, compiled: float
+    ) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+        """Appends an output, and the end if it has one. compiled: the device's `Executor.compile_seconds`."""
         tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:
             self._origin += output.origin
             self._logprobs += output.logprobs or []
             self._top_logprobs += output.top_logprobs or []
             self._sampled_logprobs += output.sampled_logprobs or []
+            before = compiled if self.times.first_token is None else self.times.compiled[0]
             self.times.first_token = self.times.first_token or now
-            self.times.last_token = now
+            self.times.last_token, self.times.compiled = now, (before, compiled)
             self.times.arrivals.append((now, len(tokens)))
         # Text: whole characters only, and no beginning of a stop string.
         text = ""

@@ -38,8 +38,8 @@ def generate_many(
     slots: above `MAX_BATCH`, reads are longer as well, since sequences end more often.
 
     Returns:
-      The results; `stats.seconds` is the time of the whole call. None: there are no more prompts than that, or an
-      engine lacks what is asked for: `debug`, or a cache without slots.
+      The results; `stats.seconds` is the time of prefills and rounds, without compilation. None: there are no more
+      prompts than that, or an engine lacks what is asked for: `debug`, or a cache without slots.
 
     Raises:
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
@@ -85,8 +85,9 @@ def generate_many(
     hold([(device, request) for request in requests])
     handles = {x: Handle(x, model.tokenizer, lambda _: None, device.method.drafter) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)
+    seconds = time.monotonic() - began - device.executor.compile_seconds
     items = [handle.generation() for handle in handles.values()]
-    return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
+    return Generations(items, GenerationStats.total([x.stats for x in items], seconds))
 
 
 def _generate_batches(
@@ -96,12 +97,13 @@ def _generate_batches(
     with one_call(model):
         check_fits(model.target, *longest_sequence(prompts, options.limits(len(prompts))))
         batches = split(prompts, options, size)
-    began, items = time.monotonic(), []
+    parts = []
     with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
         for batch in batches:
-            items += batch.run(model).items
+            parts.append(batch.run(model))
             bar.update(batch.count)
-    return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
+    stats = GenerationStats.total([part.stats for part in parts], sum(part.stats.seconds for part in parts))
+    return Generations([item for part in parts for item in part], stats)
 
 
 def _run(loop: Loop, scheduler: Scheduler, handles: dict[DeviceRequest, Handle], progress: bool) -> None:
@@ -113,5 +115,5 @@ def _run(loop: Loop, scheduler: Scheduler, handles: dict[DeviceRequest, Handle],
             _, results = loop.turn()
             now = time.monotonic()
             for request, landing in results:
-                handles[request].deliver(landing, now)
+                handles[request].deliver(landing, now, loop.device.executor.compile_seconds)
             bar.update(sum(landing.finish_code != stopping.RUNNING for _, landing in results))

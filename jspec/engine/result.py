@@ -93,7 +93,8 @@ class GenerationStats:
 
     rounds: [B] rounds in which each sequence was active.
     accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds with i + 1 new tokens.
-    seconds: wall time of all rounds, without prefill and compilation.
+    seconds: wall time of all rounds, without prefill and compilation; where sequences take turns, in an engine or of
+      more than 64 prompts, it includes the prefills between rounds.
     dropped: [B] accepted tokens of the last round of each sequence after the end of the text or beyond the limit; not
       part of `accept_counts`.
     branches: the counters by drafter, where each round took one of several; None for other drafters.

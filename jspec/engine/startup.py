@@ -1,4 +1,4 @@
-"""JAX's compilation cache, and a notice if compilation takes long."""
+"""JAX's compilation cache, a count of compilations, and a notice if one takes long."""
 
 import contextlib
 import functools
@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,28 @@ def _replace_damaged_entries() -> None:
     entries.put_executable_and_time = guard(
         entries.put_executable_and_time, None, "a compiled program cannot be kept: is the disk full?"
     )
+
+
+def compilations(thread: int | None = None) -> int:
+    """How often programs have been traced, lowered or compiled since the first call of this function.
+
+    thread: the identity of the thread to count; None: of all.
+    """
+    counts = _compile_events()
+    return sum(counts.values()) if thread is None else counts[thread]
+
+
+@functools.cache
+def _compile_events() -> Counter[int]:
+    """The number of JAX's events by thread, from a listener."""
+    counts: Counter[int] = Counter()
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            counts[threading.get_ident()] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return counts
 
 
 def _check_private(directory: Path, writable_by_others: int) -> None:

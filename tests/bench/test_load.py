@@ -11,6 +11,7 @@ from jspec.bench import load, load_report, machine, measurement
 from jspec.bench.load import LoadResult, LoadRun
 from jspec.bench.presets import PRESETS
 from jspec.bench.subject import Subject
+from jspec.engine import startup
 from jspec.engine.engine import EngineError
 
 
@@ -70,7 +71,7 @@ def measured(monkeypatch, compiles, repeats=2, error=None):
 
     monkeypatch.setattr(load, "Engine", type("Fake", (FakeEngine,), {"error": error}))
     monkeypatch.setattr(load, "run", one_run)
-    monkeypatch.setattr(machine, "compilations", lambda: events[0])
+    monkeypatch.setattr(startup, "compilations", lambda: events[0])
     sizes = {"slots": 4, "page_size": 64, "repeats": repeats}
     return load.measure(None, "chain", None, None, [], **sizes, report=lambda _: None)
 
@@ -99,13 +100,13 @@ def test_what_does_not_fit_is_a_problem(monkeypatch):
 
 
 def test_programs_that_are_compiled_are_counted():
-    before = machine.compilations()
+    before = startup.compilations()
     program = jax.jit(lambda x: x + 17)
     program(1.0).block_until_ready()
-    after = machine.compilations()
+    after = startup.compilations()
     assert after > before
     program(2.0).block_until_ready()
-    assert machine.compilations() == after
+    assert startup.compilations() == after
 
 
 def report_of(*results):

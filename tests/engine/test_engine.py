@@ -12,13 +12,12 @@ import qwen
 import toy
 
 import jspec
-from jspec.bench import machine
 from jspec.core import accept
 from jspec.core.method import Method
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import programs, sizing, slot_state
+from jspec.engine import programs, sizing, slot_state, startup
 from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError
 from jspec.engine.model import Model
@@ -467,10 +466,10 @@ def test_warm_up_leaves_nothing_to_compile(sampling):
     with Engine(model, slots=5, context=128, page_size=8, prefill_tokens=32) as engine:
         first = engine.generate(prompts[:3], **options).tokens
         engine.warm_up(sampling=sampling)
-        before = machine.compilations()
+        before = startup.compilations()
         assert engine.generate(prompts[:3], **options).tokens == first
         tokens = engine.generate(prompts, **options).tokens
-        assert machine.compilations() == before
+        assert startup.compilations() == before
         assert tokens == jspec.generate(model, prompts, **options).tokens
         assert engine.metrics().prefix_hits > 0
 

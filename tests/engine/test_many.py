@@ -1,7 +1,10 @@
 """`jspec.generate` with more prompts than run at once gives what the same prompts give in one batch."""
 
 import dataclasses
+import itertools
+import types
 
+import jax
 import numpy as np
 import pytest
 import toy
@@ -9,9 +12,12 @@ import toy
 import jspec
 from jspec.core.struct import struct
 from jspec.core.types import Params
-from jspec.drafters import Ngram, Standalone
-from jspec.engine import many
+from jspec.drafters import Ngram, Plain, Standalone
+from jspec.engine import executor, many
+from jspec.engine.device import DeviceOutput, DeviceRequest
 from jspec.engine.engine import Engine
+from jspec.engine.executor import Executor
+from jspec.engine.handle import Handle
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions
 from jspec.engine.run import Run
@@ -115,3 +121,28 @@ def test_a_cache_without_slots_runs_in_one_batch_and_an_engine_refuses_it():
     assert jspec.generate(unslotted, PROMPTS, drafter=None, max_new_tokens=5).tokens == wanted.tokens
     with pytest.raises(ValueError, match="its cache Unslotted must have the methods of"):
         Engine(unslotted, drafter=None)
+
+
+@pytest.mark.parametrize("engine", (False, True), ids=("generate", "engine"))
+def test_seconds_leave_out_compilation(monkeypatch, engine):
+    """Each compiling call takes 1,000 seconds of a clock of its own, so that less than no time remains."""
+    clock, run = itertools.count(0, 1000), Executor.burst
+
+    def burst(self, *arguments):
+        if not self.compile_seconds:
+            jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(executor, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(Executor, "burst", burst)
+    if not engine:
+        out = jspec.generate(model(), PROMPTS, drafter=None, max_new_tokens=5)
+        assert out.stats.seconds < -500
+        return
+    with Engine(model(), drafter=None, slots=4) as running:
+        assert running.generate(PROMPTS, max_new_tokens=5).stats.seconds < -500
+    # A single request whose second program is compiled after its first token.
+    handle = Handle(DeviceRequest([1], 4), None, lambda _: None, Plain())
+    for now, compiled in ((1.0, 5.0), (9.0, 11.0)):
+        handle.deliver(DeviceOutput(2, [1], 0, 1, [1]), now, compiled)
+    assert handle.generation().stats.seconds == 2.0

@@ -15,12 +15,11 @@ import pytest
 import tiny_targets as tiny
 
 import jspec
-from jspec.bench import machine
 from jspec.checkpoints import language_model
 from jspec.cli import main
 from jspec.drafters import Mtp, Ngram, Standalone, Suffix
 from jspec.engine import engine as engine_module
-from jspec.engine import memory
+from jspec.engine import memory, startup
 from jspec.engine.handle import EngineError
 from jspec.engine.request import QueueFull
 
@@ -233,10 +232,10 @@ def check_new_weights(engine, one, options):
     target = jspec.from_named(config, arrays, data=2, tensor=2).params.target
     new = one.with_params(jspec.from_named(config, arrays).params.target)
     expected = jspec.generate(new, PROMPTS, drafter=Standalone(**tiny.TREE), page_size=4, **options)
-    before = machine.compilations()
+    before = startup.compilations()
     engine.update(dataclasses.replace(engine.params, target=target))
     split.assert_same(engine.generate(PROMPTS, **options), expected)
-    assert machine.compilations() == before
+    assert startup.compilations() == before
     assert engine.params.target is target
     with pytest.raises(ValueError, match="params.target.*: has the sharding .*; must have that of the model"):
         engine.update(one.params)
@@ -258,7 +257,7 @@ def test_a_server_over_groups(monkeypatch):
     def make_server(service, bound, grace):
         engine, client = service._engine, testclient.TestClient(service.app())
         assert [group.assigned for group in engine.groups] == [2, 2]
-        before = machine.compilations()
+        before = startup.compilations()
 
         def ask(index):
             body = {"prompt": prompts[index], "max_tokens": 5 + index, "temperature": 0}
@@ -270,7 +269,7 @@ def test_a_server_over_groups(monkeypatch):
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert sorted(given(engine)) == [4, 4] and machine.compilations() == before
+            assert sorted(given(engine)) == [4, 4] and startup.compilations() == before
             assert 'vllm:generation_tokens_total{model_name="tiny"}' in client.get("/metrics").text
 
         return SimpleNamespace(run=run)
