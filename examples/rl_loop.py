@@ -65,8 +65,7 @@ def main() -> None:
         jspec.from_module(policy, max_length=LENGTH), drafter="suffix", slots=32, context=LENGTH
     ) as engine:
         for step in range(options.steps):
-            # Item i has the seed `seed + i`: the seeds of two steps must not overlap.
-            rollouts = engine.generate(prompts, n=8, max_new_tokens=NEW_TOKENS, sampling=sampling, seed=step * 1000)
+            rollouts = engine.generate(prompts, n=8, max_new_tokens=NEW_TOKENS, sampling=sampling, seed=step)
             tokens = np.array([[*rollout.prompt, *rollout.tokens] for rollout in rollouts], np.int32)
             reward = (tokens[:, -NEW_TOKENS:] % 2 == 0).mean(1)
             train(policy, optimizer, tokens, jnp.asarray(reward - reward.mean(), jnp.float32))

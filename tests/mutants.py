@@ -344,7 +344,7 @@ MUTANTS = tuple(
             "plan.ends",
             f"{_STORM}[standalone-tiny_pool]",
         ),
-        ("noise depends on the slot", "jspec.engine:Device.admit", "request.seed", "admission.slot", _RETRACTED),
+        ("noise depends on the slot", "jspec.engine:Device.admit", "request.seed", "(admission.slot, 0)", _RETRACTED),
         (
             "stop strings begin anew after a preemption",
             "jspec.engine:Device.admit",

@@ -90,13 +90,13 @@ def evaluate(
     progress: bool = False,
     sampling: Sampling | None = None,
     accept: str | Accept | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int | tuple[int, int]] = 0,
 ) -> Evaluation:
     """Continue the prompts with one drafter, `batch` at a time, and measure it.
 
-    The first batch runs twice and is measured once, so the time contains no warm-up. Prompt i uses `seed + i` for every
-    batch size. Copies of the last prompt fill the last batch, so it runs the same program; they are neither returned
-    nor counted, but the time of their batch includes them.
+    The first batch runs twice and is measured once, so the time contains no warm-up. Prompt i uses `(seed, i)` for
+    every batch size. Copies of the last prompt fill the last batch, so it runs the same program; they are neither
+    returned nor counted, but the time of their batch includes them.
 
     Args:
       drafter, max_new_tokens, sampling, accept, seed: as in `jspec.generate`.
@@ -112,7 +112,6 @@ def evaluate(
     batch, progress = check_int("batch", batch, least=1), check_flag("progress", progress)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
-    check_int("seed", seed, least=0)
     # Validate every prompt before measuring any.
     single, ids = encode_prompts(model, prompts)
     if single:

@@ -114,12 +114,13 @@ def run(options: Options) -> int:
     lines: list[measurement.Measurement] = []
     for model, drafter in runs:
         parts: dict[str, Evaluation] = {}
-        seed = options.seed
+        done = 0
         for category, category_prompts in prompts.items():
+            seeds = [(options.seed, done + i) for i in range(len(category_prompts))]
             parts[category] = evaluate(
-                model, category_prompts, drafter, batch=options.batch, progress=True, seed=seed, **generation
+                model, category_prompts, drafter, batch=options.batch, progress=True, seed=seeds, **generation
             )
-            seed += len(category_prompts)
+            done += len(category_prompts)
         # The whole, beside plain decoding, and then each category.
         out = Evaluation.total([*parts.values()])
         evaluations[out.drafter] = parts

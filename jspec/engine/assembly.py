@@ -116,7 +116,7 @@ def make_requests(
     vocab_size = device.method.target.vocab_size
     options.check_vocabulary(vocab_size)
     count, requests = len(prompts), []
-    samplings, seeds = each_of(options.sampling, count), options.seeds(count).tolist()
+    samplings, seeds = each_of(options.sampling, count), options.seeds(count)
     for ids, limit, seed, sampling in zip(prompts, options.limits(count), seeds, samplings, strict=True):
         request = DeviceRequest(ids, limit, priority, salt)
         request.sampling, request.seed = sampling, seed

@@ -35,13 +35,13 @@ class Batch:
 def split(prompts: Sequence[Prompt], options: GenerateOptions, size: int) -> list[Batch]:
     """The prompts in order, `size` at a time; fewer if there are fewer of them in total.
 
-    options: of all prompts, or in lists with one entry for each; one seed becomes `seed + i` for prompt i.
+    options: of all prompts, or in lists with one entry for each; one seed becomes `(seed, i)` for prompt i.
 
     Raises:
-      ValueError, TypeError: seeds that are too large, or another number of entries than of prompts.
+      ValueError, TypeError: another number of entries than of prompts.
     """
     count = len(prompts)
-    seeds, limits = options.seeds(count).tolist(), options.limits(count)
+    seeds, limits = options.seeds(count), options.limits(count)
     samplings = each_of(options.sampling, count)
     size = min(size, count)
     batches = []

@@ -63,7 +63,7 @@ class DeviceRequest(Request):
     """
 
     sampling: Sampling | None = None
-    seed: int = 0
+    seed: tuple[int, int] = 0, 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
@@ -200,7 +200,7 @@ class Device:
         accept_counts = np.zeros((count, self.method.drafter.depth + 1), np.int32)
         branches = self.state.stats.branch_counts
         branch_counts = None if branches is None else np.zeros((count, *branches.shape[1:]), np.int32)
-        seeds = np.zeros(count, np.uint32)
+        seeds = np.zeros((count, 2), np.uint32)
         # One row per request.
         for row, admission in enumerate(admissions):
             request, known = admission.request, admission.tokens

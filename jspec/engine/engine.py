@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -18,7 +17,7 @@ from jspec.engine import lockstep
 from jspec.engine.assembly import assemble, hold, make_requests
 from jspec.engine.balance import choose
 from jspec.engine.device import Device, DeviceRequest
-from jspec.engine.group import Group
+from jspec.engine.group import Group, clock
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model
@@ -217,7 +216,7 @@ class Engine:
           max_new_tokens, sampling, stop, ignore_eos, seed, logprobs: as in `jspec.generate`.
           priority, salt: as in `submit`.
           n: samples of each prompt, on shared pages. The result has n items for the first prompt, then n for the
-            next, and so on; item i has the seed `seed + i`. None: one sample, and for a single prompt no list.
+            next, and so on; item i has the seed `(seed, i)`. None: one sample, and for a single prompt no list.
           progress: whether to display a progress bar.
 
         Returns:
@@ -233,7 +232,7 @@ class Engine:
         copies = 1 if n is None else check_int("n", n, least=1)
         options = repeat(options, len(prompt_ids), copies)
         repeated = [ids for ids in prompt_ids for _ in range(copies)]
-        began, compiled = time.monotonic(), [group.device.executor.compile_seconds for group in self.groups]
+        began = clock(self.groups)
         handles = self._submit(self._make(repeated, options, priority, salt))
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
@@ -247,10 +246,7 @@ class Engine:
         items = [handle.generation() for handle in handles]
         if single and n is None:
             return items[0]
-        # Groups compile at the same time.
-        ends = (group.device.executor.compile_seconds for group in self.groups)
-        seconds = time.monotonic() - began - max(end - begin for begin, end in zip(compiled, ends, strict=True))
-        return Generations(items, GenerationStats.total([x.stats for x in items], seconds))
+        return Generations(items, GenerationStats.total([x.stats for x in items], clock(self.groups) - began))
 
     @takes(RequestOptions)
     async def stream(

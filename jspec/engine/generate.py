@@ -69,8 +69,8 @@ def generate(
         drafter. Greedy sequences stay greedy under every lossless rule.
       stop: stop strings; a text ends before the first of them.
       ignore_eos: whether a sequence goes on after the model has ended the text, for measurements of fixed lengths.
-      seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
-        sequence.
+      seed: from 0 to 2**32 - 1. Sequence i has the noise of (seed, i), which no other seed repeats. Or a list with one
+        seed s, which is (s, 0), or one pair per sequence: [(7, 3)] repeats sequence 3 of seed=7 alone.
       logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
         probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits; the
         result has those of the sampled distributions as well (`sampled_logprobs`).

@@ -263,3 +263,8 @@ class Group:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
             counters.observe("inter_token", (now - times.last_token) / len(output.tokens), len(output.tokens))
+
+
+def clock(groups: Sequence[Group]) -> float:
+    """Seconds, without those in which programs were compiled; groups compile at the same time."""
+    return time.monotonic() - max(group.device.executor.compile_seconds for group in groups)

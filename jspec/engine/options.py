@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
-from jaxtyping import UInt32
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
@@ -41,7 +40,7 @@ class RequestOptions:
     sampling: Sampling | Sequence[Sampling | None] | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = option(False)
-    seed: int | Sequence[int] = 0
+    seed: int | Sequence[int | tuple[int, int]] = 0
     logprobs: bool | int = False
 
     def __post_init__(self):
@@ -83,27 +82,20 @@ class RequestOptions:
             )
         return list(self.max_new_tokens)
 
-    def seeds(self, batch: int) -> UInt32[np.ndarray, " B"]:
-        """The seed of each of `batch` sequences: those given, or `seed + i` for sequence i.
+    def seeds(self, batch: int) -> list[tuple[int, int]]:
+        """The seed and the index of each of `batch` sequences, as `jspec.engine.slot_state.seeds_to_keys` takes them.
 
         Raises:
-          ValueError: not one seed per sequence, or `seed + i` exceeds 2**32 - 1.
+          ValueError: not one seed per sequence.
         """
-        # One seed: sequence i adds i.
         if isinstance(self.seed, int):
-            if self.seed > MAX_SEED - (batch - 1):
-                raise ValueError(
-                    f"seed={self.seed}: sequence i uses seed + i, which must be less than 2**32 for all {batch} "
-                    f"sequences: give at most {MAX_SEED - (batch - 1)}, or one seed per sequence"
-                )
-            return (self.seed + np.arange(batch, dtype=np.int64)).astype(np.uint32)
-        # One seed for each sequence.
+            return [(self.seed, i) for i in range(batch)]
         if len(self.seed) != batch:
             raise ValueError(
                 f"seed={shorten(self.seed)}: {len(self.seed)} seeds for {batch} sequences; give one int, or one seed "
                 "per sequence"
             )
-        return np.asarray(self.seed, np.uint32)
+        return [(one, 0) if isinstance(one, int) else one for one in self.seed]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +201,7 @@ class BatchKeywords(_SharedKeywords, total=False):
 
     max_new_tokens: int | Sequence[int]
     sampling: Sampling | Sequence[Sampling | None] | None
-    seed: int | Sequence[int]
+    seed: int | Sequence[int | tuple[int, int]]
 
 
 class GenerateKeywords(BatchKeywords, total=False):
@@ -323,11 +315,20 @@ def _check_limits(limits: object) -> int | tuple[int, ...]:
     return tuple(check_int(f"max_new_tokens[{i}]", one, least=1) for i, one in enumerate(entries))
 
 
-def _check_seed(seed: object) -> int | tuple[int, ...]:
+def _check_seed(seed: object) -> int | tuple[int | tuple[int, int], ...]:
     if hasattr(seed, "__index__") and not getattr(seed, "ndim", 0):
         return check_int("seed", seed, least=0, most=MAX_SEED)
-    seeds = check_sequence("seed", seed, items="an int, or a list of one int per sequence")
-    return tuple(check_int(f"seed[{i}]", one, least=0, most=MAX_SEED) for i, one in enumerate(seeds))
+    valid = "an int, or a list with an int or a pair (seed, index) per sequence"
+    return tuple(_check_seed_of(f"seed[{i}]", one) for i, one in enumerate(check_sequence("seed", seed, items=valid)))
+
+
+def _check_seed_of(name: str, seed: object) -> int | tuple[int, int]:
+    if not isinstance(seed, Sequence):
+        return check_int(name, seed, least=0, most=MAX_SEED)
+    if len(seed) != 2:
+        raise ValueError(f"{name}={shorten(seed)}: must be an int, or a pair (seed, index)")
+    first, index = (check_int(f"{name}[{i}]", one, least=0, most=MAX_SEED) for i, one in enumerate(seed))
+    return first, index
 
 
 def _check_logprobs(logprobs: object) -> bool | int:

@@ -80,7 +80,7 @@ class Admitted:
     length: Int[Array, " n"]
     limit: Int[Array, " n"]
     prompt_length: Int[Array, " n"]
-    seed: UInt32[Array, " n"]
+    seed: UInt32[Array, "n 2"]
     stop_state: Int[Array, " n"]
     grammar_state: Int[Array, " n"]
     shared: Int[Array, " n"]

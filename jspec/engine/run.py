@@ -28,6 +28,7 @@ from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, check_fits, compile_grammars, longest_sequence
 from jspec.engine.replacement import check_alive
 from jspec.engine.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
+from jspec.engine.slot_state import seeds_to_keys
 from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
@@ -117,7 +118,7 @@ class Run:
         # Allocate, read the prompts, and compile the loop.
         ids, lengths = _pad(self.prompts)
         ids, lengths, ends = (cast(Array, x) for x in (ids, lengths, lengths + np.array(self._limits, np.int32)))
-        padded = Prompts(ids, lengths, ends, _keys(seeds), stop, row_sampling, constraint)
+        padded = Prompts(ids, lengths, ends, _keys(np.array(seeds, np.uint32)), stop, row_sampling, constraint)
         shape = {"capacity": capacity, "page_size": fit_page_size(options.page_size, capacity)}
         shape["chunk"] = prefill_chunk(local) if chunk is None else chunk
         try:
@@ -346,7 +347,7 @@ def _encode(model: Model, name: str, prompt: object) -> list[int]:
     return ids.tolist()
 
 
-_keys = jax.jit(jax.vmap(jax.random.key))
+_keys = jax.jit(seeds_to_keys)
 """Seeds to keys, in a single jitted program: every eager op would compile once per shape."""
 
 

@@ -99,7 +99,7 @@ def _prefilled(params: Params, *, method: Method, sizes: Sizes, samples: bool) -
     count = sizes.slots
     # Prompts of four tokens, read in two chunks.
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
-    keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
+    keys, stop = seeds_to_keys(jnp.zeros((count, 2), jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
     sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
     prompts = Prompts(ids, length, length + 1, keys, stop, sampling, stop)
     return prefill(params, prompts, method=method, capacity=sizes.context, page_size=sizes.page_size, chunk=2)
@@ -180,10 +180,18 @@ def _lookahead(drafter: Drafter, state: PyTree) -> int | None:
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return seeds_to_keys(jnp.zeros(x.shape, jnp.uint32))
+        return seeds_to_keys(jnp.zeros((*x.shape, 2), jnp.uint32))
     return jnp.zeros(x.shape, x.dtype)
 
 
-def seeds_to_keys(seeds: UInt32[Array, " n"]) -> Key[Array, " n"]:
-    """The random key of each seed."""
-    return jax.vmap(jax.random.key)(seeds)
+def seeds_to_keys(seeds: UInt32[Array, "n 2"]) -> Key[Array, " n"]:
+    """The random key of each pair (seed, index): that of the seed for index 0, otherwise with the index folded in.
+
+    The complement of the index is folded in, as the noise of a token folds its position into the key of a sequence.
+    """
+
+    def key(pair: UInt32[Array, "2"]) -> Key[Array, ""]:
+        first = jax.random.key(pair[0])
+        return jnp.where(pair[1] == 0, first, jax.random.fold_in(first, ~pair[1]))
+
+    return jax.vmap(key)(seeds)

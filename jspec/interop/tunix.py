@@ -143,7 +143,7 @@ class TunixRollout(Base):
         """One sample per prompt; equal prompts give different samples.
 
         prompts: texts, or token ids.
-        rollout_config: limits, sampling parameters and `seed`, an int or a key: sample i uses the seed plus i. None:
+        rollout_config: limits, sampling parameters and `seed`, an int or a key: sample i uses (seed, i). None:
           the samples of a first call use the seeds from 0 on, those of later calls the next ones.
 
         Raises:
@@ -243,15 +243,16 @@ class TunixRollout(Base):
         """The trainer's own module: `rollout_actor`."""
         return self._actor
 
-    def _seeds(self, seed: Any, count: int) -> list[int]:
+    def _seeds(self, seed: Any, count: int) -> list[tuple[int, int]]:
         """The seed of each sample of a call."""
         if seed is None:
-            first, self._samples = self._samples, self._samples + count
-        elif isinstance(seed, jax.Array) and (jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or seed.ndim):
+            begin, self._samples = self._samples, self._samples + count
+            return [((begin + i) % (MAX_SEED + 1), 0) for i in range(count)]
+        if isinstance(seed, jax.Array) and (jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or seed.ndim):
             first = int(jax.random.bits(seed))
         else:
             first = check_int("seed", int(seed) if isinstance(seed, jax.Array) else seed, least=0, most=MAX_SEED)
-        return [(first + i) % (MAX_SEED + 1) for i in range(count)]
+        return [(first, i) for i in range(count)]
 
 
 def _sampling(config: RolloutConfig) -> Sampling:

@@ -21,6 +21,7 @@ from jspec.core.checks import check_flag, check_text
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError, Handle
+from jspec.engine.options import MAX_SEED
 from jspec.engine.request import QueueFull
 from jspec.engine.result import GenerationStats
 from jspec.engine.score import Scores
@@ -246,21 +247,21 @@ class Service:
         # Validate everything before the first sequence is submitted.
         ids = prompts.encode(self.tokenizer, call)
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
-        seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
+        seed = secrets.randbelow(MAX_SEED + 1) if call.seed is None else call.seed
         logprobs = False if call.logprobs is None else call.logprobs or True
         sampling = openai.constrained(call)
         # Submit every sample; an error cancels those before it.
         handles: list[Handle] = []
         try:
             for prompt, max_tokens in zip(ids, limits, strict=True):
-                for i in range(call.n if max_tokens else 0):
+                for _ in range(call.n if max_tokens else 0):
                     handle = self._engine.submit(
                         prompt,
                         max_new_tokens=max_tokens,
                         sampling=sampling,
                         stop=call.stop,
                         ignore_eos=call.ignore_eos,
-                        seed=seed + i,
+                        seed=[(seed, len(handles))],
                         logprobs=logprobs,
                         priority=call.priority,
                         salt=call.salt,

@@ -6,6 +6,7 @@ from typing import Any
 
 from jspec.core.checks import check_flag, check_int, check_number, check_text
 from jspec.core.sampling import Sampling
+from jspec.engine.options import MAX_SEED
 from jspec.serve.fields import ApiError, Fields
 from jspec.serve.grammars import GrammarRequest, take_grammar
 
@@ -13,7 +14,6 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP, _MOST_TOP_IN_CHATS = 5, 20  # most probable tokens beside each, as OpenAI documents
-_SEEDS = 2**32
 _ROLES = ("system", "developer", "user", "assistant")
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -90,7 +90,7 @@ class Call:
     sampling: without the grammar.
     logprobs: None: off. k: the log-probability of each token of the answer and the k most probable tokens with theirs.
     echo: whether the answer begins with the prompt.
-    seed: of the first sequence of each prompt; None: random.
+    seed: of all sequences; None: random.
     """
 
     prompts: Sequence[str | list[int]]
@@ -208,7 +208,7 @@ def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> C
         grammar=take_grammar(fields),
         stop=fields.take("stop", _check_stop, []),
         ignore_eos=fields.take("ignore_eos", check_flag, False),
-        seed=fields.take("seed", check_int, None, least=0, most=_SEEDS - n),
+        seed=fields.take("seed", check_int, None, least=0, most=MAX_SEED),
         stream=stream,
         include_usage=bool(usage and usage["include_usage"]),
         continuous_usage=bool(usage and usage["continuous_usage_stats"]),

@@ -65,7 +65,7 @@ class ReplyOptions:
     sampled_share: float = option(
         1.0, "with --temperature: fraction of the replies to sample; the others are greedy", least=0, most=1
     )
-    seed: int = option(0, "seed of the first reply, if it is sampled; the next have the next ones", least=0, most=2**24)
+    seed: int = option(0, "random seed of sampled replies", least=0, most=2**24)
     batch: int | None = option(
         None, f"replies at a time (default: {_BATCH}, or on a CPU {MAX_BATCH})", least=1, most=2**16
     )

@@ -15,7 +15,7 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
     encode = model.tokenizer.encode
     with Engine(model, drafter=None, slots=3, context=32, page_size=8) as engine:
         request = DeviceRequest(encode("def f(x):\n    "), 20)
-        request.seed, request.start_state = 41, engine.groups[0].device.stops.add(("return",))
+        request.seed, request.start_state = (41, 0), engine.groups[0].device.stops.add(("return",))
         request.append(encode("retu"))
         admission = Admission(request, 2, 0, None, list(request.all_tokens), True, rounds=3, accept_counts=[3])
         engine.groups[0].device.admit([admission])

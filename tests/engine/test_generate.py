@@ -99,7 +99,7 @@ def test_a_list_of_prompts_gives_generations(model, plain):
 def test_options_are_validated_and_frozen():
     options = jspec.GenerateOptions(stop="x", seed=[1, 2])
     assert options == jspec.GenerateOptions(stop=["x"], seed=(1, 2)) and hash(options) == hash(replace(options))
-    assert options.seeds(2).tolist() == [1, 2] and jspec.GenerateOptions(seed=3).seeds(2).tolist() == [3, 4]
+    assert options.seeds(2) == [(1, 0), (2, 0)] and jspec.GenerateOptions(seed=3).seeds(2) == [(3, 0), (3, 1)]
     with pytest.raises(ValueError, match="page_size=0: must be at least 1"):
         replace(options, page_size=0)
 

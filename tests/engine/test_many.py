@@ -77,7 +77,7 @@ def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkey
     ("options", "message"),
     (
         (dict(max_new_tokens=10**6), "max_new_tokens=1000000"),
-        (dict(seed=2**32 - 3), "seed=4294967293"),
+        (dict(seed=2**32), "seed=4294967296"),
         (dict(seed=[1, 2]), "2 seeds for 7"),
         (dict(sampling=[None] * 3), "sampling: 3 for 7"),
         (dict(accept="greedy", sampling=SAMPLED), "accept='greedy'"),

@@ -63,7 +63,7 @@ def requests(count: int, seed: int, setup: Setup) -> list[DeviceRequest]:
         beginning = shared[rng.integers(2)][: rng.integers(6, 15)] if rng.random() < 0.75 else []
         prompt = [*beginning, *rng.integers(0, 61, rng.integers(1, 9)).tolist()]
         request = DeviceRequest(prompt, int(rng.integers(1, 22)), int(rng.integers(2)))
-        request.sampling, request.seed = setup.sampling, index
+        request.sampling, request.seed = setup.sampling, (index, 0)
         made.append(request)
     return made
 
@@ -90,7 +90,7 @@ def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alo
     for row, request in zip(ids, given, strict=True):
         row[: len(request.prompt)] = request.prompt
     limits = lengths + np.array([request.max_new_tokens for request in given], np.int32)
-    keys = toy.row_keys(np.array([request.seed for request in given], np.uint32))
+    keys = toy.row_keys(np.array([request.seed[0] for request in given], np.uint32))
     vocab_size = setup.target.vocab_size
     stop = stopping.init(stopping.build_table(vocab_size, eos), batch)
     sampling = per_row([request.sampling for request in given], batch, vocab_size)

@@ -54,7 +54,7 @@ def test_many_prompts_and_samples(client, shared):
     )
     assert [choice.index for choice in out.choices] == list(range(6))
     handles = shared.engine.handles[before:]
-    assert [handle.options["seed"] for handle in handles] == [7, 8, 9] * 2
+    assert [handle.options["seed"] for handle in handles] == [[(7, i)] for i in range(6)]
     assert handles[0].prompt == handles[2].prompt != handles[3].prompt
 
 
@@ -251,7 +251,12 @@ def test_sampling_reaches_the_engine(client, shared):
     for name, value in {**given, "logit_bias": {5: -1}, "top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2}.items():
         assert getattr(options["sampling"], name) == value, name
     assert options["sampling"].min_new_tokens == 3
-    assert (options["stop"], options["seed"], options["priority"], options["salt"]) == (["\n", "end"], 3, -2, "me")
+    assert (options["stop"], options["seed"], options["priority"], options["salt"]) == (
+        ["\n", "end"],
+        [(3, 0)],
+        -2,
+        "me",
+    )
     assert options["ignore_eos"] is True
 
 
