@@ -38,8 +38,8 @@ def generate_many(
     slots: above `MAX_BATCH`, reads are longer as well, since sequences end more often.
 
     Returns:
-      The results; `stats.seconds` is the time of prefills and rounds, without compilation. None: there are no more
-      prompts than that, or an engine lacks what is asked for: `debug`, or a cache without slots.
+      The results; `stats.seconds` is the time of prefills and rounds, without compilation. None: the prompts fit
+      in one batch, or an engine lacks a requested feature: `debug`, or a cache without slots.
 
     Raises:
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
