@@ -1,5 +1,6 @@
 """More prompts than run at once: they take turns in the slots of an engine, in the thread of the caller."""
 
+import dataclasses
 import time
 
 from tqdm import tqdm
@@ -9,7 +10,7 @@ from jspec.core.sampling import each_of, per_row
 from jspec.engine import memory
 from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.batches import split
-from jspec.engine.device import DeviceRequest, option_set_of
+from jspec.engine.device import Device, DeviceRequest, option_set_of
 from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
 from jspec.engine.method import choose_drafter, choose_method
@@ -30,12 +31,17 @@ BURST_SECONDS = 0.1
 
 
 def generate_many(
-    model: Model, prompts: list[list[int]], options: GenerateOptions, *, progress: bool = False, slots: int = MAX_BATCH
+    model: Model,
+    prompts: list[list[int]],
+    options: GenerateOptions,
+    *,
+    progress: bool = False,
+    slots: int | None = None,
 ) -> Generations | None:
     """Generates for more than `slots` prompts, with this number at a time.
 
     prompts: ids of each.
-    slots: above `MAX_BATCH`, reads are longer as well, since sequences end more often.
+    slots: None: `MAX_BATCH`; above it, reads are longer as well, since sequences end more often.
 
     Returns:
       The results; `stats.seconds` is the time of prefills and rounds, without compilation. None: the prompts fit
@@ -44,7 +50,7 @@ def generate_many(
     Raises:
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
     """
-    count, placement = len(prompts), model.placement
+    count, placement, slots = len(prompts), model.placement, slots or MAX_BATCH
     most = slots * groups.count(placement)
     if options.debug or count <= most:
         return None
@@ -59,26 +65,10 @@ def generate_many(
     if without_slots(model.params, method):
         return None
 
-    # All requests are known, so one program of each kind is enough.
-    prefill_tokens = PREFILL_TOKENS if slots <= MAX_BATCH else max(PREFILL_TOKENS, 64 * slots)
-    columns = min(bucket(max(map(len, prompts))), prefill_tokens)
-    option_set = max(map(option_set_of, each_of(options.sampling, count)))
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
-    engine = EngineOptions(
-        drafter=options.drafter,
-        accept=None if all_greedy and isinstance(options.accept, str) else options.accept,
-        slots=slots,
-        context=min(bucket(longest + new), model.target.max_length),
-        page_size=options.page_size,
-        prefill_tokens=prefill_tokens,
-    )
-    device, scheduler = assemble(
-        model,
-        engine.for_model(model),
-        free=memory.least_free(None if placement is None else placement.devices),
-        only=OneShape((min(slots, prefill_tokens // columns), columns), option_set),
-    )
+    accept = None if all_greedy and isinstance(options.accept, str) else options.accept
+    device, scheduler = _assemble(model, prompts, dataclasses.replace(options, accept=accept), slots, longest + new)
     # Run all requests.
     began = time.monotonic()
     requests = make_requests(device, scheduler, prompts, options)
@@ -88,6 +78,32 @@ def generate_many(
     seconds = time.monotonic() - began - device.executor.compile_seconds
     items = [handle.generation() for handle in handles.values()]
     return Generations(items, GenerationStats.total([x.stats for x in items], seconds))
+
+
+def _assemble(
+    model: Model, prompts: list[list[int]], options: GenerateOptions, slots: int, length: int
+) -> tuple[Device, Scheduler]:
+    """The parts of an engine. All requests are known, so one program of each kind is enough.
+
+    length: of the longest sequence.
+    """
+    prefill_tokens = PREFILL_TOKENS if slots <= MAX_BATCH else max(PREFILL_TOKENS, 64 * slots)
+    columns = min(bucket(max(map(len, prompts))), prefill_tokens)
+    engine = EngineOptions(
+        drafter=options.drafter,
+        accept=options.accept,
+        slots=slots,
+        context=min(bucket(length), model.target.max_length),
+        page_size=options.page_size,
+        prefill_tokens=prefill_tokens,
+    )
+    option_set = max(map(option_set_of, each_of(options.sampling, len(prompts))))
+    return assemble(
+        model,
+        engine.for_model(model),
+        free=memory.least_free(None if model.placement is None else model.placement.devices),
+        only=OneShape((min(slots, prefill_tokens // columns), columns), option_set),
+    )
 
 
 def _generate_batches(

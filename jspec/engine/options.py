@@ -193,7 +193,7 @@ class RequestKeywords(_SharedKeywords, total=False):
 
     max_new_tokens: int
     sampling: Sampling | None
-    seed: int
+    seed: int | Sequence[int | tuple[int, int]]
 
 
 class BatchKeywords(_SharedKeywords, total=False):
