@@ -22,7 +22,7 @@ from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers, weights
 from jspec.models.decoder import Decoder
-from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
+from jspec.models.llama_layer import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
 from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
 from jspec.models.weights import interleaved, linear, plain

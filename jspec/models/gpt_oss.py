@@ -21,7 +21,7 @@ from jspec.core.sharding import added_once, sum_over_devices
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama import attend_layer, attention_weights, split_layers
+from jspec.models.llama_layer import attention_branch, attention_weights, split_layers
 from jspec.models.moe import Routed, grouped, router_logits, weighted_sum
 from jspec.models.rope import Rope
 from jspec.models.weights import fused, linear, plain
@@ -227,9 +227,9 @@ class GptOss(Decoder):
             layer_earlier = None if earlier is None else earlier[index]
             normed = self.norm(x, layer.attention_norm)
             only = selected if last else None
-            x, normed, pair = attend_layer(
-                self, layer, x, normed, rotation, here, layer_earlier, only, exact=self.exact
-            )
+            branch, pair = attention_branch(self, layer, normed, rotation, here, layer_earlier, only, exact=self.exact)
+            x = x if only is None else layers.take_token(x, only.token)
+            x, normed = layers.add_rms_norm(x, branch, layer.mlp_norm, self.rms_norm_eps, exact=self.exact)
             x = x + sum_over_devices(self._mlp(layer.experts, normed), self.tensor)
             yield x, pair
 

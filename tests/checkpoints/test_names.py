@@ -17,7 +17,8 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints import named as named_arrays
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import LIBRARIES
-from jspec.models.llama import LayerParams, LlamaParams
+from jspec.models.llama import LlamaParams
+from jspec.models.llama_layer import LayerParams
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.router import Router
 
