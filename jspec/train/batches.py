@@ -5,6 +5,7 @@ reads without learning to write it, such as the user's turns of a chat, and the 
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from jspec.core.checks import check_number
 from jspec.engine import memory
 from pallas_kernels import platform
 
+_GROUPED = 256
+"""The least length of sequences to group."""
 _CHUNK_BYTES = 2**30
 """Memory of a chunk where the free memory is not known or not asked for."""
 
@@ -42,6 +45,20 @@ class Source:
         object.__setattr__(self, "share", check_number("share", self.share, least=0, owner="Source"))
         if self.mask is not None:
             object.__setattr__(self, "mask", check_mask(f"the mask of {name}", self.mask, self.tokens))
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, np.ndarray], ...]:
+        """Whole sequences by length, without most of their padding: tokens to read, and the rows with so many.
+
+        Few lengths, because each compiles a program: quarters of that of the longest.
+        """
+        count, width = self.tokens.shape
+        if self.mask is None or width < _GROUPED:
+            return ((width, np.arange(count)),)
+        ends = width - np.argmax(np.asarray(self.mask)[:, ::-1] != 0, axis=1)
+        quarter = -(-width // 4)
+        lengths = np.minimum(-(-ends // quarter) * quarter, width)
+        return tuple((int(length), np.flatnonzero(lengths == length)) for length in np.unique(lengths))
 
 
 def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
@@ -226,7 +243,8 @@ def sample_masked(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The batch of one step, Int32[B, T + 1] with B * T about `batch_tokens`, from one source chosen by its share.
 
-    T is `length`; for a source of whole sequences, T + 1 is their length. The same arguments give the same batch.
+    T is `length`; for a source of whole sequences, T + 1 is their length, or less for a batch of short ones. The same
+    arguments give the same batch.
 
     Returns:
       The tokens, and their mask as Float32[B, T + 1]; None: the source has none.
@@ -239,9 +257,13 @@ def sample_masked(
     source = sources[int(random.choice(len(sources), p=shares / shares.sum()))]
     tokens = source.tokens
     if tokens.ndim == 2:
-        rows = np.sort(random.integers(0, len(tokens), max(1, batch_tokens // (tokens.shape[1] - 1))))
-        mask = None if source.mask is None else source.mask[rows].astype(np.float32)
-        return tokens[rows].astype(np.int32), mask
+        # A group, by its tokens, so that each sequence is equally likely.
+        sizes = np.array([width * len(group) for width, group in source.groups], float)
+        index = int(random.choice(len(sizes), p=sizes / sizes.sum())) if len(sizes) > 1 else 0
+        width, group = source.groups[index]
+        rows = np.sort(group[random.integers(0, len(group), max(1, batch_tokens // (width - 1)))])
+        mask = None if source.mask is None else source.mask[rows, :width].astype(np.float32)
+        return tokens[rows, :width].astype(np.int32), mask
     if len(tokens) <= length:
         raise ValueError(f"the token file has {len(tokens)} tokens: a sequence needs length + 1 = {length + 1}")
     starts = random.integers(0, len(tokens) - length, max(1, batch_tokens // length))

@@ -40,7 +40,7 @@ Batch: TypeAlias = tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, " B"
 NEW_TOKENS = 128
 """Tokens to decode after each held-out prompt."""
 _MAX_HELDOUT_TOKENS = 2**18
-_TRIAL_STEPS = 10
+_TRIAL_STEPS = 16
 
 
 class Learner(Protocol):

@@ -41,3 +41,23 @@ def test_token_files_are_checked(tmp_path):
         batches.sample((batches.Source(np.zeros(10, np.uint16)),), seed=0, step=0, batch_tokens=64, length=10)
     with pytest.raises(ValueError, match="a window needs"):
         next(batches.windows(np.zeros(10, np.uint16), batch_tokens=64, length=10))
+
+
+def test_sequences_of_like_length_share_batches():
+    """Without most of their padding, in at most four widths, each sequence as often as any other."""
+    rng, (count, width) = np.random.default_rng(0), (12, 330)
+    ends = np.array([3, 60, 83, 84, 100, 166, 167, 200, 249, 250, 329, 330])
+    mask = (np.arange(width) < ends[:, None]) * rng.integers(0, 2, (count, width))
+    mask[np.arange(count), ends - 1] = 1
+    tokens = np.arange(count)[:, None] * 1000 + np.arange(width)
+    source, seen, widths = batches.Source(tokens, mask=mask.astype(np.uint8)), np.zeros(count), set()
+    for step in range(2000):
+        batch, of_batch = batches.sample_masked((source,), seed=0, step=step, batch_tokens=1000, length=9)
+        rows = batch[:, 0] // 1000
+        np.testing.assert_array_equal(batch, tokens[rows, : batch.shape[1]])
+        np.testing.assert_array_equal(of_batch, mask[rows, : batch.shape[1]])
+        assert of_batch.sum() == mask[rows].sum() and 1000 - batch.shape[1] < batch.size <= 1000 + len(batch)
+        seen += np.bincount(rows, minlength=count)
+        widths.add(batch.shape[1])
+    assert widths == {83, 166, 249, 330}
+    np.testing.assert_allclose(seen / seen.sum(), 1 / count, rtol=0.1)
