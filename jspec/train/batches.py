@@ -233,12 +233,7 @@ def open_mask(path: Path, tokens: np.ndarray) -> np.ndarray | None:
     return check_mask(str(path), mask, tokens)
 
 
-def sample(sources: tuple[Source, ...], *, seed: int, step: int, batch_tokens: int, length: int) -> np.ndarray:
-    """The tokens of `sample_masked`."""
-    return sample_masked(sources, seed=seed, step=step, batch_tokens=batch_tokens, length=length)[0]
-
-
-def sample_masked(
+def sample(
     sources: tuple[Source, ...], *, seed: int, step: int, batch_tokens: int, length: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The batch of one step, Int32[B, T + 1] with B * T about `batch_tokens`, from one source chosen by its share.

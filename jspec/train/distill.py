@@ -327,7 +327,7 @@ def advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], stat
     """The next state, the loss, and the norm of the gradient; see `trainer.train_step`."""
     recipe = setup.recipe
     # One token fewer than a language model's batch, whose last column is only predicted.
-    batch, mask = batches.sample_masked(
+    batch, mask = batches.sample(
         sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
     )
     return trainer.train_step(state, target, make_batch(setup, batch, mask), step, setup=setup)

@@ -10,9 +10,9 @@ def test_batches_are_a_function_of_seed_and_step():
     flat = np.arange(1000, dtype=np.uint16)
     whole = np.arange(2000, 2000 + 40 * 9, dtype=np.uint16).reshape(40, 9)
     sources = (batches.Source(flat, 0.5), batches.Source(whole, 0.5))
-    sampled = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
-    again = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
-    other = batches.sample(sources, seed=4, step=0, batch_tokens=64, length=16)
+    sampled = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16)[0] for step in range(40)]
+    again = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16)[0] for step in range(40)]
+    other = batches.sample(sources, seed=4, step=0, batch_tokens=64, length=16)[0]
     assert all(np.array_equal(a, b) for a, b in zip(sampled, again, strict=True))
     assert not np.array_equal(other, sampled[0])
     assert {batch.shape for batch in sampled} == {(4, 17), (8, 9)}
@@ -52,7 +52,7 @@ def test_sequences_of_like_length_share_batches():
     tokens = np.arange(count)[:, None] * 1000 + np.arange(width)
     source, seen, widths = batches.Source(tokens, mask=mask.astype(np.uint8)), np.zeros(count), set()
     for step in range(2000):
-        batch, of_batch = batches.sample_masked((source,), seed=0, step=step, batch_tokens=1000, length=9)
+        batch, of_batch = batches.sample((source,), seed=0, step=step, batch_tokens=1000, length=9)
         rows = batch[:, 0] // 1000
         np.testing.assert_array_equal(batch, tokens[rows, : batch.shape[1]])
         np.testing.assert_array_equal(of_batch, mask[rows, : batch.shape[1]])

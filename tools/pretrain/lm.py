@@ -75,7 +75,7 @@ def train(
     recipe = setup.recipe
 
     def advance(state: State, step: int):
-        batch = batches.sample_masked(
+        batch = batches.sample(
             sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
         )
         return trainer.train_step(state, teacher, jax.device_put(batch), step, setup=setup)
