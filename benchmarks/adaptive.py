@@ -23,15 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from jspec.analysis.measure_costs import WARM_UP, Case, Steered
+from jspec.analysis.measure_costs import WARM_UP, Case
 from jspec.bench import measurement, report
 from jspec.bench.machine import environment
 from jspec.bench.presets import PRESETS, Preset
 from jspec.bench.weights import random_weights
 from jspec.checkpoints.files import resolve_dtype
 from jspec.core import sampling
+from jspec.core.method import Method
 from jspec.core.types import Acceptance, Drafter, DraftTree, Params
 from jspec.drafters import Adaptive, Eagle, Plain
+from jspec.engine.costs import only
 
 RATES = (0.3, 0.5, 0.65, 0.8, 0.9)
 """Conditional acceptance."""
@@ -114,12 +116,8 @@ def forget(case: Case) -> None:
     """The policy begins anew."""
     assert case.state is not None
     draft = case.state.draft
-    own = dataclasses.replace(
-        draft.state,
-        evidence=jax.tree.map(jnp.zeros_like, draft.state.evidence),
-        best=jnp.zeros_like(draft.state.best),
-    )
-    case.state = dataclasses.replace(case.state, draft=dataclasses.replace(draft, state=own))
+    evidence, best = jax.tree.map(jnp.zeros_like, (draft.evidence, draft.best))
+    case.state = dataclasses.replace(case.state, draft=dataclasses.replace(draft, evidence=evidence, best=best))
 
 
 @dataclasses.dataclass
@@ -158,9 +156,10 @@ def measure(
     drafters: list[Drafter] = [Plain() if depth == 0 else Eagle(depth=depth).bind(target, head) for depth in depths]
     adaptive = Adaptive(drafters).bind(target, head)
     sizes = {"batch": batch, "context": options.context, "rounds": options.rounds}
-    steered = Case(params, target, Steered(adaptive), ImposedByKey(), **sizes)
+    steered = Case(params, Method(target, adaptive, ImposedByKey()), **sizes)
     cases = {
-        depth: Case(params, target, each, ImposedByKey(), **sizes) for depth, each in zip(depths, drafters, strict=True)
+        depth: Case(params, Method(target, drafter, ImposedByKey()), **sizes)
+        for depth, drafter in zip(depths, drafters, strict=True)
     }
     cases = {depth: case for depth, case in cases.items() if depth in options.fixed}
 
@@ -179,12 +178,12 @@ def measure(
         case.state = None
     steered.use(programs[0])
     inside = [steered.seconds(index, options.repeats) for index in range(len(depths))]
-    steered.steer(forced=len(depths) - 1)
+    steered.steer(only(len(depths) - 1, len(depths)))
     calls["adaptive"] = 1e3 * call_seconds(steered, options.repeats)
     rows = []
     for rate in options.rate:
         forget(steered)
-        steered.steer(forced=None, costs=inside)
+        steered.steer(inside)
         speed, share = adaptive_run(steered, depths, batch, rate, options.calls)
         speeds = {depth: batch * expected_tokens(depth, rate) / each for depth, each in fixed[rate].items()}
         rows.append(Row(batch, rate, speeds, batch * speed, share))

@@ -29,6 +29,7 @@ from jspec.bench.weights import random_weights
 from jspec.checkpoints.files import resolve_dtype
 from jspec.core import grammar as grammar_tables
 from jspec.core.accept import Imposed
+from jspec.core.method import Method
 from jspec.core.types import DecodeState, Drafter, Params, Target
 from jspec.drafters import Eagle, Plain
 from jspec.text.grammar import Grammar, compile_grammar
@@ -42,7 +43,7 @@ class Constrained(Case):
     """A `Case` whose sequences all have one grammar."""
 
     def __init__(self, params: Params, target: Target, drafter: Drafter, batch: int, context: int, rounds: int):
-        super().__init__(params, target, drafter, RULE, batch, context, rounds)
+        super().__init__(params, Method(target, drafter, RULE), batch, context, rounds)
         tables, bare = grammar_tables.init([_table()] * batch, schemas.VOCAB), self._make
 
         def make(params: Params) -> DecodeState:
@@ -74,7 +75,7 @@ def cases(options: argparse.Namespace, params: Params, batch: int) -> dict[tuple
             if variant == "grammar":
                 found[mode, variant] = Constrained(params, target, drafter, **sizes)
             else:
-                found[mode, variant] = Case(params, target, drafter, RULE, **sizes)
+                found[mode, variant] = Case(params, Method(target, drafter, RULE), **sizes)
     return found
 
 

@@ -37,7 +37,6 @@ ARRAYS_ONLY = [
     "jspec.core.accept",
     "jspec.cache.pages",
     "jspec.models.layers",
-    "jspec.drafters.ngram",
 ]
 jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.beartype")
 

@@ -8,11 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import jspec
@@ -359,21 +357,6 @@ def test_a_prompt_from_standard_input_is_that_of_the_command_line(capsys, monkey
     _, wanted, _ = run(capsys, "generate", "# é\ndef f(x):", *options)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("# é\ndef f(x):".encode()), encoding="latin-1"))
     assert run(capsys, "generate", "-", *options)[:2] == (0, wanted)
-
-
-@pytest.mark.parametrize("accept_length, draft, drafter, advised", [
-    (1.2, None, "auto", True), (1.9, None, "auto", False), (1.2, "head", "auto", False), (1.2, None, "ngram", False)
-])  # fmt: skip
-def test_plain_decoding_is_advised_where_nothing_was_copied(
-    capsys, monkeypatch, accept_length, draft, drafter, advised
-):
-    rounds = 40
-    counts = np.array([[rounds - int(rounds * (accept_length - 1)), int(rounds * (accept_length - 1))]])
-    stats = jspec.GenerationStats(np.array([rounds]), counts, 1.0, np.zeros(1, int))
-    model = types.SimpleNamespace(draft=draft)
-    monkeypatch.setitem(generate._PAYS_OFF, jax.default_backend(), 1.7)
-    generate._advise(stats, model, generate.Options(prompt="x", drafter=drafter))
-    assert ("--drafter plain may be faster" in capsys.readouterr().err) == advised
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array
 
 from jspec.cache.pages import contiguous_table, fit_page_size
 from jspec.core import slots
@@ -17,11 +17,9 @@ from jspec.core.accept import greedy
 from jspec.core.checks import check_int
 from jspec.core.loop import fastest
 from jspec.core.method import Method
-from jspec.core.struct import struct
-from jspec.core.types import Accept, Committed, DecodeState, Drafter, DraftTree, Params, Target
+from jspec.core.types import DecodeState, Params
 from jspec.drafters import Adaptive
-from jspec.drafters.adaptive import AdaptiveState
-from jspec.engine import memory
+from jspec.engine import costs, memory
 from jspec.engine.method import bind_drafter
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE
@@ -30,80 +28,6 @@ from jspec.engine.slot_state import Sizes, empty_state
 
 WARM_UP = 2
 """Untimed calls: the first compiles, the second runs before command buffers are captured."""
-
-
-@struct
-class SteeredState:
-    """The state of an `Adaptive`, and its steering.
-
-    forced: in every sequence, 1 + the index of the drafter; 0: the policy chooses.
-    costs: in every sequence, the costs for the policy.
-    """
-
-    state: AdaptiveState
-    forced: Int[Array, " B"]
-    costs: Float[Array, "B K"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Steered:
-    """A bound `Adaptive` with its choice and costs in the state, so one program measures all drafters."""
-
-    adaptive: Adaptive
-
-    @property
-    def depth(self) -> int:
-        """The depth of the deepest drafter."""
-        return self.adaptive.depth
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The captured layers of all drafters."""
-        return self.adaptive.capture_layers
-
-    @property
-    def branches(self) -> tuple[Drafter, ...]:
-        """The drafters."""
-        return self.adaptive.branches
-
-    def bind(self, target: Target, draft: object) -> "Steered":
-        """Returns itself; it is already bound."""
-        return self
-
-    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> SteeredState:
-        """The state of the `Adaptive`; the policy chooses."""
-        state = self.adaptive.init(params, batch, capacity, page_size)
-        return SteeredState(state, jnp.zeros(batch, jnp.int32), jnp.ones((batch, len(self.branches))))
-
-    def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], SteeredState]:
-        """Choose the forced drafter, or by the policy with the costs of the state."""
-        steered: SteeredState = s.draft
-        index, best = self.adaptive.decide(s, steered.state, steered.costs[0])
-        forced = steered.forced[0]
-        index = jnp.where(forced > 0, forced - 1, index)
-        return index, dataclasses.replace(steered, state=self.adaptive.mark(steered.state, ~s.done, index, best))
-
-    def states(self, state: SteeredState) -> tuple[PyTree, ...]:
-        """As of `Adaptive`."""
-        return self.adaptive.states(state.state)
-
-    def parts(self, state: SteeredState) -> tuple[tuple[Drafter, PyTree], ...]:
-        """As of `Adaptive`."""
-        return self.adaptive.parts(state.state)
-
-    def with_parts(self, state: SteeredState, parts: tuple[PyTree, ...]) -> SteeredState:
-        """As of `Adaptive`."""
-        return dataclasses.replace(state, state=self.adaptive.with_parts(state.state, parts))
-
-    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, SteeredState]:
-        """Draft the padded tree of the policy's choice."""
-        tree, state = self.adaptive.draft(params, dataclasses.replace(s, draft=s.draft.state))
-        return tree, dataclasses.replace(s.draft, state=state)
-
-    def extend(self, params: Params, s: DecodeState, committed: Committed) -> SteeredState:
-        """As of `Adaptive`."""
-        bare = dataclasses.replace(s, draft=s.draft.state)
-        return dataclasses.replace(s.draft, state=self.adaptive.extend(params, bare, committed))
 
 
 def measure_costs(
@@ -141,12 +65,12 @@ def measure_costs(
         check_int(name, value, least=1)
     bound = bind_drafter(drafter, model.target, model.draft)
     assert isinstance(bound, Adaptive)
-    costs = {}
+    table = {}
     for batch in batches:
         batch = check_int("batches", batch, least=1)
-        case = Case(model.params, model.target, Steered(bound), greedy, batch, context, rounds)
-        costs[batch] = tuple(1e3 * case.seconds(index, repeats) for index in range(len(bound.branches)))
-    return costs
+        case = Case(model.params, Method(model.target, bound, greedy), batch, context, rounds)
+        table[batch] = tuple(1e3 * case.seconds(index, repeats) for index in range(len(bound.branches)))
+    return table
 
 
 class Case:
@@ -156,28 +80,20 @@ class Case:
       state: the decode state after the last call.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        target: Target,
-        drafter: Drafter,
-        rule: Accept,
-        batch: int,
-        context: int,
-        rounds: int,
-    ):
-        capacity = context + rounds * (drafter.depth + 1) + drafter.depth + 2
-        if capacity > target.max_length:
-            raise ValueError(f"context={context}: {rounds} rounds need {capacity} tokens, not {target.max_length}")
-        memory.fit(params, target, drafter, batch, DEFAULT_PAGE_SIZE, capacity, capacity)
-        self.params, self.rounds = params, rounds
-        self._batch, self._context, self._capacity = batch, context, capacity
-        self._method = Method(target, drafter, rule)
+    def __init__(self, params: Params, method: Method, batch: int, context: int, rounds: int):
+        depth = method.drafter.depth
+        capacity = context + rounds * (depth + 1) + depth + 2
+        if capacity > method.target.max_length:
+            most = method.target.max_length
+            raise ValueError(f"context={context}: {rounds} rounds need {capacity} tokens, not {most}")
+        memory.fit(params, method.target, method.drafter, batch, DEFAULT_PAGE_SIZE, capacity, capacity)
         sizes = Sizes(batch, capacity, fit_page_size(DEFAULT_PAGE_SIZE, capacity))
         table = contiguous_table(batch, sizes.pages_per_slot)
         sizes = dataclasses.replace(sizes, pages=batch * sizes.pages_per_slot)
-        empty = partial(empty_state, method=self._method, sizes=sizes, samples=False)
+        empty = partial(empty_state, method=method, sizes=sizes, samples=False)
         self._make = jax.jit(lambda params: slots.with_table(empty(params), table))
+        self.params, self.rounds, self._method = params, rounds, method
+        self._batch, self._context, self._capacity = batch, context, capacity
         self._shapes = jax.eval_shape(self._make, params)
         self._program = None
         self.state: DecodeState | None = None
@@ -210,18 +126,15 @@ class Case:
         self.state = jax.block_until_ready(self._program(self.params, s, until))
         return (time.perf_counter() - began) / self.rounds
 
-    def steer(self, *, forced: int | None, costs: Sequence[float] | None = None) -> None:
-        """Set the drafter of the next calls (None: the policy chooses), and the policy's costs."""
+    def steer(self, table: Sequence[float]) -> None:
+        """Set the costs that the policy of the next calls goes by."""
         if self._program is None:
             self.use(self.lower().compile())
         assert self.state is not None
-        draft: SteeredState = self.state.draft
-        draft = dataclasses.replace(draft, forced=jnp.full_like(draft.forced, 0 if forced is None else forced + 1))
-        if costs is not None:
-            draft = dataclasses.replace(draft, costs=jnp.tile(jnp.asarray(costs, jnp.float32), (self._batch, 1)))
-        self.state = dataclasses.replace(self.state, draft=draft)
+        self.state = costs.with_costs(self.state, table)
 
     def seconds(self, index: int, repeats: int) -> float:
-        """The median time of a round with the drafter `index` of a `Steered`."""
-        self.steer(forced=index)
+        """The median time of a round in the branch `index`."""
+        assert self._shapes.costs is not None
+        self.steer(costs.only(index, self._shapes.costs.shape[0]))
         return statistics.median([self.run() for _ in range(WARM_UP + repeats)][WARM_UP:])

@@ -25,7 +25,8 @@ COUNT = {"least": 1, "most": 2**31 - 1}
 """Bounds of most options."""
 DRAFTERS = ("auto", *sorted(drafters.DRAFTERS))
 DRAFTER_HELP = (
-    "how tokens are drafted; auto: as the loaded draft model requires, or ngram without one{}; plain: not at all"
+    "how tokens are drafted; auto: as the loaded draft model requires; without one, plain or ngram in each round, "
+    "by measured cost; plain: not at all"
 )
 ACCEPT_HELP = "acceptance rule (default: coupled, whose output is that of plain sampling with the same seed)"
 GROUPS_HELP = "{} N groups of devices, each with the whole model (default: one group)"

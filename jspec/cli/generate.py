@@ -45,11 +45,6 @@ from jspec.text.grammar import Grammar
 
 _COMPILING = "jspec: compiling, or loading programs compiled before (they are kept, so that the next start is faster)"
 _ROUNDS_PER_PIECE = 4
-_PAYS_OFF = {"cpu": 1.7}
-"""Platform -> the accept length below which n-grams are slower than plain decoding, where a round costs more than a
-plain step: measured with the bundled target, see docs/benchmarks.md."""
-_FEW_ROUNDS = 8
-"""Too few rounds to judge an accept length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +62,7 @@ class Options(SamplingOptions, ModelOptions, ProcessOptions):
         metavar="PROMPT",
     )
     repetition_penalty: float = option(1.0, "above 1: repeated tokens are less likely (default: 1)")
-    drafter: str = option("auto", DRAFTER_HELP.format(", which pays off where text repeats"), choices=DRAFTERS)
+    drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
     stop: tuple[str, ...] = option((), "end the output before TEXT; can be repeated", repeated=True, metavar="TEXT")
     json_schema: Path | None = option(
         None, "the output is a document of JSON that the JSON schema in FILE accepts", metavar="FILE"
@@ -206,7 +201,6 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
         print(out.to_ansi(), flush=True)
     if not options.compare:
         print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
-        _advise(out.stats, model, options)
         return 0
     # Compare runs without streaming, of warm programs.
     (out,) = Run(model, prompt, generation).finish()
@@ -273,18 +267,6 @@ def _summary(stats: GenerationStats, drafter: Drafter, end: str) -> str:
         f"accept length {stats.accept_length:.2f}, {stats.tokens_per_second:.1f} tokens/s "
         f"on {jax.devices()[0].device_kind}{end}"
     )
-
-
-def _advise(stats: GenerationStats, model: Model, options: Options) -> None:
-    """Notes that plain decoding may be faster, where the default drafter found little to copy."""
-    by_default = options.drafter == "auto" and model.draft is None
-    least = _PAYS_OFF.get(jax.default_backend(), 1.0)
-    if by_default and stats.rounds.sum() >= _FEW_ROUNDS and stats.accept_length < least:
-        print(
-            "jspec: no draft model is loaded, so tokens are copied from earlier text (ngram), and few were; "
-            "--drafter plain may be faster, and --compare measures both",
-            file=sys.stderr,
-        )
 
 
 def _difference(tokens: list[int], plain: list[int]) -> str:

@@ -41,7 +41,7 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     """
 
     model: str = option(help="bundled:NAME, a Hugging Face directory or a hub id", positional=True, metavar="MODEL")
-    drafter: str = option("auto", DRAFTER_HELP.format(""), choices=DRAFTERS)
+    drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
     accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
     data: int | None = option(None, GROUPS_HELP.format("serve requests on"), bounds=COUNT)
     max_queue: int = option(1024, "sequences that may wait for a slot; a request beyond them gets status 429", least=0)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.core import optional
 from jspec.core.invariants import check_choice
@@ -27,6 +27,12 @@ def counters(drafter: Drafter, batch: int) -> Int[Array, "B K A"] | None:
     if branching is None:
         return None
     return jnp.zeros((batch, len(branching.branches), drafter.depth + 1), jnp.int32)
+
+
+def costs(drafter: Drafter, batch: int) -> Float[Array, " K"] | None:
+    """`DecodeState.costs` as the drafter has them, before any are measured."""
+    branching = optional.as_branching(drafter)
+    return None if branching is None else jnp.asarray(optional.costs_at(branching, batch), jnp.float32)
 
 
 def drafting(drafter: Drafter, state: PyTree, branch: int | None) -> tuple[Drafter, PyTree]:
@@ -83,7 +89,7 @@ def run_while(
         return lax.while_loop(goes_on, lambda turn: choose(one_round(branch, turn[1])), turn)
 
     def all_branches(turn: Turn) -> Turn:
-        for branch in range(count):
+        for branch in optional.offered(drafter, s.length.shape[0]):
             turn = rounds_of(branch, turn)
         return turn
 

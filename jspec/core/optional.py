@@ -10,9 +10,14 @@ Each function asks for one member, and nothing else asks for members beyond `jsp
 - `resume(state, slots, length) -> state`: its state, cleared in `slots`, where its caches have the first `length` rows
   of another sequence. Slots out of range are skipped.
 - `shares(other) -> bool`: whether `draft` works with the state of another drafter. Both are bound.
+- `grades: int`, `grade(state) -> [B]`: how good its next proposal is in each sequence, from 1 to `grades`; 0: no
+  proposal.
+- `costs_at(batch) -> list[float] | None`: the cost of a round in each of its branches; None: they are to be measured.
+- `offered(batch) -> list[int]`: the branches that it may choose at a batch; only these are compiled. Without it: all.
 - those of `jspec.core.types.BranchingDrafter`: it leaves each round to one of several drafters.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from jspec.core.types import BranchingDrafter, Drafter, DraftNeeds
@@ -49,6 +54,36 @@ def shares(drafter: Drafter, owner: Drafter) -> bool:
     """Whether the drafter can draft from the state of `owner`."""
     compare = getattr(drafter, "shares", None)
     return drafter == owner or (compare is not None and compare(owner))
+
+
+def grades(drafter: Drafter) -> int:
+    """How many grades its proposals have."""
+    return getattr(drafter, "grades", 1)
+
+
+def grade(drafter: Drafter, state: PyTree, batch: int) -> Int[Array, " B"]:
+    """The grade of the next proposal of each sequence; 0: none."""
+    compute = getattr(drafter, "grade", None)
+    return jnp.ones(batch, jnp.int32) if compute is None else compute(state)
+
+
+def costs_at(drafter: BranchingDrafter, batch: int) -> list[float]:
+    """The costs of a round in each branch that the drafter has itself; without any, all are 1."""
+    compute = getattr(drafter, "costs_at", None)
+    costs = None if compute is None else compute(batch)
+    return [1.0] * len(drafter.branches) if costs is None else costs
+
+
+def wants_costs(drafter: Drafter) -> bool:
+    """Whether it chooses among its branches by costs that are to be measured."""
+    compute = getattr(drafter, "costs_at", None)
+    return compute is not None and compute(1) is None
+
+
+def offered(drafter: BranchingDrafter, batch: int) -> list[int]:
+    """The branches that it may choose at a batch, ascending."""
+    compute = getattr(drafter, "offered", None)
+    return list(range(len(drafter.branches))) if compute is None else compute(batch)
 
 
 def as_branching(drafter: Drafter) -> BranchingDrafter | None:

@@ -86,10 +86,13 @@ def _is_shared(placement: Placement | None) -> bool:
     return placement is not None and placement.spans_processes
 
 
+def stable_repr(value: object) -> str:
+    """The `repr` of a value, without addresses of objects."""
+    return _ADDRESS.sub("", repr(value))
+
+
 def _digest(value: object) -> Int[np.ndarray, " bytes"]:
-    """A digest of a value, without addresses of objects."""
-    text = _ADDRESS.sub("", repr(value))
-    return np.frombuffer(hashlib.sha256(text.encode()).digest()[:_BYTES], np.uint8)
+    return np.frombuffer(hashlib.sha256(stable_repr(value).encode()).digest()[:_BYTES], np.uint8)
 
 
 def _check(names: Sequence[str], digests: Int[np.ndarray, "processes names bytes"]) -> None:

@@ -92,11 +92,11 @@ def with_table(s: DecodeState, table: Int[Array, "R W"]) -> DecodeState:
 
 
 def _rebuild(s: DecodeState, change: Callable[..., PyTree], *others: DecodeState) -> DecodeState:
-    """Applies `change` to every per-sequence field."""
+    """Applies `change` to every per-sequence field; of the others, those of the last state count."""
     fields = {}
     for field in dataclasses.fields(s):
         values = [getattr(state, field.name) for state in (s, *others)]
-        if field.name == "round_index":
+        if field.name in ("round_index", "costs"):
             fields[field.name] = values[-1]
         elif field.name in ("stop", "grammar"):
             state = None if values[0].state is None else change(*(automaton.state for automaton in values))

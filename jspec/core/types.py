@@ -226,6 +226,8 @@ class DecodeState:
     """What is recorded of each new token; None: nothing."""
     grammar: Automaton = dataclasses.field(default_factory=Automaton)
     """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
+    costs: Float[Array, " K"] | None = None
+    """The cost of a round in each branch of the drafter, at this batch; None: it has no branches."""
 
     @property
     def root(self) -> Int[Array, "B 1"]:

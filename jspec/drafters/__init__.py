@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jspec.core.checks import shorten
 from jspec.core.types import DRAFTER_PARTS, Drafter
-from jspec.drafters.adaptive import Adaptive
+from jspec.drafters.adaptive import WITHOUT_DRAFT, Adaptive
 from jspec.drafters.block import Block
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
@@ -18,6 +18,7 @@ from jspec.drafters.table import PROPOSING
 
 __all__ = [
     "DRAFTERS",
+    "WITHOUT_DRAFT",
     "Adaptive",
     "Block",
     "Eagle",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jspec.core import optional, tree
 from jspec.core.checks import check_flag, check_int, check_number, shorten
@@ -24,18 +24,21 @@ from jspec.core.types import (
     Params,
     Target,
 )
-from jspec.drafters import costs as round_costs
 from jspec.drafters import policy
 from jspec.drafters.base import bound, set_checked
+from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.table import PROPOSING
 
 MOST = 8
 """Maximum drafters of one `Adaptive`; the loop's program contains a round of each."""
+MOST_TOKENS = 32
+"""Tokens of a round, of all sequences together, up to which `one_depth` offers the deeper drafter. With more, the time
+of a round grows with its tokens."""
 DEPTHS = (1, 3, 5, 8)
-"""Depths of the default drafters."""
-WITHOUT_DRAFT = "suffix"
-"""Name of the default drafters without a draft."""
+"""Depths of the default drafters with a draft."""
+WITHOUT_DRAFT = (Plain(), Ngram(depth=2), Ngram(depth=6))
+"""The default drafters without one."""
 
 
 @struct
@@ -55,15 +58,16 @@ class AdaptiveState:
 class Adaptive:
     """Picks the drafter with the most expected tokens per unit of cost, in every round, on the device.
 
-    All sequences of a batch, or of a group of devices, share the choice; finished sequences have no influence. Drafters
-    of one draft share its cache, which absorbs the committed tokens of every round, whichever drafter proposed them.
+    All sequences of a batch, or of a group of devices, share the choice; finished sequences have no influence, and the
+    farther a sequence is from its limit, the more. Drafters of one draft share its cache, which absorbs the committed
+    tokens of every round, whichever drafter proposed them.
 
     drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 3, 5 and 8
-      tokens, as far as it goes, by the drafter for the loaded draft, or by "suffix" if there is none.
+      tokens, as far as it goes, by the drafter for the loaded draft; without one, n-grams of 2 and 6 tokens.
     costs: cost of a round with each drafter, in milliseconds or any other unit: by batch, such as
       {1: (5.6, 6.9), 32: (6.5, 11.2)}, or one sequence for all batches. Interpolated between batches, and constant
-      beyond the first or last. `jspec.measure_costs` measures them. None: an estimate from the bytes and the operations
-      of target and draft, for each batch.
+      beyond the first or last. `jspec.measure_costs` measures them. None: `jspec.generate`, `jspec.Engine` and what is
+      built on them measure them once (docs/guide/drafts.md); in `jspec.generate_ids`, all rounds cost the same.
     rate: from 0 to 1: discount of each older observation of a draft; 0.1 is a memory of about 10 rounds.
     prior: conditional acceptance before the first round, from 0 to 1.
     hysteresis: another choice must be better by this share, at least 0.
@@ -71,6 +75,8 @@ class Adaptive:
     watch: whether drafters with the attribute `reads_tokens_alone`, such as `Ngram`, are judged in every round, by
       comparing their drafts with the tokens appended. So repetitive text is noticed at once and without probes, for a
       lookup per round.
+    one_depth: whether programs have one drafter of each kind only, which saves the time of compiling the others: the
+      deepest whose round verifies at most 32 tokens of all sequences, or the shallowest.
     target: the configuration of the target; set by `bind`.
     """
 
@@ -81,6 +87,7 @@ class Adaptive:
     hysteresis: float = 0.03
     probe: int = 32
     watch: bool = True
+    one_depth: bool = False
     target: Target | None = None
 
     def __post_init__(self):
@@ -94,6 +101,7 @@ class Adaptive:
             hysteresis=check_number("hysteresis", self.hysteresis, least=0.0, owner="Adaptive"),
             probe=check_int("probe", self.probe, least=2, owner="Adaptive"),
             watch=check_flag("watch", self.watch, owner="Adaptive"),
+            one_depth=check_flag("one_depth", self.one_depth, owner="Adaptive"),
         )
         if self.drafters is not None and self.costs is not None:
             _check_count(self.costs, len(self.drafters))
@@ -164,7 +172,7 @@ class Adaptive:
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> AdaptiveState:
         """The states of the drafters; no evidence."""
         states = tuple(owner.init(params, batch, capacity, page_size) for owner in self._owners)
-        shape = batch, max(self._choices.kinds, 1), max(self.depth, 1)
+        shape = batch, len(self._choices.quality), max(self.depth, 1)
         evidence = policy.Evidence(jnp.zeros(shape), jnp.zeros(shape))
         return AdaptiveState(states, evidence, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
@@ -184,34 +192,44 @@ class Adaptive:
 
     # A round
 
+    def costs_at(self, batch: int) -> list[float] | None:
+        """The costs of a round with each drafter, interpolated at a batch; None: they are to be measured."""
+        if self.costs is None:
+            return None
+        batches = [size for size, _ in self.costs]
+        columns = np.array([row for _, row in self.costs], float).T
+        return [float(np.interp(batch, batches, column)) for column in columns]
+
+    def offered(self, batch: int) -> list[int]:
+        """The drafters of programs for this many sequences."""
+        choices, best = self._choices, {}
+        for index in np.argsort(choices.depth, kind="stable").tolist():
+            kind = index if choices.kind[index] < 0 or not self.one_depth else ("kind", choices.kind[index])
+            if kind not in best or batch * (choices.depth[index] + 1) <= MOST_TOKENS:
+                best[kind] = index
+        return sorted(best.values())
+
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], AdaptiveState]:
         """Chooses the drafter of this round; returns it with the new state."""
-        costs = jnp.asarray(self.round_costs(params, s), jnp.float32)
-        index, best = self.decide(s, s.draft, costs)
-        return index, self.mark(s.draft, ~s.done, index, best)
-
-    def decide(
-        self, s: DecodeState, state: AdaptiveState, costs: Float[Array, " K"]
-    ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """The choice of this round and the best one, by the costs of a round with each drafter."""
+        state: AdaptiveState = s.draft
+        assert s.costs is not None
         # Expected tokens per cost, over live sequences.
         choices, live = self._choices, ~s.done
-        acceptance = policy.conditional_acceptance(state.evidence, live, self.prior)
-        value = policy.expected_tokens(acceptance, choices) / costs
+        acceptance = policy.conditional_acceptance(state.evidence, live, self.prior * choices.quality)
+        tokens = policy.expected_tokens(acceptance, self._rows(state), choices)
+        weights = policy.weights(live, s.limit - s.length)
+        offered = np.isin(np.arange(len(choices.depth)), self.offered(s.length.shape[0]))
+        value = jnp.where(offered, weights @ tokens / s.costs, 0.0)
+        most = jnp.where(offered, weights.sum() * (choices.depth + 1.0).astype(np.float32) / s.costs, 0.0)
         previous = jnp.where(live, state.best, 0).max() - 1
-        return policy.choose(value, previous, s.round_index, choices, hysteresis=self.hysteresis, probe=self.probe)
+        options = {"hysteresis": self.hysteresis, "probe": self.probe}
+        index, best = policy.choose(value, most, previous, s.round_index, choices, **options)
+        return index, self.mark(state, live, index, best)
 
     def mark(self, state: AdaptiveState, live: Array, index: Int[Array, ""], best: Int[Array, ""]) -> AdaptiveState:
         """Records the choice `index` and the best choice in live sequences."""
         best, taken = jnp.where(live, best + 1, state.best), jnp.where(live, index + 1, state.taken)
         return dataclasses.replace(state, best=best, taken=taken)
-
-    def round_costs(self, params: Params, s: DecodeState) -> list[float]:
-        """The costs of a round with each drafter at the batch of this state: from `costs`, or estimated."""
-        if self.costs is not None:
-            return round_costs.interpolate(self.costs, s.length.shape[0])
-        states = [dataclasses.replace(s, draft=state) for state in self.states(s.draft)]
-        return round_costs.estimate(params, bound(self, self.target), self.branches, states, self.depth)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, AdaptiveState]:
         """The tree of this round's drafter, padded to the widest tree, for inspection.
@@ -230,8 +248,9 @@ class Adaptive:
                 parents = jnp.broadcast_to(above[None], tokens.shape)
             return tokens, parents
 
-        pairs = list(zip(self.branches, self.states(state), strict=True))
-        # Pad every tree to the widest.
+        # Pad every tree to the widest of the offered ones.
+        offered, states = self.offered(s.length.shape[0]), self.states(state)
+        pairs = [(self.branches[branch], states[branch]) for branch in offered]
         nodes = max(jax.eval_shape(lambda pair=pair: tree_of(*pair))[0].shape[1] for pair in pairs)
 
         def padded(drafter: Drafter, part: PyTree) -> tuple[Array, Array]:
@@ -240,7 +259,8 @@ class Adaptive:
             again = jnp.broadcast_to(tokens[:, :2][:, -1:], (tokens.shape[0], missing))
             return jnp.concatenate([tokens, again], axis=1), jnp.pad(parents, ((0, 0), (0, missing)))
 
-        tokens, parents = lax.switch(index, [lambda pair=pair: padded(*pair) for pair in pairs])
+        place = jnp.searchsorted(jnp.asarray(offered, jnp.int32), index, method="compare_all")
+        tokens, parents = lax.switch(place, [lambda pair=pair: padded(*pair) for pair in pairs])
         return DraftTree(tokens, parents, depth=self.depth), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> AdaptiveState:
@@ -253,27 +273,35 @@ class Adaptive:
             absorbed = dataclasses.replace(committed, hidden=hidden)
             states.append(drafter.extend(params, dataclasses.replace(s, draft=part), absorbed))
         # Evidence about the drafter of this round.
-        evidence = policy.observe(state.evidence, self._choices, state.taken - 1, committed.length, self.rate)
+        rows = self._rows(state)
+        evidence = policy.observe(state.evidence, self._choices, rows, state.taken - 1, committed.length, self.rate)
         # Evidence about watched drafters. Prompts are no rounds: sequences in prefill have no choice yet.
         appended = jnp.where(state.taken > 0, committed.length, 0)
         length = committed.start + 1
         column = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)[None]
         before = dataclasses.replace(s, tokens=jnp.where(column < length[:, None], s.tokens, 0), length=length)
-        for kind, drafter, part in self._watched(state):
+        for kind, (drafter, part) in self._deepest(state).items():
+            if not self._choices.watched[kind]:
+                continue
             drafted, _ = drafter.draft(params, dataclasses.replace(before, draft=part))
             matched = tree.longest_match(drafted, committed.tokens, appended)
-            evidence = policy.watch(evidence, kind, matched, jnp.minimum(appended, drafter.depth), self.rate)
+            judged = jnp.minimum(appended, drafter.depth)
+            evidence = policy.judge(evidence, rows[:, kind], judged, matched, self.rate)
         return dataclasses.replace(state, states=tuple(states), evidence=evidence)
 
-    def _watched(self, state: AdaptiveState) -> list[tuple[int, Drafter, PyTree]]:
-        """Watched kinds, each with its deepest drafter and the state of that drafter."""
-        choices = self._choices
-        deepest: dict[int, tuple[int, Drafter, PyTree]] = {}
-        for kind, drafter, part in zip(choices.kind.tolist(), self.branches, self.states(state), strict=True):
-            deeper = kind not in deepest or drafter.depth > deepest[kind][1].depth
-            if kind >= 0 and choices.watched[kind] and deeper:
-                deepest[kind] = kind, drafter, part
-        return list(deepest.values())
+    def _deepest(self, state: AdaptiveState) -> dict[int, tuple[Drafter, PyTree]]:
+        """The deepest drafter of each kind and its state, by ascending kind."""
+        deepest: dict[int, tuple[Drafter, PyTree]] = {}
+        for kind, drafter, part in zip(self._choices.kind.tolist(), self.branches, self.states(state), strict=True):
+            if kind >= 0 and (kind not in deepest or drafter.depth > deepest[kind][0].depth):
+                deepest[kind] = drafter, part
+        return dict(sorted(deepest.items()))
+
+    def _rows(self, state: AdaptiveState) -> Int[Array, "B F"]:
+        """The rows of evidence of the next proposals."""
+        batch = state.best.shape[0]
+        grades = [optional.grade(drafter, part, batch) for drafter, part in self._deepest(state).values()]
+        return self._choices.rows(jnp.stack(grades or [jnp.zeros(batch, jnp.int32)], axis=1))
 
     @property
     def _owners(self) -> tuple[Drafter, ...]:
@@ -293,7 +321,9 @@ class Adaptive:
         index = np.array([-1 if kind is None else known.index(kind) for kind in kinds], np.int32)
         reading = [self.watch and getattr(drafter, "reads_tokens_alone", False) for drafter in self.branches]
         watched = np.array([any(reading[i] for i in np.flatnonzero(index == kind)) for kind in range(len(known))], bool)
-        return policy.Choices(index, np.array([drafter.depth for drafter in self.branches], np.int32), watched)
+        graded = dict(zip(kinds, map(optional.grades, self.branches), strict=True))
+        depth = np.array([drafter.depth for drafter in self.branches], np.int32)
+        return policy.Choices(index, depth, watched, np.array([graded[kind] for kind in known], np.int32))
 
 
 def _kind(drafter: Drafter) -> object:
@@ -308,7 +338,9 @@ def _kind(drafter: Drafter) -> object:
 
 def _defaults(target: Target, draft: object) -> list[Drafter]:
     """The default drafters, bound."""
-    kind = PROPOSING[getattr(draft, "drafter", WITHOUT_DRAFT)]
+    if draft is None:
+        return list(WITHOUT_DRAFT)
+    kind = PROPOSING[getattr(draft, "drafter", "suffix")]
     defaults: list[Drafter] = [Plain()]
     for depth in DEPTHS:
         try:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Int
 
 from jspec.core import tree
 from jspec.core.checks import check_int
+from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, DraftTree, Params, Target
 
 MAX_MATCH = 64
@@ -15,12 +16,21 @@ MAX_DEPTH = 127
 """Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits."""
 
 
+@struct
+class Copy:
+    """What follows the best match of the last tokens of each sequence, for the next round."""
+
+    tokens: Int[Array, "B D"]
+    matched: Int[Array, " B"]
+    """Tokens of the match; 0: none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ngram:
     """Proposes the continuation of an earlier match of a sequence's last tokens: the longest, and of those the latest.
 
-    Needs no weights and no state, and is fast when the output repeats the prompt or itself (Saxena, Prompt Lookup
-    Decoding, 2023). Without a match it proposes repetitions of the last token.
+    Needs no weights, and is fast when the output repeats the prompt or itself (Saxena, Prompt Lookup Decoding, 2023).
+    Without a match it proposes repetitions of the last token. Its state is the next proposal.
 
     n: tokens of the longest match to search for, from 1 to 64.
     depth: tokens to propose, from 1 to 127.
@@ -41,21 +51,34 @@ class Ngram:
         """Works with any target."""
         return self
 
-    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> None:
-        """No state."""
-        return None
+    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Copy:
+        """No match."""
+        return Copy(jnp.zeros((batch, self.depth), jnp.int32), jnp.zeros(batch, jnp.int32))
 
-    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, Copy]:
         """A chain of tokens copied from each sequence."""
-        return tree.chain(continue_match(s.tokens, s.length, n=self.n, depth=self.depth)), None
+        return tree.chain(jnp.concatenate([s.root, s.draft.tokens[:, : self.depth]], axis=1)), s.draft
 
-    def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
-        """No-op."""
-        return None
+    def extend(self, params: Params, s: DecodeState, committed: Committed) -> Copy:
+        """Searches for the next proposal."""
+        return continue_match(s.tokens, s.length, n=self.n, depth=self.depth)
+
+    def shares(self, other: object) -> bool:
+        """Whether another one proposes the same tokens, and as many."""
+        return isinstance(other, Ngram) and self.n == other.n and self.depth <= other.depth
+
+    @property
+    def grades(self) -> int:
+        """The most tokens of a match."""
+        return self.n
+
+    def grade(self, state: Copy) -> Int[Array, " B"]:
+        """Tokens of the match."""
+        return state.matched
 
 
-def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: int, depth: int) -> Int[Array, "B N"]:
-    """The last token of each sequence and the `depth` tokens after the best match of its ending."""
+def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: int, depth: int) -> Copy:
+    """The `depth` tokens after the best match of the ending of each sequence."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = length[:, None] - 1
     # matched[b, j]: how many of the last n tokens equal the tokens that end at column j < last.
@@ -72,5 +95,4 @@ def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: in
     # A copy that reaches the end of the sequence continues with the tokens copied so far: it repeats with this period.
     period = jnp.where(score.max(1, keepdims=True) >= 0, last - place, 1)
     offset = jnp.arange(depth, dtype=jnp.int32)[None] % period
-    proposed = jnp.take_along_axis(tokens, last - period + 1 + offset, axis=1)
-    return jnp.concatenate([jnp.take_along_axis(tokens, last, axis=1), proposed], axis=1)
+    return Copy(jnp.take_along_axis(tokens, last - period + 1 + offset, axis=1), matched.max(1))

@@ -4,7 +4,10 @@ Drafters of one kind, such as chains of several depths of one draft, have the sa
 probability of accepting a draft if all before it are accepted. It gives the expected tokens of a round for any depth,
 and the best drafter has the most of them per unit of cost (goodput: Liu et al., SmartSpec, arXiv 2406.14066, section
 3). The moving average of acceptance is that of SGLang's adaptive depth, but per position instead of over accepted
-lengths: so evidence about a shallow draft also serves a deeper one.
+lengths: so evidence about a shallow draft also serves a deeper one. Proposals of several grades, such as copies after a
+long match and after a short one, have averages of their own.
+
+A batch ends with its last sequence, so the tokens of sequences that have most of their way before them weigh most.
 """
 
 from collections.abc import Sequence
@@ -17,18 +20,20 @@ from jspec.core.struct import struct
 
 WEIGHT = 2.0
 """Weight of the prior, in drafts."""
+URGENCY = 4
+"""Exponent of the remaining tokens of a sequence in its weight: the largest remainders decide."""
 
 
 @struct
 class Evidence:
-    """Moving averages of acceptance, per sequence, drafter and draft position.
+    """Moving averages of acceptance, per sequence, grade of a kind of drafter and draft position.
 
     Zeros before the first round. The latest observation counts 1 and older ones less.
     """
 
-    reached: Float[Array, "B F D"]
+    reached: Float[Array, "B G D"]
     """Rounds with a draft at the position and all before it accepted."""
-    accepted: Float[Array, "B F D"]
+    accepted: Float[Array, "B G D"]
     """Rounds among these with this draft accepted, too."""
 
 
@@ -41,22 +46,38 @@ class Choices:
     depth: Int[np.ndarray, " K"]
     watched: Bool[np.ndarray, " F"]
     """Kinds whose drafts are compared with the appended tokens in every round."""
+    grades: Int[np.ndarray, " F"]
+    """Grades of the proposals of each kind, at least 1."""
 
     @property
     def kinds(self) -> int:
         """F: different kinds."""
         return int(self.kind.max(initial=-1)) + 1
 
+    @property
+    def quality(self) -> Float[np.ndarray, " G"]:
+        """The grade of each of the G rows of evidence, as a share of the best grade of its kind."""
+        return np.concatenate(
+            [np.arange(1, count + 1, dtype=np.float32) / count for count in self.grades] or [np.ones(1)]
+        )
+
+    def rows(self, grade: Int[Array, "B F"]) -> Int[Array, "B F"]:
+        """The row of evidence of each sequence's proposal of each kind; -1: it has none, grade 0."""
+        first = np.cumsum(self.grades) - self.grades
+        return jnp.where(grade > 0, grade - 1 + first[None], -1).astype(jnp.int32)
+
 
 def observe(
     evidence: Evidence,
     choices: Choices,
+    rows: Int[Array, "B F"],
     taken: Int[Array, " B"],
     appended: Int[Array, " B"],
     rate: float,
 ) -> Evidence:
     """Updates the evidence of unwatched kinds after a round.
 
+    rows: of the proposals (`Choices.rows`).
     taken: choice of each sequence's round; -1: none.
     appended: tokens added by the round, bonus token included; 0: none.
     rate: discount of each older observation.
@@ -65,36 +86,22 @@ def observe(
     # As an index, -1 is the last entry.
     known = np.where(np.append(choices.watched, True)[choices.kind], -1, choices.kind)
     kind = jnp.where(taken >= 0, jnp.asarray(known)[index], -1)
-    return _judged(evidence, kind, jnp.asarray(choices.depth)[index], appended - 1, rate)
+    row = jnp.where(kind >= 0, jnp.take_along_axis(rows, jnp.maximum(kind, 0)[:, None], axis=1)[:, 0], -1)
+    return judge(evidence, row, jnp.asarray(choices.depth)[index], appended - 1, rate)
 
 
-def watch(
-    evidence: Evidence,
-    kind: int,
-    matched: Int[Array, " B"],
-    judged: Int[Array, " B"],
-    rate: float,
-) -> Evidence:
-    """Updates the evidence of a watched kind after any round, by comparison with its drafts.
-
-    matched: number of leading drafts equal to the appended tokens.
-    judged: number of drafts compared; 0: none.
-    """
-    return _judged(evidence, jnp.full_like(matched, kind), judged, matched, rate)
-
-
-def _judged(
-    evidence: Evidence, kind: Int[Array, " B"], depth: Int[Array, " B"], drafts: Int[Array, " B"], rate: float
+def judge(
+    evidence: Evidence, row: Int[Array, " B"], depth: Int[Array, " B"], drafts: Int[Array, " B"], rate: float
 ) -> Evidence:
     """Adds a round to the evidence.
 
-    kind: of the drafts of each sequence; -1: none.
-    depth: number of drafts judged.
-    drafts: number of drafts accepted.
+    row: of the proposal of each sequence; -1: none.
+    depth: number of drafts judged; 0: none.
+    drafts: number of drafts accepted, or equal to the appended tokens.
     """
-    kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
-    kind, depth, drafts = (x[:, None, None] for x in (kind, depth, drafts))
-    judged = (kinds[None, :, None] == kind) & (positions[None, None] < depth)
+    rows, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
+    row, depth, drafts = (x[:, None, None] for x in (row, depth, drafts))
+    judged = (rows[None, :, None] == row) & (positions[None, None] < depth)
     reached, accepted = judged & (drafts >= positions[None, None]), judged & (drafts > positions[None, None])
     keep = jnp.where(reached, 1.0 - rate, 1.0)
     return Evidence(
@@ -102,28 +109,43 @@ def _judged(
     )
 
 
-def conditional_acceptance(evidence: Evidence, live: Bool[Array, " B"], prior: float) -> Float[Array, "F D"]:
+def conditional_acceptance(
+    evidence: Evidence, live: Bool[Array, " B"], prior: Float[np.ndarray, " G"]
+) -> Float[Array, "G D"]:
     """Estimates the probability of accepting each draft if all before it are accepted, over all live sequences.
 
     prior: probability of the first draft before any round. The prior of a deeper draft is the estimate before it.
     """
     reached, accepted = (jnp.where(live[:, None, None], x, 0.0).sum(0) for x in (evidence.reached, evidence.accepted))
-    before, estimates = jnp.full(reached.shape[0], prior, jnp.float32), []
+    before, estimates = jnp.asarray(prior, jnp.float32), []
     for position in range(reached.shape[1]):
         before = (accepted[:, position] + WEIGHT * before) / (reached[:, position] + WEIGHT)
         estimates.append(before)
     return jnp.stack(estimates, axis=1)
 
 
-def expected_tokens(acceptance: Float[Array, "F D"], choices: Choices) -> Float[Array, " K"]:
-    """Expected tokens per round and sequence with each drafter, bonus token included."""
+def expected_tokens(acceptance: Float[Array, "G D"], rows: Int[Array, "B F"], choices: Choices) -> Float[Array, "B K"]:
+    """Expected tokens per round of each sequence with each drafter, bonus token included.
+
+    rows: of the proposals; a sequence without one gets the bonus token alone.
+    """
+    if not choices.kinds:
+        return jnp.ones((rows.shape[0], len(choices.depth)), jnp.float32)
     survival = jnp.cumsum(jnp.cumprod(acceptance, axis=1), axis=1)
-    drafts = survival[np.maximum(choices.kind, 0), np.maximum(choices.depth - 1, 0)]
-    return 1.0 + jnp.where(jnp.asarray(choices.depth) > 0, drafts, 0.0)
+    row = rows[:, np.maximum(choices.kind, 0)]
+    drafts = survival[jnp.maximum(row, 0), np.maximum(choices.depth - 1, 0)[None]]
+    return 1.0 + jnp.where((row >= 0) & (choices.depth > 0)[None], drafts, 0.0)
+
+
+def weights(live: Bool[Array, " B"], remaining: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Weights of sequences by the tokens they may still get: the last one to end decides when a batch ends."""
+    left = jnp.where(live, remaining, 0).astype(jnp.float32)
+    return (left / jnp.maximum(left.max(), 1.0)) ** URGENCY
 
 
 def choose(
     value: Float[Array, " K"],
+    most: Float[Array, " K"],
     previous: Int[Array, ""],
     round_index: Int[Array, ""],
     choices: Choices,
@@ -134,6 +156,7 @@ def choose(
     """Chooses the drafter of a round; returns it and the best one, different in rounds that probe.
 
     value: expected tokens per unit of cost.
+    most: the same if all drafts were accepted; what could not be the best even then is not probed.
     previous: the best one so far; stays unless another is better by the share `hysteresis`; -1: none.
     probe: every `probe`-th round probes a choice beyond the best one: by turns, for each unwatched kind of drafter, the
       next deeper one of the same kind, or the best one of another kind.
@@ -151,7 +174,8 @@ def choose(
     other = jnp.argmax(jnp.where(kind == turn, value, -jnp.inf)).astype(jnp.int32)
     probed = jnp.where(kind[best] == turn, deeper, other)
     probed = jnp.where(jnp.asarray(choices.watched)[turn], best, probed)
-    return jnp.where(round_index % probe == probe - 1, probed, best), best
+    probes = (round_index % probe == probe - 1) & (most[probed] > value[best])
+    return jnp.where(probes, probed, best), best
 
 
 def _next_deeper(kind: Sequence[int] | Int[np.ndarray, " K"], depth: Int[np.ndarray, " K"]) -> Int[np.ndarray, " K"]:

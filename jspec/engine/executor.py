@@ -22,7 +22,7 @@ from jspec.core.method import Method
 from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Params, RowSampling
 from jspec.core.xla_options import prefers_cublas
-from jspec.engine import programs
+from jspec.engine import costs, programs
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
 from jspec.engine.score import Chunk, Scorer, TokenScores
 from jspec.engine.slot_state import Sizes, empty_snapshots, empty_state
@@ -85,6 +85,7 @@ class Executor:
         self._scorer = Scorer(method.target, method.placement)
         self._offers: queue.SimpleQueue[Params] = queue.SimpleQueue()
         self.here = self._placement is None or bool(self._placement.devices)
+        self._trials: dict[int, costs.Trial | None] = {}
         # The state; only its shapes if no device is local.
         empty = _empty_state if self.here else _empty_state.eval_shape
         self.state: DecodeState = empty(params, method=method, sizes=sizes, samples=samples)
@@ -164,8 +165,23 @@ class Executor:
         many = prefers_cublas(self.params, len(window.table) * self._nodes)
         program = programs.burst.variant(many=many, devices=method.devices)
         arguments = view, row_limit, rounds, stop_early
-        self.state, report = program(self.params, self.state, *arguments, method=method, max_rounds=self.max_rounds)
+        run = partial(program, self.params, method=method, max_rounds=self.max_rounds)
+        trial = self._trial(len(window.table))
+        if trial is None or trial.done:
+            self.state, report = run(self.state, *arguments)
+            return report
+        # Costs are measured by the first bursts of this many slots.
+        first, began = int(self.state.round_index), time.perf_counter()
+        self.state, report = jax.block_until_ready(run(self.state, *arguments))
+        trial.record(time.perf_counter() - began, int(self.state.round_index) - first)
         return report
+
+    def _trial(self, rows: int) -> costs.Trial | None:
+        """The costs of bursts of this many slots; None: the drafter wants none."""
+        if rows not in self._trials:
+            method = dataclasses.replace(self.method, accept=self._greedy_rule)
+            self._trials[rows] = costs.trial(self.params, method, rows)
+        return self._trials[rows]
 
     def score(self, chunk: Chunk) -> TokenScores:
         """`Scorer.read`, beside the slots."""
@@ -173,12 +189,14 @@ class Executor:
 
     def _view(self, window: Window) -> tuple[Method, View]:
         """The method of a program, and its view of the slots."""
+        trial = self._trial(len(window.table))
         view = View(
             cast("Array | None", window.slots),
             cast(Array, window.table),
             self._inputs["stop"],
             self._inputs["grammar"] if window.constrained else Automaton(),
             self._inputs["sampling"] if window.sampled else None,
+            None if trial is None else cast(Array, np.array(trial.costs, np.float32)),
         )
         rule = self._greedy_rule if window.greedy else self.method.accept
         return dataclasses.replace(self.method, accept=rule, record=window.record), view

@@ -61,7 +61,7 @@ def generate(
       model: from `jspec.load`.
       prompts: one prompt or a list of prompts, each as text or as token ids.
       drafter: a name in `jspec.drafters.DRAFTERS`, an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
-        decoding. "auto": the drafter for the loaded draft; ngram if there is none.
+        decoding. "auto": the drafter for the loaded draft; without one, plain decoding or n-grams, by measured cost.
       max_new_tokens: maximum number of new tokens of every sequence, or a list with one entry per prompt.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence. None: greedy.
       accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence

@@ -19,9 +19,11 @@ MAX_DEPTH = 127
 
 
 def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
-    """Resolves a drafter; "auto" is the one for the loaded draft, or ngram without one."""
+    """Resolves a drafter; "auto" is the one for the loaded draft; without one, plain decoding or n-grams by cost."""
     if isinstance(drafter, str) and drafter == "auto":
-        drafter = "ngram" if model.draft is None else model.draft.drafter
+        if model.draft is None:
+            return drafters.Adaptive(drafters.WITHOUT_DRAFT, one_depth=True)
+        drafter = model.draft.drafter
     return drafters.resolve(drafter)
 
 

@@ -14,9 +14,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int8, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int8, PyTree, UInt32
 
-from jspec.core import optional, sharding, slots, stopping
+from jspec.core import branches, optional, sharding, slots, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.loop import run_while
 from jspec.core.method import Method, on_devices
@@ -63,6 +63,8 @@ class View:
     stop: Automaton
     grammar: Automaton
     sampling: RowSampling | None
+    costs: Float[Array, " K"] | None = None
+    """As in `DecodeState`; None: those of the drafter."""
 
 
 @struct
@@ -256,12 +258,14 @@ def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
     """The state of the view's slots, with the host's part."""
     # The slots, then block tables, automata and options.
     part = slots.with_table(slots.take(s, view.slots), view.table)
+    costs = branches.costs(method.drafter, part.length.shape[0]) if view.costs is None else view.costs
     return dataclasses.replace(
         part,
         stop=dataclasses.replace(view.stop, state=part.stop.state),
         grammar=dataclasses.replace(view.grammar, state=part.grammar.state),
         sampling=view.sampling,
         recorded=empty_record(part.tokens.shape, view.sampling, method.record),
+        costs=costs,
     )
 
 

@@ -22,7 +22,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row
 from jspec.core.types import DecodeState, Params, Prompts, TopTokens
-from jspec.engine import memory
+from jspec.engine import costs, memory
 from jspec.engine.method import choose_drafter, choose_method
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, check_fits, compile_grammars, longest_sequence
@@ -122,13 +122,19 @@ class Run:
         shape = {"capacity": capacity, "page_size": fit_page_size(options.page_size, capacity)}
         shape["chunk"] = prefill_chunk(local) if chunk is None else chunk
         try:
-            self.state = jitted_prefill(model.params, padded, method=self.method, **shape)
-            self._decode = self._choose_decode()
-            self._run_until(0)  # compiles and runs no round
+            self._prepare(partial(jitted_prefill, model.params, padded, method=self.method, **shape))
         except jax.errors.JaxRuntimeError as error:
             memory.explain(error, memory.need(*sizes, capacity, options.page_size, extra))
             raise
         self.seconds = 0.0
+
+    def _prepare(self, read: Callable[[], DecodeState]) -> None:
+        """Reads the prompts, measures costs unless they are known, and compiles the loop."""
+        self.state = read()
+        self._decode = self._choose_decode()
+        if not self.options.debug:
+            self.state = costs.of_generation(self.model.params, self.method, self.state, self._decode, read)
+        self._run_until(0)
 
     @property
     def new_tokens(self) -> int:

@@ -58,6 +58,14 @@ def cache_programs(path: str | Path | None = None) -> Path | None:
     return directory
 
 
+def programs_directory() -> Path | None:
+    """The directory of compiled programs; None if they are not kept, or not in a directory of this machine."""
+    configured = jax.config.values["jax_compilation_cache_dir"]
+    if not jax.config.values["jax_enable_compilation_cache"] or not configured or "://" in configured:
+        return None
+    return Path(configured)
+
+
 def enable_compilation_cache() -> None:
     """`cache_programs` for commands: without a directory they continue without a cache."""
     try:

@@ -17,7 +17,6 @@ from jspec.core.method import Method
 from jspec.core.round import accept_drafts, commit_round, draft, verify
 from jspec.core.types import Committed, DraftNeeds, DraftTree, RowSampling
 from jspec.drafters import Adaptive, Eagle, Ngram, Plain, Standalone, Suffix, policy
-from jspec.drafters.costs import estimate, interpolate
 
 TEXT_AS_SHIPPED = True
 TREE = Eagle(depth=3, width=3, num_nodes=8)
@@ -272,7 +271,7 @@ def test_none_means_plain_decoding_and_chains():
     assert (drafter.depth, drafter.max_length) == (8, 512)
     block = Adaptive().bind(toy.TARGET, toy.BLOCK)
     assert [each.depth for each in block.branches] == [0, 1, 3, 5]
-    assert {type(each) for each in Adaptive().bind(toy.TARGET, None).branches} == {Plain, Suffix}
+    assert Adaptive().bind(toy.TARGET, None).branches == (Plain(), Ngram(depth=2), Ngram(depth=6))
 
 
 def test_every_drafter_is_adapted_to_the_rule():
@@ -285,50 +284,53 @@ def test_every_drafter_is_adapted_to_the_rule():
 # The policy
 
 
-CHOICES = policy.Choices(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 3, 2], np.int32), np.zeros(2, bool))
+CHOICES = policy.Choices(
+    np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 3, 2], np.int32), np.zeros(2, bool), np.array([1, 2], np.int32)
+)
+"""The second kind has proposals of two grades, the rows 1 and 2 of the evidence."""
 
 
 def oracle_evidence(rounds, rate):
-    """Discounted counts, sequence by sequence. rounds: (taken, appended) of each sequence in each round."""
+    """Discounted counts, sequence by sequence. rounds: (taken, appended, grades) of each sequence in each round."""
     batch = len(rounds[0])
-    reached, accepted = np.zeros((batch, 2, 3)), np.zeros((batch, 2, 3))
+    reached, accepted = np.zeros((batch, 3, 3)), np.zeros((batch, 3, 3))
     for one in rounds:
-        for b, (taken, appended) in enumerate(one):
-            if taken < 0 or CHOICES.kind[taken] < 0:
+        for b, (taken, appended, grades) in enumerate(one):
+            if taken < 0 or CHOICES.kind[taken] < 0 or not grades[CHOICES.kind[taken]]:
                 continue
-            kind = CHOICES.kind[taken]
+            row = CHOICES.kind[taken] + grades[CHOICES.kind[taken]] - 1
             for position in range(CHOICES.depth[taken]):
                 if appended - 1 >= position:
-                    reached[b, kind, position] = (1 - rate) * reached[b, kind, position] + 1
+                    reached[b, row, position] = (1 - rate) * reached[b, row, position] + 1
                     was = appended - 1 > position
-                    accepted[b, kind, position] = (1 - rate) * accepted[b, kind, position] + was
+                    accepted[b, row, position] = (1 - rate) * accepted[b, row, position] + was
     return reached, accepted
 
 
 def oracle_acceptance(reached, accepted, live, prior):
-    found = np.zeros((2, 3))
-    for kind in range(2):
-        before = prior
+    found = np.zeros((3, 3))
+    for row, before in enumerate((prior, prior / 2, prior)):
         for position in range(3):
-            tried = sum(reached[b, kind, position] for b in range(len(live)) if live[b])
-            right = sum(accepted[b, kind, position] for b in range(len(live)) if live[b])
+            tried = sum(reached[b, row, position] for b in range(len(live)) if live[b])
+            right = sum(accepted[b, row, position] for b in range(len(live)) if live[b])
             before = (right + 2 * before) / (tried + 2)
-            found[kind, position] = before
+            found[row, position] = before
     return found
 
 
-def oracle_tokens(acceptance):
+def oracle_tokens(acceptance, grades):
+    """The tokens of one sequence."""
     tokens = []
     for kind, depth in zip(CHOICES.kind, CHOICES.depth, strict=True):
         survival, total = 1.0, 1.0
-        for position in range(depth):
-            survival *= acceptance[kind, position]
+        for position in range(depth if grades[kind] else 0):
+            survival *= acceptance[kind + grades[kind] - 1, position]
             total += survival
         tokens.append(total)
     return tokens
 
 
-def oracle_choice(value, previous, index, hysteresis, probe):
+def oracle_choice(value, most, previous, index, hysteresis, probe):
     best = int(np.argmax(value))
     if previous >= 0 and value[best] <= (1 + hysteresis) * value[previous]:
         best = previous
@@ -337,44 +339,49 @@ def oracle_choice(value, previous, index, hysteresis, probe):
     turn = index // probe % 2
     if CHOICES.kind[best] == turn:
         deeper = [k for k in range(4) if CHOICES.kind[k] == turn and CHOICES.depth[k] > CHOICES.depth[best]]
-        return min(deeper, key=lambda k: CHOICES.depth[k], default=best), best
-    return max((k for k in range(4) if CHOICES.kind[k] == turn), key=lambda k: value[k]), best
+        probed = min(deeper, key=lambda k: CHOICES.depth[k], default=best)
+    else:
+        probed = max((k for k in range(4) if CHOICES.kind[k] == turn), key=lambda k: value[k])
+    return (probed if most[probed] > value[best] else best), best
 
 
 def test_the_policy_equals_an_oracle():
     generator = np.random.default_rng(3)
     batch, rate, prior, costs = 3, 0.2, 0.6, np.array([1.0, 1.4, 1.9, 1.5])
     options = dict(hysteresis=0.1, probe=3)
-    live = np.array([True, False, True])
+    live, remaining = np.array([True, False, True]), np.array([5, 9, 10])
+    shares = np.array([0.5**policy.URGENCY, 0, 1])
+    most = shares.sum() * (1 + CHOICES.depth) / costs
 
     @jax.jit
-    def follow(evidence, taken, appended, previous, index):
-        evidence = policy.observe(evidence, CHOICES, taken, appended, rate)
-        acceptance = policy.conditional_acceptance(evidence, jnp.asarray(live), prior)
-        tokens = policy.expected_tokens(acceptance, CHOICES)
-        return (
-            evidence,
-            acceptance,
-            tokens,
-            policy.choose(tokens / costs.astype(np.float32), previous, index, CHOICES, **options),
-        )
+    def follow(evidence, taken, appended, grades, previous, index):
+        rows = CHOICES.rows(grades)
+        evidence = policy.observe(evidence, CHOICES, rows, taken, appended, rate)
+        acceptance = policy.conditional_acceptance(evidence, jnp.asarray(live), prior * CHOICES.quality)
+        tokens = policy.expected_tokens(acceptance, rows, CHOICES)
+        value = policy.weights(jnp.asarray(live), jnp.asarray(remaining)) @ tokens / costs.astype(np.float32)
+        choice = policy.choose(value, jnp.asarray(most), previous, index, CHOICES, **options)
+        return evidence, acceptance, tokens, value, choice
 
-    evidence = policy.Evidence(jnp.zeros((batch, 2, 3)), jnp.zeros((batch, 2, 3)))
+    evidence = policy.Evidence(jnp.zeros((batch, 3, 3)), jnp.zeros((batch, 3, 3)))
     rounds, previous, seen = [], -1, set()
     for index in range(40):
         taken = generator.integers(-1, 4, batch)
         depth = np.where(taken < 0, 0, CHOICES.depth[taken])
         appended = np.where(taken < 0, 0, 1 + generator.binomial(depth, 0.95 * (index > 20)))
-        rounds.append(list(zip(taken.tolist(), appended.tolist(), strict=True)))
-        given = (x.astype(np.int32) for x in (taken, appended, np.array(previous), np.array(index)))
-        evidence, acceptance, tokens, (choice, best) = follow(evidence, *given)
+        grades = np.stack([np.ones(batch, int), generator.integers(0, 3, batch)], axis=1)
+        rounds.append(list(zip(taken.tolist(), appended.tolist(), grades.tolist(), strict=True)))
+        given = (x.astype(np.int32) for x in (taken, appended, grades, np.array(previous), np.array(index)))
+        evidence, acceptance, tokens, value, (choice, best) = follow(evidence, *given)
         reached, accepted = oracle_evidence(rounds, rate)
         np.testing.assert_allclose(evidence.reached, reached, rtol=1e-5)
         np.testing.assert_allclose(evidence.accepted, accepted, rtol=1e-5)
         wanted = oracle_acceptance(reached, accepted, live, prior)
         np.testing.assert_allclose(acceptance, wanted, rtol=1e-5)
-        np.testing.assert_allclose(tokens, oracle_tokens(wanted), rtol=1e-5)
-        expected = oracle_choice(np.array(tokens) / costs, previous, index, **options)
+        each = np.array([oracle_tokens(wanted, one) for one in grades])
+        np.testing.assert_allclose(tokens, each, rtol=1e-5)
+        np.testing.assert_allclose(value, shares @ each / costs, rtol=1e-5)
+        expected = oracle_choice(np.array(value), most, previous, index, **options)
         assert (int(choice), int(best)) == expected
         previous = int(best)
         seen |= {(int(choice), int(best))}
@@ -422,7 +429,8 @@ def test_what_is_observed_belongs_to_the_drafter_that_was_taken():
         draft = dataclasses.replace(s.draft, best=np.full(3, 2, np.int32))
         number, draft = drafter.choose(None, dataclasses.replace(s, draft=draft, round_index=np.int32(index + 2)))
         assert (int(number), draft.best.tolist(), draft.taken.tolist()) == (taken, [2, 2, 2], [taken + 1] * 3)
-        after = policy.observe(draft.evidence, drafter._choices, draft.taken - 1, np.full(3, 2, np.int32), 0.1)
+        rows, appended = drafter._rows(draft), np.full(3, 2, np.int32)
+        after = policy.observe(draft.evidence, drafter._choices, rows, draft.taken - 1, appended, 0.1)
         assert np.flatnonzero(np.array(after.reached).sum((0, 2))).tolist() == [taken - 1]
     seen = []
 
@@ -449,49 +457,56 @@ WATCHED = (None, Eagle(depth=2), Ngram(n=2, depth=1), Ngram(n=2, depth=3))
 
 
 def copied(text, n, depth):
-    """What follows the longest, and then the latest, earlier match of the last tokens."""
+    """Tokens of the longest, and then the latest, earlier match of the last tokens, and what follows it."""
     last = len(text) - 1
     matches = [(m, j) for m in range(1, n + 1) for j in range(m - 1, last) if text[j - m + 1 : j + 1] == text[-m:]]
-    period = last - max(matches)[1] if matches else 1
-    return [text[last - period + 1 + i % period] for i in range(depth)]
+    matched, end = max(matches, default=(0, last - 1))
+    period = last - end
+    return matched, [text[last - period + 1 + i % period] for i in range(depth)]
 
 
 @pytest.mark.slow
 def test_watched_drafts_are_judged_by_every_round():
-    """Whatever it took, and by the deepest of their kind; other drafters are judged when they are taken."""
+    """Whatever it took, by the deepest of their kind and for each length of a match; others when they are taken."""
     rows, rule = KINDS["coupled"]
     drafter = Scheduled(WATCHED, rate=0.25).bind(toy.TARGET, toy.HEAD)
     s = toy.start(drafter, toy.head_params(), rows=rows, rule=rule)
     assert not np.array(s.draft.evidence.reached).any(), "a prompt is no round"
-    reached, accepted, heads = np.zeros((3, 3)), np.zeros((3, 3)), np.zeros((3, 3))
+    reached, accepted, heads = np.zeros((3, 2, 3)), np.zeros((3, 2, 3)), np.zeros((3, 3))
     while not np.array(s.done).all():
         before, number = jax.device_get(s), int(s.round_index) % len(WATCHED)
         s = toy.run(drafter, toy.head_params(), s, until=int(s.round_index) + 1, rule=rule)
         for b, (old, new) in enumerate(zip(before.length, np.array(s.length), strict=True)):
             text = np.array(s.tokens)[b, :new].tolist()
-            for position, copy in enumerate(copied(text[:old], 2, 3)[: new - old]):
-                reached[b, position] = 0.75 * reached[b, position] + 1
-                accepted[b, position] = 0.75 * accepted[b, position] + (copy == text[old + position])
+            matched, copies = copied(text[:old], 2, 3)
+            for position, copy in enumerate(copies[: new - old] if matched else []):
+                at = b, matched - 1, position
+                reached[at] = 0.75 * reached[at] + 1
+                accepted[at] = 0.75 * accepted[at] + (copy == text[old + position])
                 if copy != text[old + position]:
                     break
             for position in range(min(new - old, 2) if number == 1 else 0):
                 heads[b, position] = 0.75 * heads[b, position] + 1
-    np.testing.assert_allclose(s.draft.evidence.reached[:, 1], reached, rtol=1e-5)
-    np.testing.assert_allclose(s.draft.evidence.accepted[:, 1], accepted, rtol=1e-5)
+    np.testing.assert_allclose(s.draft.evidence.reached[:, 1:], reached, rtol=1e-5)
+    np.testing.assert_allclose(s.draft.evidence.accepted[:, 1:], accepted, rtol=1e-5)
     np.testing.assert_allclose(s.draft.evidence.reached[:, 0], heads, rtol=1e-5)
     assert accepted.any() and (accepted < reached).any()
 
 
 def test_watched_drafters_need_no_probes():
-    choices = policy.Choices(np.array([-1, 0, 1]), np.array([0, 2, 3]), np.array([False, True]))
+    choices = policy.Choices(np.array([-1, 0, 1]), np.array([0, 2, 3]), np.array([False, True]), np.array([1, 1]))
     value = jnp.array([1.0, 3.0, 2.0])
 
-    def chosen(index):
-        return int(policy.choose(value, jnp.int32(-1), jnp.int32(index), choices, hysteresis=0.0, probe=2)[0])
+    def chosen(index, most=(1.0, 9.0, 9.0)):
+        options = {"hysteresis": 0.0, "probe": 2}
+        return int(policy.choose(value, jnp.array(most), jnp.int32(-1), jnp.int32(index), choices, **options)[0])
 
     assert [chosen(index) for index in range(8)] == [1] * 8
     choices = dataclasses.replace(choices, watched=np.array([False, False]))
     assert [chosen(index) for index in range(8)] == [1, 1, 1, 2, 1, 1, 1, 2]
+    assert [chosen(index, most=(1.0, 9.0, 2.9)) for index in range(8)] == [1] * 8, (
+        "what cannot be the best is not probed"
+    )
 
 
 @pytest.mark.parametrize("parents", (None, [0, 0, 0, 1, 2]))
@@ -507,32 +522,13 @@ def test_the_longest_match_of_a_tree(parents):
 
 def test_costs_are_interpolated_between_batches():
     table = ((1, (1.0, 2.0)), (9, (3.0, 10.0)))
-    assert interpolate(table, 5) == [2.0, 6.0]
-    assert interpolate(table, 1) == interpolate(table[:1], 64) == [1.0, 2.0]
-    assert interpolate(table, 64) == [3.0, 10.0]
+    drafter = Adaptive((None, Ngram()), table)
+    assert drafter.costs_at(5) == [2.0, 6.0]
+    assert drafter.costs_at(1) == Adaptive((None, Ngram()), table[:1]).costs_at(64) == [1.0, 2.0]
+    assert drafter.costs_at(64) == [3.0, 10.0]
+    assert Adaptive((None, Ngram())).costs_at(1) is None
     assert Adaptive((None, Ngram()), {9: [3, 10], 1: [1, 2]}).costs == table
     assert Adaptive((None, Ngram()), [1, 2]).costs == ((1, (1.0, 2.0)),)
-
-
-def test_estimated_costs_count_weights_once_and_operations_for_each_token(monkeypatch):
-    monkeypatch.setattr("jspec.drafters.costs.OPERATIONS_PER_BYTE", {"cpu": 16.0})
-    drafter = Adaptive((None, Eagle(depth=1), Eagle(depth=3))).bind(toy.TARGET, toy.HEAD)
-    weights = toy.head_params()
-    s = jax.eval_shape(lambda: toy.start(drafter, weights))
-    states = [dataclasses.replace(s, draft=own) for own in drafter.states(s.draft)]
-    found = estimate(weights, toy.TARGET, drafter.branches, states, 3)
-    target, (step, extend) = (
-        toy.TARGET.forward_bytes(weights.target),
-        (f(weights) for f in (toy.HEAD.step_bytes, toy.HEAD.extend_bytes)),
-    )
-    # float32: two operations for each 4 bytes and token.
-    share = sum(x.size for x in jax.tree.leaves(weights.draft) if x.dtype == np.float32) / sum(
-        x.nbytes for x in jax.tree.leaves(weights.draft)
-    )
-    absorbed = extend * (1 + 3 * 4 * 2 * share / 16)
-    for cost, depth, steps in zip(found, (0, 1, 3), (0, 0, 2), strict=True):
-        forwards = steps * step * (1 + 3 * 2 * share / 16)
-        assert cost == pytest.approx(target * (1 + 3 * (depth + 1) * 0.5 / 16) + absorbed + forwards)
 
 
 # Errors
@@ -572,14 +568,8 @@ def test_bad_arguments_are_errors(make, message):
 def test_a_branch_that_changes_its_state_in_draft_is_an_error():
     @dataclasses.dataclass(frozen=True)
     class Counting(Ngram):
-        def init(self, params, batch, capacity, page_size):
-            return jnp.zeros(batch, jnp.int32)
-
         def draft(self, params, s):
-            return super().draft(params, s)[0], s.draft + 1
-
-        def extend(self, params, s, committed):
-            return s.draft
+            return super().draft(params, s)[0], jax.tree.map(lambda x: x + 1, s.draft)
 
     drafter = Adaptive((None, Counting()), (1, 1)).bind(toy.TARGET, None)
     s = toy.start(drafter, toy.params())

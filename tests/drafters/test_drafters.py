@@ -289,29 +289,30 @@ def test_ngram_continues_like_by_hand(n, depth):
         tokens, length = case
         got = jitted_match(jnp.asarray(tokens), jnp.asarray(length), n=n, depth=depth)
         for b in range(ROWS):
-            assert list(map(int, np.array(got)[b])) == continue_by_hand(list(tokens[b, : length[b]]), n, depth)
+            assert np.array(got.tokens)[b].tolist() == continue_by_hand(list(tokens[b, : length[b]]), n, depth)[1:]
 
     check()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "proposed"),
+    ("tokens", "proposed", "matched"),
     (
-        ([1, 2, 3, 9, 1, 2, 3], [3, 9, 1, 2, 3]),  # the continuation of the match is copied
-        ([1, 2, 8, 5, 2, 9, 1, 2], [2, 8, 5, 2, 9]),  # the longer match beats the later one
-        ([2, 8, 3, 2, 9, 4, 2], [2, 9, 4, 2, 9]),  # the later of equally long ones
-        ([7, 1, 2, 1, 2, 1, 2], [2, 1, 2, 1, 2]),  # a match one period back continues the period
-        ([4, 6, 6], [6, 6, 6, 6, 6]),
-        ([1, 2, 3], [3, 3, 3, 3, 3]),  # nothing matches: the last token again
-        ([5], [5, 5, 5, 5, 5]),
+        ([1, 2, 3, 9, 1, 2, 3], [3, 9, 1, 2, 3], 3),  # the continuation of the match is copied
+        ([1, 2, 8, 5, 2, 9, 1, 2], [2, 8, 5, 2, 9], 2),  # the longer match beats the later one
+        ([2, 8, 3, 2, 9, 4, 2], [2, 9, 4, 2, 9], 1),  # the later of equally long ones
+        ([7, 1, 2, 1, 2, 1, 2], [2, 1, 2, 1, 2], 3),  # a match one period back continues the period
+        ([4, 6, 6], [6, 6, 6, 6, 6], 1),
+        ([1, 2, 3], [3, 3, 3, 3, 3], 0),  # nothing matches: the last token again
+        ([5], [5, 5, 5, 5, 5], 0),
     ),
     ids=str,
 )
-def test_ngram_by_example(tokens, proposed):
+def test_ngram_by_example(tokens, proposed, matched):
     buffer = np.full((1, COLUMNS), 3, np.int32)
     buffer[0, : len(tokens)] = tokens
     got = jitted_match(jnp.asarray(buffer), jnp.array([len(tokens)], jnp.int32), n=3, depth=4)
-    assert list(map(int, got[0])) == proposed
+    assert [tokens[-1], *got.tokens[0].tolist()] == proposed
+    assert got.matched.tolist() == [matched]
 
 
 # Standalone
