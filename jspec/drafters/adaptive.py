@@ -222,8 +222,8 @@ class Adaptive:
         value = jnp.where(offered, weights @ tokens / s.costs, 0.0)
         most = jnp.where(offered, weights.sum() * (choices.depth + 1.0).astype(np.float32) / s.costs, 0.0)
         previous = jnp.where(live, state.best, 0).max() - 1
-        options = {"hysteresis": self.hysteresis, "probe": self.probe}
-        index, best = policy.choose(value, most, previous, s.round_index, choices, **options)
+        evidence = value, most, previous, s.round_index, choices
+        index, best = policy.choose(*evidence, hysteresis=self.hysteresis, probe=self.probe)
         return index, self.mark(state, live, index, best)
 
     def mark(self, state: AdaptiveState, live: Array, index: Int[Array, ""], best: Int[Array, ""]) -> AdaptiveState:
