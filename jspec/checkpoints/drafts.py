@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from jspec.checkpoints import assistant, atomic, block, eagle, language_model
+from jspec.checkpoints import assistant, atomic, block, eagle, language_model, scaled
 from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
 from jspec.checkpoints.plan import Checkpoint, Plan
 from jspec.checkpoints.source import Source
@@ -99,6 +99,7 @@ def save(
     *,
     layout: str | None = None,
     dtype: str = "bfloat16",
+    weights: str | None = None,
     verifier: str | None = None,
 ) -> None:
     """Write config.json and model.safetensors to a directory, which is created if needed.
@@ -110,21 +111,27 @@ def save(
         `norm_before_residual`, `input_norm`, norms of heads and biases of the attention of EAGLE heads, and drafts less
         well with them.
       dtype: precision of the stored weights; integers keep theirs.
+      weights: "int8": matrices have 8 bits and a scale for each output, as compressed-tensors stores them.
       verifier: the target's directory or hub id, which "speculators" records for vLLM.
 
     Raises:
-      ValueError: an unknown layout or dtype, a draft that the layout cannot represent, or one that is split.
+      ValueError: an unknown layout, dtype or `weights`, a draft that the layout cannot represent, or one that is split.
     """
     kind = next(kind for kind in DRAFT_KINDS if isinstance(config, kind.config))
     refuse_split(config)
     layout = kind.layouts[0] if layout is None else layout
     if layout not in kind.layouts:
         raise ValueError(f"layout={layout!r}: must be one of {', '.join(kind.layouts)}")
+    if weights not in (None, "int8"):
+        raise ValueError(f"weights={weights!r}: must be 'int8' or None")
     # Integers and bools keep their types.
     raw, stored = kind.describe(layout, config, params, verifier) | {kind.dtype_key: dtype}, resolve_dtype(dtype)
     arrays = {name: np.asarray(tensor) for name, tensor in kind.named_tensors(layout, config, params)}
+    if weights is not None:
+        raw, arrays = raw | {"quantization_config": scaled.INT8_CONFIG}, scaled.to_int8(arrays)
+    scales = {name for name in arrays if name.endswith("_scale")}
     contiguous = {
-        name: np.ascontiguousarray(array if array.dtype.kind in "iub" else array.astype(stored))
+        name: np.ascontiguousarray(array if array.dtype.kind in "iub" or name in scales else array.astype(stored))
         for name, array in arrays.items()
     }
     # The directory changes as a whole.

@@ -8,7 +8,7 @@ Linear layers keep the stored values and scales, unless other weights are asked 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,6 +150,27 @@ def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
     if scheme.packing is not None and isinstance(files, SafetensorFiles):
         files = PackedFiles(files, scheme.packing)
     return ScaledTensors(files, dtype, scheme)
+
+
+_CHANNELS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+INT8_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _CHANNELS}},
+}
+"""The `quantization_config` of what `to_int8` returns."""
+
+
+def to_int8(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint with its matrices, [out, in], in int8, and a scale for each of their rows."""
+    stored: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        stored[name] = array
+        if array.ndim == 2 and name.endswith(".weight") and array.dtype.kind not in "iub":
+            wide = array.astype(np.float32)
+            scale = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.finfo(np.float32).tiny) / 127
+            stored |= {name: np.rint(wide / scale).astype(np.int8), name + "_scale": scale}
+    return stored
 
 
 class ScaledArray:

@@ -48,7 +48,7 @@ class Source:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, np.ndarray], ...]:
-        """Whole sequences by length, without most of their padding: tokens to read, and the rows with so many.
+        """Whole sequences by length, without most of their padding: tokens to read, and the rows of a group.
 
         Few lengths, because each compiles a program: quarters of that of the longest.
         """

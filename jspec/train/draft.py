@@ -145,9 +145,9 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     # The checkpoint, with its card.
     text = draft_card.write(card.final_metrics(run.work, "heldout_agreement"), int(state.step))
     with atomic.staged(run.out, key="config.json", replaced=atomic.WEIGHTS) as stage:
-        layout = None if output is None else output.layout
+        stored = {} if output is None else {"layout": output.layout, "weights": "int8" if output.int8 else None}
         name = data.public_name(run.target)
-        drafts.save(stage, learner.config, state.serve(jnp.float32), layout=layout, verifier=name)
+        drafts.save(stage, learner.config, state.serve(jnp.float32), verifier=name, **stored)
         (stage / "README.md").write_text(text, encoding="utf-8")
     return 0
 

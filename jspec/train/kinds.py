@@ -50,14 +50,21 @@ values of its own. The card of the bundled assistant states what its training to
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadOutput:
+class Output:
+    """How a checkpoint is written."""
+
+    int8: bool = option(False, "store matrices in 8 bits, with a scale for each output")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOutput(Output):
     """How the checkpoint of an EAGLE-3 head is written."""
 
     layout: str = option(eagle_config.LAYOUTS[0], "layout of the checkpoint", choices=eagle_config.LAYOUTS)
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockOutput:
+class BlockOutput(Output):
     """How the checkpoint of a block draft is written."""
 
     layout: str = option(block_config.LAYOUTS[0], "layout of the checkpoint", choices=block_config.LAYOUTS)

@@ -16,6 +16,7 @@ from block_files import DRAFTS, TARGET, V, load, random_draft
 from eagle_files import edit, write
 from hostile import TOKENIZER
 from safetensors.numpy import load_file
+from scaled_files import assert_close_in_int8
 
 import jspec
 from jspec.checkpoints import block, block_config, drafts, language_model
@@ -113,6 +114,11 @@ def test_round_trip_in_each_layout(draft, tmp_path, name):
         again = load(out)
         assert again.config == config and equal(again.params, loaded.params)
         assert block.KIND.matches(Source(out))
+        # In 8 bits.
+        write_draft(out, config, loaded.params, weights="int8")
+        again = load(out)
+        assert again.config == config
+        assert_close_in_int8(again.params, loaded.params)
 
 
 def test_what_other_programs_read(draft, tmp_path):

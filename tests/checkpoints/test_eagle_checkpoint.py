@@ -14,6 +14,7 @@ import pytest
 import toy
 from eagle_files import HEADS, TARGET, V, load, random_head, write
 from safetensors.numpy import load_file
+from scaled_files import assert_close_in_int8
 
 import jspec
 from jspec.checkpoints import drafts, eagle, eagle_config, language_model
@@ -100,6 +101,11 @@ def test_round_trip_in_each_layout(head, tmp_path, name):
         again = load(out)
         assert again.config == loaded.config and equal(again.params, loaded.params)
         assert eagle.matches(Source(out))
+        # In 8 bits.
+        write_head(out, loaded.config, loaded.params, weights="int8")
+        again = load(out)
+        assert again.config == loaded.config
+        assert_close_in_int8(again.params, loaded.params)
 
 
 def test_what_sglang_reads(head, tmp_path):

@@ -51,3 +51,16 @@ def is_linear(name):
 
 def values(params):
     return jax.tree_util.tree_leaves_with_path(jax.tree.map(widen, params, is_leaf=is_matrix))
+
+
+def assert_close_in_int8(narrow, wide):
+    """Each matrix of a draft that was stored in int8 is within half a step of the original, and some stay narrow."""
+    leaves = [jax.tree.leaves(params, is_leaf=is_matrix) for params in (narrow, wide)]
+    assert jax.tree.structure(wide) == jax.tree.structure(jax.tree.map(widen, narrow, is_leaf=is_matrix))
+    assert any(is_matrix(leaf) for leaf in leaves[0])
+    for stored, original in zip(*leaves, strict=True):
+        if original.ndim == 2:
+            largest = np.maximum(*(np.abs(original).max(axis=axis, keepdims=True) for axis in (0, 1)))
+            assert (np.abs(widen(stored) - original) <= largest * 0.501 / 127).all()
+        else:
+            np.testing.assert_array_equal(stored, original)
