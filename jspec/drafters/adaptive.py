@@ -134,9 +134,9 @@ class Adaptive:
 
     @property
     def max_length(self) -> int:
-        """The shortest context of a draft, or the target's."""
-        contexts = [bound(self, self.target).max_length, *map(optional.max_length, self.branches)]
-        return min(context for context in contexts if context is not None)
+        """The longest context of a draft; that of the target where some drafter has none of its own."""
+        longest = bound(self, self.target).max_length
+        return max(longest if context is None else context for context in map(optional.max_length, self.branches))
 
     @property
     def model(self) -> object:

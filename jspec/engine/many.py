@@ -15,7 +15,7 @@ from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
 from jspec.engine.method import choose_drafter, choose_method
 from jspec.engine.model import Model
-from jspec.engine.options import EngineOptions, GenerateOptions, check_fits, longest_sequence
+from jspec.engine.options import EngineOptions, GenerateOptions, check_draft_fits, check_fits, longest_sequence
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import bucket, one_call
 from jspec.engine.schedule import Scheduler
@@ -61,7 +61,8 @@ def generate_many(
     drafter = choose_drafter(options.drafter, model)
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
     method, row_sampling = choose_method(model.target, model.draft, drafter, options.accept, row_sampling, batch=count)
-    check_fits(model.target, longest, new, method.drafter)
+    check_fits(model.target, longest, new)
+    check_draft_fits(method.drafter, prompts, options.limits(count))
     if without_slots(model.params, method):
         return None
 

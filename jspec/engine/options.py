@@ -260,15 +260,12 @@ def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> N
         raise ValueError(f"accept={accept}: accepts tokens that a grammar forbids; use another rule")
 
 
-def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Drafter | None = None) -> None:
+def check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
     """Checks the longest prompt and its new tokens against the context of the model.
-
-    drafter: the bound drafter, whose model may have a shorter context; None: not checked.
 
     Raises:
       ValueError: they do not.
     """
-    # The context of the target.
     if longest >= target.max_length:
         raise ValueError(
             f"the longest prompt has {longest} tokens, which leaves no space for new ones in the model's context of "
@@ -279,13 +276,23 @@ def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Draft
             f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, at most "
             f"{target.max_length - longest} fit in the model's context of {target.max_length}"
         )
-    # The context of the draft.
-    context = None if drafter is None else optional.max_length(drafter)
-    if context is not None and longest + max_new_tokens > context:
+
+
+def check_draft_fits(drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    """Checks the shortest sequence against the context of a bound drafter's model.
+
+    Longer ones cost a batch nothing: where a draft proposes nothing useful, they decode plainly.
+
+    Raises:
+      ValueError: every sequence exceeds it.
+    """
+    context = optional.max_length(drafter)
+    length, new = min(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)
+    if context is not None and length + new > context:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, this exceeds the draft's context of "
-            f"{context}, after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
-            f"{max(0, context - longest)} new tokens"
+            f"max_new_tokens={new}: with a prompt of {length} tokens, this exceeds the draft's context of {context}, "
+            "after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
+            f"{max(0, context - length)} new tokens"
         )
 
 

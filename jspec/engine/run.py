@@ -25,7 +25,7 @@ from jspec.core.types import DecodeState, Params, Prompts, TopTokens
 from jspec.engine import costs, memory
 from jspec.engine.method import choose_drafter, choose_method
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, check_fits, compile_grammars, longest_sequence
+from jspec.engine.options import GenerateOptions, check_draft_fits, check_fits, compile_grammars, longest_sequence
 from jspec.engine.replacement import check_alive
 from jspec.engine.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.engine.slot_state import seeds_to_keys
@@ -93,7 +93,7 @@ class Run:
             record = options.top_logprobs if options.logprobs else None
             self.method, row_sampling = choose_method(*choice, batch=batch, placement=placement, record=record)
             drafter = self.method.drafter
-            check_fits(model.target, longest, new, drafter)
+            check_draft_fits(drafter, self.prompts, self._limits)
             stop, constraint = _automata(model, options, batch)
             # The memory of each device, for its sequences.
             columns, length = max(map(len, self.prompts)), longest + new

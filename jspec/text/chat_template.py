@@ -3,11 +3,12 @@
 A template comes with a checkpoint. The sandbox gives it no access to the host; its output and its ranges are bounded.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -17,11 +18,16 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from jspec.checkpoints.files import CheckpointError
+from jspec.core.checks import shorten
 
 MOST_SOURCE = 100_000
 """Bound of a template's length; those of published models have up to a third of it."""
 MOST_OUTPUT = 2**25
 """Bound of the characters of a rendered chat."""
+_MARK = "\ue000"
+"""A character of private use, which no chat has."""
+_MOST_MISSING = 16
+"""Messages for each of which a chat is rendered again."""
 MOST_ITEMS = 10**6
 """Bound of the integers in all calls of `range` of one rendering."""
 
@@ -66,6 +72,55 @@ class ChatTemplate:
             raise ValueError(
                 f"{self.where}: the chat template fails for these messages{_line_of(error)} ({_describe(error)})"
             ) from None
+
+    def render_whole(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
+        """The text of a chat, with the contents of all messages. A role `developer` becomes `system` where needed.
+
+        Raises:
+          CheckpointError: as `render`.
+          ValueError: as `render`, or the template drops a message.
+        """
+        as_system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+        # Templates that do not know a role drop its messages, or reject them.
+        if as_system != list(messages):
+            with contextlib.suppress(CheckpointError, ValueError):
+                text = self.render({**values, "messages": messages})
+                if not self._dropped(messages, values, text):
+                    return text
+        text = self.render({**values, "messages": as_system})
+        if dropped := self._dropped(as_system, values, text):
+            role = shorten(messages[dropped[0]].get("role"))
+            raise ValueError(
+                f"messages[{dropped[0]}]: {self.where} drops this message of the role {role}: must have another role "
+                "or place"
+            )
+        return text
+
+    def _dropped(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object], text: str) -> list[int]:
+        """The indices of messages whose content does not change the text."""
+
+        def marked(indices: Iterable[int]) -> str:
+            """The text if these contents had more characters; empty if the template rejects them."""
+            longer = [
+                {**m, "content": f"{m['content']}{_MARK}{i}{_MARK}"} if i in indices else m
+                for i, m in enumerate(messages)
+            ]
+            try:
+                return self.render({**values, "messages": longer})
+            except (CheckpointError, ValueError):
+                return ""
+
+        # A template may ask for no content at all; the calls of tools may stand for one.
+        present = [
+            i
+            for i, m in enumerate(messages)
+            if isinstance(content := m.get("content"), str) and content.strip() and not m.get("tool_calls")
+        ]
+        if "content" not in self.source:
+            return []
+        together = marked(present)
+        missing = [i for i in present if f"{_MARK}{i}{_MARK}" not in together]
+        return [i for i in missing[:_MOST_MISSING] if marked([i]) == text]
 
 
 class _TooMuchError(Exception):

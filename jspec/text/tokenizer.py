@@ -87,12 +87,17 @@ class Tokenizer:
         return {name: template.source for name, template in self._templates.items()}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokenize a text. `special`: whether to add special tokens, such as BOS.
+        """Tokenize a text. `special`: whether to add special tokens, such as BOS, unless the text begins with it.
 
         Raises:
           TypeError, ValueError: not a str, or one with lone surrogates.
         """
-        return self._backend.encode(check_text("text", text), add_special_tokens=special).ids
+        ids = self._backend.encode(check_text("text", text), add_special_tokens=special).ids
+        if special and len(ids) > 1 and ids[0] == ids[1]:
+            # A second BOS, as in a rendered chat; both may also be in the text.
+            plain = self._backend.encode(text, add_special_tokens=False).ids
+            return ids[1:] if plain[:1] == ids[:1] and len(plain) < len(ids) else ids
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Detokenize a complete sequence, without special tokens. For a continuation, use `stream.full_text`."""
@@ -115,22 +120,25 @@ class Tokenizer:
         """Render a chat as text, special tokens included.
 
         Args:
-          messages: for example [{"role": "user", "content": "hello"}]; keys whose value is None are omitted.
+          messages: for example [{"role": "user", "content": "hello"}]; keys whose value is None are omitted. The role
+            developer is written as system for a template that does not know it.
           tools: JSON schemas of functions for the model to call.
           documents: documents for the model to cite, each with "title" and "text".
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
           options: other variables of the template, such as enable_thinking.
 
         Raises:
-          ValueError: no template, no messages, or messages that the template rejects or fails for.
+          ValueError: no template, no messages, or messages that the template rejects, drops or fails for.
           CheckpointError: the template is not valid Jinja, or exceeds a bound.
         """
         if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise ValueError(f'messages={messages!r}: must be a list such as [{{"role": "user", "content": "hello"}}]')
         template = self._template("tool_use" if tools is not None and "tool_use" in self._templates else "default")
         values = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
-        values |= {"messages": [{k: v for k, v in message.items() if v is not None} for message in messages]}
-        return template.render({**self._special, **values, **options})
+        return template.render_whole(
+            [{k: v for k, v in message.items() if v is not None} for message in messages],
+            {**self._special, **values, **options},
+        )
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id after other text; empty for special tokens and unused ids.

@@ -373,6 +373,10 @@ def test_a_generation_that_does_not_fit_is_an_error_in_generate_ids(monkeypatch)
 def test_a_text_beyond_the_context_of_the_draft_is_an_error():
     with pytest.raises(ValueError, match="max_new_tokens=98: .* exceeds the draft's context of 100, .* at most 97 new"):
         generate(max_new_tokens=98, drafter="standalone")
+    fallback = jspec.Adaptive((None, jspec.Standalone(depth=2)))
+    for prompts, limit, drafter in ((["a", "bb"], [20, 99], "standalone"), (["bb"], 99, fallback)):
+        outs = [jspec.generate(MODEL, prompts, max_new_tokens=limit, drafter=one) for one in (drafter, None)]
+        assert outs[0].tokens == outs[1].tokens
     with pytest.raises(ValueError, match="max_length=101: exceeds the draft's context of 100"):
         generate_ids(max_length=101, drafter="standalone", draft=SHORT)
 

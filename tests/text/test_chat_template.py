@@ -178,3 +178,50 @@ def test_a_tokenizer_gives_the_sources_of_its_templates(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     loaded = Tokenizer.load(tmp_path)
     assert loaded is not None and loaded.templates == {"default": "{{ messages }}"}
+
+
+CHAT = [
+    {"role": "developer", "content": "brief"},
+    {"role": "user", "content": "brief?"},
+    {"role": "assistant", "content": "<think>no</think>Yes"},
+    {"role": "user", "content": " why "},
+]
+SHOWN = "{{ m.role[0] }}:{{ m.content.split('</think>')[-1] | trim | upper }} "
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("true", "d:BRIEF u:BRIEF? a:YES u:WHY "),
+        ("m.role != 'developer'", "s:BRIEF u:BRIEF? a:YES u:WHY "),
+        ("m.role in ('user', 'assistant')", "messages[0]: .* drops this message of the role 'developer': must have"),
+        ("m.role != 'assistant'", "messages[2]: .* drops this message of the role 'assistant'"),
+        ("loop.last or m.role != 'user'", "messages[1]: .* drops this message of the role 'user'"),
+    ],
+)
+def test_no_message_is_dropped_in_silence(condition, expected):
+    """What a template changes or takes out of a content is its own affair."""
+    source = "{% for m in messages %}{% if CONDITION %}SHOWN{% endif %}{% endfor %}"
+    template = ChatTemplate(source.replace("CONDITION", condition).replace("SHOWN", SHOWN), "it")
+    if "drops" not in expected:
+        assert template.render_whole(CHAT, {}) == expected
+        return
+    with pytest.raises(ValueError, match=expected.replace("[", r"\[", 1)):
+        template.render_whole(CHAT, {})
+
+
+def test_a_rejected_role_of_a_developer_is_written_as_system():
+    source = "{% for m in messages %}{% if m.role == 'developer' or m.role == 'system' and not loop.first %}"
+    source += "{{ raise_exception('only the first one is of the system') }}{% endif %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, "it")
+    assert template.render_whole(CHAT[:2], {}) == "briefbrief?"
+    with pytest.raises(ValueError, match="it: the chat template rejects these messages: only the first one"):
+        template.render_whole([*CHAT[1:], CHAT[0]], {})
+
+
+def test_the_content_beside_calls_of_tools_may_be_left_out():
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": "I look.", "tool_calls": [1]}, {"role": "user", "content": "x"}]
+    assert ChatTemplate(source, "it").render_whole(messages, {}) == "[1]x"
