@@ -1,0 +1,101 @@
+"""With real models every drafter, batch, engine and server gives what plain decoding gives."""
+
+import http_server
+import pytest
+
+import jspec
+
+AS_SHIPPED = True
+NEW_TOKENS = 48
+DRAFTERS = {
+    "ngram": jspec.Ngram(depth=4),
+    "suffix": jspec.Suffix(depth=6),
+    "suffix-tree": jspec.Suffix(depth=4, width=3, num_nodes=12),
+    "adaptive": jspec.Adaptive(),
+    "standalone": jspec.Standalone(depth=4),
+    "standalone-tree": jspec.Standalone(depth=3, width=2, num_nodes=8),
+}
+MODES = {
+    "greedy": None,
+    "sampled": jspec.Sampling(temperature=0.8, top_p=0.95),
+    "penalties": jspec.Sampling(temperature=1.0, top_k=50, repetition_penalty=1.1),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(real):
+    """Plain decoding in each mode, with text to the limit of each prompt."""
+    results = {}
+
+    def run(mode, model=real.model):
+        if (mode, model) not in results:
+            results[mode, model] = generate(real, "plain", mode, model)
+        return results[mode, model]
+
+    return run
+
+
+def generate(real, drafter, mode, model=None):
+    options = {"max_new_tokens": NEW_TOKENS, "sampling": MODES[mode], "seed": 3}
+    return jspec.generate(model or real.model, real.ids, drafter=drafter, **options)
+
+
+@pytest.mark.slow(unless=("greedy-ngram", "sampled-ngram", "greedy-standalone"))
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_drafted_equals_plain(real, plain, mode, drafter):
+    model = real.model.with_draft(real.model) if drafter.startswith("standalone") else real.model
+    out = generate(real, DRAFTERS[drafter], mode, model)
+    assert out.tokens == plain(mode).tokens
+    assert out.finish_reason == plain(mode).finish_reason
+    if model.draft is not None:
+        # The model is its own draft: all proposals are accepted, unless a tree has other ones beside them.
+        depth = DRAFTERS[drafter].depth
+        assert out.stats.accept_length > (depth if mode == "greedy" else 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_is_its_prompts(real, plain, mode):
+    for index, ids in enumerate(real.ids):
+        options = {"max_new_tokens": NEW_TOKENS, "sampling": MODES[mode], "drafter": jspec.Ngram(depth=4)}
+        assert jspec.generate(real.model, ids, seed=3 + index, **options).tokens == plain(mode).tokens[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"weights": "fp8"}, {"weights": "int8"}, {"weights": "int4"}, {"kv": "fp8"}], ids=str
+)
+def test_fewer_bits(real, options):
+    model = jspec.load(real.path, dtype="float32", **options)
+    out = generate(real, DRAFTERS["ngram"], "greedy", model)
+    assert out.tokens == generate(real, "plain", "greedy", model).tokens
+    assert out.stats.accept_length > 1
+
+
+@pytest.mark.slow
+def test_an_engine(real, plain):
+    with jspec.Engine(real.model, drafter=jspec.Ngram(depth=4), slots=3, context=512, prefill_tokens=32) as engine:
+        for mode in ("greedy", "sampled"):
+            out = engine.generate(real.ids, max_new_tokens=NEW_TOKENS, sampling=MODES[mode], seed=3)
+            assert out.tokens == plain(mode).tokens
+
+
+@pytest.fixture(scope="module")
+def server(chat_model):
+    with jspec.Engine(chat_model.model, drafter=jspec.Ngram(depth=4), slots=4, context=512) as engine:
+        running = http_server.Running(engine)
+        yield running
+        running.end()
+        running.join()
+
+
+def test_chats_over_http(server, chat_model):
+    for prompt, ids in zip(chat_model.prompts[:2], chat_model.ids, strict=False):
+        body = {"model": "fake", "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 40}
+        answer = server.post("/v1/chat/completions", body, timeout=300).json()
+        expected = jspec.generate(chat_model.model, ids, max_new_tokens=40)
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"] == expected.text
+        assert choice["finish_reason"] == ("stop" if expected.finish_reason == "eos" else "length")
+        assert answer["usage"]["prompt_tokens"] == len(ids)
