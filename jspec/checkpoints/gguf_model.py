@@ -7,7 +7,7 @@ are stored with 1 added.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Architecture:
 
     model: class of `transformers`.
     keys, tensors: what it has beyond `_KEYS` and `_TENSORS`.
-    values: of config.json, implied by the architecture.
+    implied: what the other values of a config.json imply in this architecture.
     alternates: whether the rows of queries and keys that rotate together alternate, in place of two halves of a head.
     norm_offset: what is added to the weights of norms.
     narrow: whether the family has matrices of 8 and 4 bits.
@@ -34,7 +34,7 @@ class Architecture:
     model: str
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    implied: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     alternates: bool = False
     norm_offset: float = 0.0
     narrow: bool = True
@@ -86,6 +86,13 @@ _TENSORS = {
 _EXPERTS = {f"ffn_{part}_exps": f"{part}_proj" for part in ("gate", "up", "down")}
 """Name of a stack of experts -> name of a matrix of one."""
 
+
+def _query_scalar(config: Mapping[str, Any]) -> int:
+    """What Gemma divides queries by, squared: the files of 27B do not state its value, which is another one."""
+    is_27b = config["num_hidden_layers"] == 62
+    return config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", alternates=True),
     "qwen3": Architecture("Qwen3ForCausalLM"),
@@ -97,7 +104,24 @@ ARCHITECTURES = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
         tensors={"ffn_gate_inp": "mlp.gate"},
-        values={"norm_topk_prob": True},
+        implied=lambda config: {"norm_topk_prob": True},
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "sliding_window_pattern",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        tensors={
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        implied=lambda config: {"query_pre_attn_scalar": _query_scalar(config)},
+        norm_offset=1.0,
+        narrow=False,
     ),
 }
 """`general.architecture` -> how its files are read."""
@@ -241,12 +265,13 @@ def _read_config(file: GgufFile, name: str, row: Architecture) -> dict[str, Any]
     scaling = {key.removeprefix("rope.scaling."): stated.pop(key) for key in list(stated) if _is_scaling(key)}
     refuse(metadata.where, [metadata.describe(key) for short, key in stated.items() if short not in {*names, *_OTHERS}])
     config = {names[short]: metadata.value(key) for short, key in stated.items() if short in names}
-    config |= {"architectures": [row.model], **row.values, "eos_token_id": _ends(metadata)}
+    config |= {"architectures": [row.model], "eos_token_id": _ends(metadata)}
     # What the tensors imply.
     if (embedding := file.tensors.get("token_embd.weight")) is None:
         raise CheckpointError(f"{metadata.where}: the tensor 'token_embd.weight' is missing")
     config |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
     config |= _read_heads(metadata, name, config)
+    config |= row.implied(config)
     if "blk.0.attn_q.bias" in file.tensors:
         config["attention_bias"] = True
     kinds = {entry.kind for key, entry in file.tensors.items() if key.startswith("blk.") and len(entry.shape) > 1}

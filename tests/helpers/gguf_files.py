@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 
 ALTERNATING = ("llama",)
 """Architectures whose rows of queries and keys alternate in a file."""
+OFFSET = ("gemma3",)
+"""Architectures whose norms have 1 added in a file."""
 
 
 def alternate(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -47,7 +49,15 @@ def write(
     writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -68,7 +78,7 @@ def _named(directory: Path, architecture: str, config: dict[str, Any]) -> dict[s
     names, named = gguf.get_tensor_name_map(model, config["num_hidden_layers"]), {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        tensor = tensor.astype(np.float32)
+        tensor = tensor.astype(np.float32) + np.float32(architecture in OFFSET and name.endswith("norm.weight"))
         if architecture in ALTERNATING and (match := re.search(r"\.([qk])_proj\.", name)):
             tensor = alternate(tensor, config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
         expert = re.search(r"experts\.(\d+)\.", name)

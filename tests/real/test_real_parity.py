@@ -24,7 +24,7 @@ TEXTS = (
 
 
 def test_every_tensor(real):
-    model, seen = GgufModel(real.path), set()
+    model = GgufModel(real.path)
     expected = real.oracle.state_dict()
     for name in model.names():
         np.testing.assert_array_equal(model.get(name), expected[name].numpy(), err_msg=name)
@@ -64,12 +64,11 @@ def test_chat_template(chat_model):
 
 
 def test_logits(real):
-    (ids,) = [ids for ids in real.ids if ids is real.ids[1]]
-    batch = np.array([(ids * 8)[:64], (ids[::-1] * 8)[:64]], np.int32)
+    batch = np.array([(ids * 16)[:64] for ids in real.ids[:2]], np.int32)
     with torch.no_grad():
         expected = real.oracle(torch.tensor(batch.astype(np.int64))).logits.numpy()
     logits = np.asarray(read(real.model.target, real.model.params.target, batch).logits)
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits, expected, atol=real.noise, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +96,12 @@ def test_a_turn_ends_at_its_token(chat_model):
     assert out.tokens[-1] in chat_model.model.eos == (2,)
 
 
+@pytest.mark.slow
 def test_contexts_beyond_the_window(windowed):
-    window = windowed.model.target.sliding_window
-    assert window == 512
-    ids = windowed.model.tokenizer.encode("".join(f"Item {i} costs {i * 7 % 50} dollars. " for i in range(75)))
-    assert len(ids) > window + 300
+    window = 512
+    assert {layer.window for layer in windowed.model.target.attention} == {window, None}
+    ids = windowed.model.tokenizer.encode("".join(f"Item {i} costs {i * 7 % 50} dollars. " for i in range(65)))
+    assert len(ids) > window + 100
     for drafter in ("plain", jspec.Ngram(depth=4)):
         out = jspec.generate(windowed.model, ids, max_new_tokens=24, drafter=drafter, ignore_eos=True)
         assert out.tokens == continuation(windowed, ids, 24)
