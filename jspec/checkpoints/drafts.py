@@ -8,10 +8,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant, atomic, block, eagle, language_model, scaled
-from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
+from jspec.checkpoints.files import resolve_dtype, write_tensors
 from jspec.checkpoints.plan import Checkpoint, Plan
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import refuse_split, splits_draft
+from jspec.checkpoints.vocabulary import check_padding
 from jspec.core.sharding import Placement
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
@@ -50,11 +51,7 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
             return kind.plan(source, target, dtype, weights)
     # Any other draft is a language model with the target's vocabulary.
     plan: Plan[Any] = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
-    count = plan.config.vocab_size
-    if count != target.vocab_size:
-        raise CheckpointError(
-            f"{source.config.where}: vocab_size={count}, but the target has {target.vocab_size} tokens"
-        )
+    check_padding(source.config.where, plan.config.vocab_size, target.vocab_size)
     return plan
 
 

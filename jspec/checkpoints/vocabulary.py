@@ -15,10 +15,8 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
+from jspec.models.sizes import MOST_PADDING, is_padded
 from jspec.models.weights import reordered
-
-MOST_PADDING = 1024
-"""Bound of the tokens by which a vocabulary may be longer than another one, as padding for fast shapes."""
 
 
 def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int]:
@@ -30,7 +28,7 @@ def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int
       CheckpointError: the target's vocabulary is another one, or the draft's not part of it.
     """
     stored, count = config.read_int("vocab_size"), target.vocab_size
-    check_padding(config, count)
+    check_padding(config.where, stored, count)
     draft = config.read_int("draft_vocab_size", stored)
     if draft > stored:
         raise config.wrong("draft_vocab_size", draft, f"must be between 1 and vocab_size={stored}")
@@ -39,15 +37,16 @@ def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int
     return {"vocab_size": count, "draft_vocab_size": draft}
 
 
-def check_padding(config: Fields, count: int) -> None:
-    """Compare `vocab_size` with the tokens of the target: it may have a few rows of padding more or less.
+def check_padding(where: str, stored: int, count: int) -> None:
+    """Compare the `vocab_size` of a draft with the tokens of the target: it may have some rows of padding more or less.
+
+    where: the file.
 
     Raises:
       CheckpointError: they differ by more than that.
     """
-    stored = config.read_int("vocab_size")
-    message = f"{config.where}: {config.name('vocab_size')}={stored}, but the target has {count} tokens"
-    if not -min(MOST_PADDING, count // 2) <= stored - count <= MOST_PADDING:
+    message = f"{where}: vocab_size={stored}, but the target has {count} tokens"
+    if not is_padded(stored, count):
         raise CheckpointError(f"{message}: must be the same, but for at most {MOST_PADDING} rows of padding")
     if stored != count:
         warnings.warn(f"{message}: the ids from {min(stored, count)} on are taken for padding", stacklevel=2)

@@ -24,6 +24,7 @@ from jspec.core.types import (
 )
 from jspec.drafters.base import ModelDrafter, bound
 from jspec.models.decoder import Decoder
+from jspec.models.sizes import is_padded
 
 
 @struct
@@ -48,7 +49,7 @@ class Standalone(ModelDrafter):
       how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
     keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
       2309.17453). Sliding-window layers keep none.
-    model: the draft's configuration; set by `bind`.
+    target, model: the configurations of the target and of the draft; set by `bind`.
     """
 
     depth: int = 4
@@ -57,6 +58,7 @@ class Standalone(ModelDrafter):
     sampled: bool = False
     window: int | None = None
     keep_first: int = 0
+    target: Target | None = None
     model: Decoder | None = None
     capture_layers = ()
     further: ClassVar[int] = 1
@@ -67,17 +69,18 @@ class Standalone(ModelDrafter):
         self.check_window()
 
     def bind(self, target: Target, draft: object) -> "Standalone":
-        """Takes the draft's configuration; it must be a language model with the target's vocabulary."""
+        """Takes the draft's configuration; it must be a language model with the target's vocabulary, maybe padded."""
         draft = self.check_kind(draft, Decoder, "a language model as draft")
-        if draft.vocab_size != target.vocab_size:
+        if not is_padded(draft.vocab_size, target.vocab_size):
             raise ValueError(
                 f"Standalone needs a draft with the target's vocabulary: the draft has {draft.vocab_size} tokens, "
                 f"the target {target.vocab_size}"
             )
-        if self.width > target.vocab_size:
-            raise ValueError(f"Standalone(width={self.width}): the vocabulary has {target.vocab_size} tokens")
+        size = min(draft.vocab_size, target.vocab_size)
+        if self.width > size:
+            raise ValueError(f"Standalone(width={self.width}): the vocabulary has {size} tokens")
         self.check_windowed(draft)
-        return dataclasses.replace(self, model=draft)
+        return dataclasses.replace(self, target=target, model=draft)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""
@@ -150,4 +153,8 @@ class Standalone(ModelDrafter):
         return bound(self, self.model)
 
     def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
-        return propose(s, logits, path, width=self.width, vocab_size=self._model.vocab_size, sampled=self.sampled)
+        # Rows of padding are never proposed.
+        size, vocabulary = self._model.vocab_size, bound(self, self.target).vocab_size
+        ids = jnp.arange(size, dtype=jnp.int32) if size < vocabulary else None
+        logits = logits[:, :, :vocabulary]
+        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)

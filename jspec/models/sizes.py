@@ -13,6 +13,14 @@ from jaxtyping import PyTree
 from jspec.cache import LayerKeys
 from jspec.models.quantized import is_matrix
 
+MOST_PADDING = 1024
+"""Bound of the tokens by which a draft's vocabulary may differ from the target's: rows of padding, for fast shapes."""
+
+
+def is_padded(size: int, count: int) -> bool:
+    """Whether vocabularies of `size` tokens, a draft's, and `count`, its target's, differ by no more than padding."""
+    return -min(MOST_PADDING, count // 2) <= size - count <= MOST_PADDING
+
 
 def shape_of(dtype: DTypeLike) -> Callable[..., Any]:
     """A function from dimensions to a `jax.ShapeDtypeStruct`, which stands for an array in a pytree of weights."""

@@ -1,8 +1,10 @@
 """Checkpoints round-trip in every layout; errors name what is missing, damaged or unsupported."""
 
 import json
+import shutil
 from dataclasses import replace
 
+import hostile
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -169,7 +171,65 @@ def test_wrong_shape(saved):
         language_model.load(saved)
 
 
-@pytest.mark.filterwarnings("ignore:.*: not read:")
+def test_files_of_tensors_that_are_not_read(tmp_path):
+    """A stale copy, a shard missing in the index, and weights in the layout of another program are named."""
+    params, other = toy.random_params(toy.DRAFT), toy.random_params(toy.DRAFT, seed=9)
+    language_model.save(tmp_path / "shards", toy.DRAFT, params, max_shard_bytes=2000)
+    language_model.save(tmp_path / "one", toy.DRAFT, other)
+    shutil.copy(tmp_path / "one/model.safetensors", tmp_path / "shards")
+    with pytest.warns(
+        UserWarning, match="not read: model.safetensors; .* the files in model.*index.json; transformers"
+    ):
+        loaded = language_model.load(tmp_path / "shards", dtype="bfloat16")
+    np.testing.assert_array_equal(loaded.params.embed, params.embed.astype(jnp.bfloat16))
+    shutil.copy(tmp_path / "one/model.safetensors", tmp_path / "one/consolidated.safetensors")
+    with pytest.warns(
+        UserWarning, match="not read: consolidated.safetensors; the weights are those of model.safetensors$"
+    ):
+        language_model.load(tmp_path / "one")
+    shard = sorted((tmp_path / "shards").glob("model-*"))[-1]
+    shard.unlink()
+    with (
+        pytest.warns(UserWarning, match="not read"),
+        pytest.raises(CheckpointError, match=f"{shard.name}: no such file, which model.safetensors.index.json names"),
+    ):
+        language_model.load(tmp_path / "shards")
+
+
+def test_mtp_heads_that_no_index_lists(tmp_path):
+    config = hostile.MODELS["deepseek mtp"]
+    language_model.save(tmp_path, config, hostile.weights(config), max_shard_bytes=1)
+    assert language_model.load(tmp_path).config.mtp_layers == 2
+    index = tmp_path / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    heads = tuple(f"model.layers.{config.num_layers + head}." for head in range(2))
+    raw["weight_map"] = {name: file for name, file in raw["weight_map"].items() if not name.startswith(heads)}
+    index.write_text(json.dumps(raw))
+    with (
+        pytest.warns(UserWarning, match="num_nextn_predict_layers=2, but the checkpoint lists no tensors of MTP heads"),
+        pytest.warns(UserWarning, match=r"not read: model-\d+-of-\d+.safetensors, .*; the weights are the files in"),
+    ):
+        assert language_model.load(tmp_path).config.mtp_layers == 0
+
+
+def test_the_outer_flag_of_tied_embeddings(tmp_path):
+    """transformers 5.5 and later write true in the section of the text model of a checkpoint with an LM head."""
+    config = replace(hostile.MODELS["qwen3_next experts"], tie_embeddings=False)
+    params = hostile.weights(config)
+    params = replace(params, lm_head=params.lm_head + 1)
+    language_model.save(tmp_path, config, params, dtype="float32")
+    text = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    raw = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    for outer in (False, True, None):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": outer}))
+        if outer is False:
+            np.testing.assert_array_equal(language_model.load(tmp_path, dtype="float32").params.lm_head, params.lm_head)
+            continue
+        with pytest.raises(CheckpointError, match="tie_word_embeddings.*differs"):
+            language_model.load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.* not read")
 def test_missing_shard_and_missing_entry(tmp_path):
     language_model.save(tmp_path, toy.DRAFT, toy.random_params(toy.DRAFT), max_shard_bytes=1000)
     index = tmp_path / "model.safetensors.index.json"

@@ -63,7 +63,7 @@ def edit_json(path, **changes):
 # Which files are read
 
 
-@pytest.mark.filterwarnings("ignore:.*: not read:")
+@pytest.mark.filterwarnings("ignore:.* not read")
 @pytest.mark.parametrize(
     "name", ["../x", "../saved/model.safetensors", "/etc/passwd", "", ".", "..", "a/b", "a\\b", "x\0", "x" * 5000]
 )
@@ -74,7 +74,7 @@ def test_an_index_names_a_file_elsewhere(sharded, name):
     refused(sharded, "must name a file in this directory|no such file")
 
 
-@pytest.mark.filterwarnings("ignore:.*: not read:")
+@pytest.mark.filterwarnings("ignore:.* not read")
 @pytest.mark.parametrize("value", [5, None, [], {}, True, "x", {"a": 5}, {"a": ["x"]}, {"a": {}}])
 def test_an_index_of_other_types(sharded, value):
     edit_json(sharded / "model.safetensors.index.json", weight_map=value)
@@ -346,9 +346,10 @@ def test_an_assistant_for_another_target(tmp_path):
 
 
 def test_a_draft_with_another_vocabulary(saved, tmp_path):
-    other = dataclasses.replace(toy.DRAFT, vocab_size=60)
+    other = dataclasses.replace(toy.DRAFT, vocab_size=29)
     language_model.save(tmp_path / "draft", other, hostile.weights(other), dtype="float32")
-    with pytest.raises(CheckpointError, match="vocab_size=60, but the target has 61 tokens"):
+    message = "vocab_size=29, but the target has 61 tokens: must be the same, but for at most 1024 rows"
+    with pytest.raises(CheckpointError, match=message):
         jspec.load(saved, draft=tmp_path / "draft")
 
 

@@ -209,8 +209,8 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
             "chosen must be between 1 and count=61",
         ),
         (
-            lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=60)),
-            "the draft has 60 tokens, the target 61",
+            lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=29)),
+            "the draft has 29 tokens, the target 61",
         ),
     ),
 )

@@ -93,12 +93,14 @@ DEEPSEEK = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 16,
 }
+_NO_HEADS = {"num_nextn_predict_layers": 0}
+"""`transformers` writes no tensors of MTP heads."""
 DEEPSEEK_KINDS = {
     "v2": {"q_lora_rank": None, "topk_method": "greedy", "num_experts_per_tok": 3},
     "v2_groups": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "rope_parameters": _YARN},
-    "v3": {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_parameters": _YARN},
+    "v3": {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_parameters": _YARN, **_NO_HEADS},
     # With fewer heads many scores are 0, and the choice among equal scores is arbitrary.
-    "v32": {"rope_parameters": _YARN, "index_topk": 16, "index_head_dim": 24, "index_n_heads": 16},
+    "v32": {"rope_parameters": _YARN, "index_topk": 16, "index_head_dim": 24, "index_n_heads": 16, **_NO_HEADS},
 }
 """V2-Lite, V2, V3 and V3.2: how queries are projected, experts chosen, positions scaled and tokens selected."""
 
