@@ -36,7 +36,7 @@ GROUPS_HELP = "{} N groups of devices, each with the whole model (default: one g
 class ModelOptions:
     """What is loaded, on which devices, and how the draft is shaped."""
 
-    model: str = option("bundled:python-small", "bundled:NAME, a Hugging Face directory or a hub id")
+    model: str = option("bundled:python-small", "bundled:NAME, a Hugging Face directory, a .gguf file or a hub id")
     draft: str | None = option(
         None, "the draft model, given like the model (default: the draft of a bundled model, or none)"
     )

@@ -40,7 +40,9 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
       ValueError, TypeError: a value out of bounds.
     """
 
-    model: str = option(help="bundled:NAME, a Hugging Face directory or a hub id", positional=True, metavar="MODEL")
+    model: str = option(
+        help="bundled:NAME, a Hugging Face directory, a .gguf file or a hub id", positional=True, metavar="MODEL"
+    )
     drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
     accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
     data: int | None = option(None, GROUPS_HELP.format("serve requests on"), bounds=COUNT)

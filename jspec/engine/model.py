@@ -140,7 +140,7 @@ def load(
     """Load a target, and a draft for it, onto the default device, or split it over several.
 
     Args:
-      source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
+      source: "bundled:python-small", a Hugging Face directory, a .gguf file, or a hub id such as "org/name".
       draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
         EAGLE head or an assistant made for this target. None: the draft bundled with the target, or the MTP heads in
         its checkpoint, if any.
