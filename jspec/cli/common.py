@@ -1,6 +1,7 @@
 """What the commands that load a model share: their options, and the values that these give."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jspec.core.types import Drafter
 from jspec.engine.corpus import with_corpus
 from jspec.engine.hub import bundled_draft
 from jspec.engine.method import choose_drafter
-from jspec.engine.model import Model, load
+from jspec.engine.model import Model, load, probe_draft
 from jspec.engine.options import MAX_SEED, check_fits
 from jspec.engine.run import Prompt, encode_prompts
 from jspec.models.quantized import FORMATS, WIDE
@@ -68,6 +69,7 @@ class ModelOptions:
         None, "split the model over N devices: heads, MLPs and vocabulary (default: one device)", bounds=COUNT
     )
     data: int | None = option(None, GROUPS_HELP.format("split the prompts of a batch over"), bounds=COUNT)
+    probe: bool = option(True, "do not check at the start whether the draft fits the model, see `jspec doctor`")
     depth: int | None = option(None, "length of the longest drafted chain", bounds=COUNT)
     width: int | None = option(None, "maximum number of children per node; 1 drafts a chain", bounds=COUNT)
     num_nodes: int | None = option(None, "nodes of the drafted tree, root included", bounds=COUNT)
@@ -167,7 +169,12 @@ def load_model(
     if draft not in loaded:
         with naming_models({"--draft": options.draft, option: options.model}):
             values = {name: getattr(options, name) for name in ("tensor", "data", "dtype", "exact", "weights", "kv")}
-            loaded[draft] = load(options.model, draft=draft, **values)
+            loaded[draft] = model = load(options.model, draft=draft, **values)
+        # The bundled draft of a bundled model is known to fit.
+        if options.probe and draft == options.draft and model.draft is not None and model.placement is None:
+            warning = probe_draft(model).warning(options.draft or options.model)
+            if warning is not None:
+                print(f"jspec: {warning}", file=sys.stderr, flush=True)
     return with_corpus(loaded[draft], texts) if texts and drafter == "suffix" else loaded[draft]
 
 

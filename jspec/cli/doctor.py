@@ -1,9 +1,15 @@
 """Looks at the machine: its devices, the versions of what is installed, and which kernels run; then runs the tests for
 accelerators, if this is a clone with pytest, and a short measurement. All of it is written to one file, to send along
 with a report: without names of hosts or users, and without paths.
+
+With --model it looks at the draft instead: of the tokens that the model writes, how many the draft proposes as its
+checkpoint is read, and under neighboring readings (captured layers and positions one lower or higher, causal or not,
+the layout of rotary pairs, norms before or after). It warns if the draft fits clearly better under one of them, or
+under none.
 """
 
 import argparse
+import dataclasses
 import getpass
 import importlib
 import importlib.metadata
@@ -27,8 +33,9 @@ import pallas_kernels
 from jspec.bench import machine
 from jspec.bench.options import BenchOptions
 from jspec.cli import bench
-from jspec.cli.arguments import Commands, check_output
+from jspec.cli.arguments import Commands, check_output, naming_models
 from jspec.core import package
+from jspec.engine.model import load, probe_draft
 from pallas_kernels import dispatch, platform
 from pallas_kernels.dispatch import Operation
 
@@ -55,6 +62,8 @@ def add_command(commands: Commands) -> None:
         metavar="FILE",
         help="where to write everything (default: %(default)s)",
     )
+    parser.add_argument("--model", help="look at the draft of this model: bundled:NAME, a directory or a hub id")
+    parser.add_argument("--draft", help="the draft, given like the model (default: that of the model itself)")
     parser.add_argument("--no-tests", action="store_true", help="run no tests")
     parser.add_argument("--no-bench", action="store_true", help="measure nothing")
     parser.set_defaults(run=main)
@@ -67,6 +76,10 @@ def main(options: argparse.Namespace) -> int:
       ValueError, OSError: the file cannot be written.
     """
     check_output("--json", options.json)
+    if options.draft is not None and options.model is None:
+        raise ValueError(f"--draft {options.draft}: requires --model")
+    if options.model is not None:
+        return _probe(options.model, options.draft, options.json)
     report: dict[str, Any] = {"versions": versions()}
     _show("versions", report["versions"])
     # A TPU belongs to one process at a time, so the tests run before this process takes it.
@@ -80,12 +93,33 @@ def main(options: argparse.Namespace) -> int:
     report["bench"] = _not_run("--no-bench") if options.no_bench else run_bench(platform.platform())
     if "problem" in report["bench"]:
         _show("bench", report["bench"])
-    # Neither host nor user is named in the file.
-    anonymous = without_names(report, [socket.gethostname(), _user()])
-    options.json.write_text(json.dumps(anonymous, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"written to {options.json}")
+    _write(report, options.json)
     failed = report["tests"].get("failed", 0) or "problem" in report["bench"] or "problem" in report["tests"]
     return int(bool(failed))
+
+
+def _write(report: Mapping[str, Any], path: Path) -> None:
+    """Writes the report; neither host nor user is named in the file."""
+    anonymous = without_names(report, [socket.gethostname(), _user()])
+    path.write_text(json.dumps(anonymous, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+
+
+def _probe(source: str, draft: str | None, path: Path) -> int:
+    """Prints and writes how the draft fits under each reading; the exit status is 1 if another fits better, or none."""
+    with naming_models({"--draft": draft, "--model": source}):
+        model = load(source, draft=draft)
+        fit = probe_draft(model)
+    report = {"versions": versions(), "devices": devices(), "draft": {"kind": repr(model), **dataclasses.asdict(fit)}}
+    print(f"{model}\nas read: {fit.right} of {fit.total} first tokens are right, acceptance {fit.overlap:.2f}")
+    for other in fit.others:
+        name = f"{other.name} ({other.field})" if other.field else other.name
+        tokens = f"{other.right} of {other.total} {other.tokens} tokens (as read: {other.read_right})"
+        print(f"  with {name}: {tokens}, acceptance {other.overlap:.2f} ({other.errors:+.1f} standard errors)")
+    warning = fit.warning(draft or source)
+    print(f"{fit.seconds:.1f} s\n{warning or 'no other reading fits clearly better'}")
+    _write(report, path)
+    return int(warning is not None)
 
 
 def versions() -> dict[str, str | None]:

@@ -1,0 +1,150 @@
+"""Finds misread drafts: compares a draft with what its target writes, also under neighboring readings of the draft."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jspec.core.types import Params, Target
+from jspec.drafters.readings import Reading, View, as_read, other_readings, predict, write
+from jspec.models.draft import Draft
+from jspec.text.tokenizer import Tokenizer
+
+PROMPTS = (
+    "The weather in the mountains changes quickly, so hikers should always",
+    "def read_lines(path):\n    with open(path) as file:\n        return",
+    "In the spring of that year the first trains began to run between",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def",
+    "Dear customer, thank you for your message. We are happy to",
+    "import os\nimport sys\n\n\ndef main(arguments):\n    parser =",
+)
+"""Beginnings of texts of several kinds, for the target to continue."""
+_WIDTH, _NEW = 8, 24
+"""Tokens of each prompt, and choices after it: too few for a text to repeat itself."""
+_CLEARLY = 3.3
+"""Least lead of another reading in expected acceptance, in standard errors: 1 in 2,000 has it by chance."""
+DOCS = "docs/guide/drafts.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Another reading beside the checkpoint's.
+
+    name, field: as of `Reading`.
+    tokens: the compared ones of each proposal: "first" or "second".
+    total: number of compared tokens.
+    right, read_right: the target's choices among them, under this reading and under the checkpoint's.
+    overlap, read_overlap: expected acceptance of a sampled draft, from 0 to 1.
+    errors: the difference of the two, in standard errors of the mean over positions.
+    """
+
+    name: str
+    field: str
+    tokens: str
+    total: int
+    right: int
+    read_right: int
+    overlap: float
+    read_overlap: float
+    errors: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """How a draft fits its target.
+
+    total: compared first tokens; `right` and `overlap` as of `Comparison`.
+    constant: right ones of the best constant guess.
+    others: the neighboring readings.
+    seconds: time of all forwards.
+    """
+
+    total: int
+    right: int
+    overlap: float
+    constant: int
+    others: tuple[Comparison, ...]
+    seconds: float
+
+    @property
+    def better(self) -> Comparison | None:
+        """The best reading with a clearly better fit; None: there is none."""
+        clear = [other for other in self.others if other.errors > _CLEARLY and other.right > self.constant]
+        return max(clear, key=lambda other: other.overlap - other.read_overlap, default=None)
+
+    def warning(self, name: str) -> str | None:
+        """One line about a draft of this name, misread or for another target; None: it fits."""
+        text, better = "draft {}: {} of {} {} tokens are right as read, {}; see {}", self.better
+        if better is not None:
+            other = (
+                f"{better.right} with {better.name} (acceptance {better.overlap:.2f}, not {better.read_overlap:.2f})"
+            )
+            other += better.field and f": check {better.field} in config.json"
+            return text.format(name, better.read_right, better.total, better.tokens, other, DOCS)
+        if self.right <= self.constant:
+            other = f"{self.constant} with a constant guess, and no reading fits: is it a draft for this target?"
+            return text.format(name, self.right, self.total, "first", other, DOCS)
+        return None
+
+
+def probe_fit(params: Params, target: Target, draft: Draft, prompts: Int[np.ndarray, "B P"], eos: Sequence[int]) -> Fit:
+    """Compares a draft with its target over a few tokens written by the target, under all readings of the draft.
+
+    prompts: as `make_prompts`.
+    eos: ends of texts; later tokens do not count.
+    """
+    begin = time.perf_counter()
+    text, view = write(params, prompts, target=target, new=_NEW), as_read(params, target, draft)
+    choices = np.asarray(text.choices)
+    ends = np.isin(choices, list(eos))
+    counted = np.cumsum(ends, axis=1) - ends == 0
+
+    def score(view: View) -> tuple[Bool[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+        """Whether each counted token is right, and its overlap."""
+        predicted = predict(view, target, text)
+        count = predicted.tokens.shape[1]
+        right, before_end = np.asarray(predicted.tokens) == choices[:, -count:], counted[:, -count:]
+        return right[before_end], np.asarray(predicted.overlap)[before_end]
+
+    read = {False: score(view)}
+    others = []
+    for reading, other in other_readings(view, target):
+        if other.second not in read:
+            read[other.second] = score(dataclasses.replace(view, second=other.second))
+        others.append(_compare(reading, "second" if other.second else "first", score(other), read[other.second]))
+    right, overlap = read[False]
+    constant = np.unique(choices[counted], return_counts=True)[1].max()
+    seconds = time.perf_counter() - begin
+    return Fit(right.size, int(right.sum()), float(overlap.mean()), int(constant), tuple(others), seconds)
+
+
+def make_prompts(tokenizer: Tokenizer | None, vocab_size: int) -> Int[np.ndarray, "B P"]:
+    """Beginnings of `PROMPTS`, of equal length; without a tokenizer, random ids."""
+    if tokenizer is None:
+        return np.random.default_rng(0).integers(0, vocab_size, (len(PROMPTS), _WIDTH), np.int32)
+    encoded = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    width = min(_WIDTH, *map(len, encoded))
+    return np.array([ids[:width] for ids in encoded], np.int32)
+
+
+def _compare(
+    reading: Reading, tokens: str, other: tuple[np.ndarray, np.ndarray], read: tuple[np.ndarray, np.ndarray]
+) -> Comparison:
+    """Compares position by position: the noise of the text itself is in both."""
+    (right, overlap), (read_right, read_overlap) = other, read
+    gain = overlap - read_overlap
+    error = float(gain.std(ddof=1)) / math.sqrt(gain.size) if gain.size > 1 else 0.0
+    return Comparison(
+        name=reading.name,
+        field=reading.field,
+        tokens=tokens,
+        total=right.size,
+        right=int(right.sum()),
+        read_right=int(read_right.sum()),
+        overlap=float(overlap.mean()),
+        read_overlap=float(read_overlap.mean()),
+        errors=float(gain.mean()) / error if error else 0.0,
+    )
