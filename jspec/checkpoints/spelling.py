@@ -48,22 +48,25 @@ _HARMLESS = re.compile(
     r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|output_.*|use_cache|cache_implementation"
     r"|is_(encoder_)?decoder|.*cross_attention.*|tie_.*|chunk_size_feed_forward|pruned_heads|(id2label|label2id)"
     r"|problem_type|task_specific_params|finetuning_task|prefix|num_labels|max_length|min_length|max_sequence_length"
+    r"|attn_implementation|has_no_defaults_at_init"
     # Sampling of the target, and its special tokens.
     r"|do_sample|early_stopping|num_beams?(_groups)?|.*_penalty|temperature|top_[kp]|typical_p|.*no_repeat_ngram_size"
-    r"|bad_words_ids|num_return_sequences|remove_invalid_values|(begin_)?suppress_tokens|(bos|eos|pad|sep)_token"
+    r"|bad_words_ids|num_return_sequences|remove_invalid_values|(begin_)?suppress_tokens|(bos|eos|pad|sep|mask)_token"
     r"|(?!.*(mask|noise|pard|ptd)).*token_(id|ids|index)"
     # Training.
-    r"|.*dropout.*|.*_pdrop|.*(loss|lr|learning_rate|weight_decay|decay_gamma|warmup|epochs?|dataset|seed|ttt|train).*"
-    r"|initializer_range|num_anchors|gradient_checkpointing|embed_requires_grad|confidence_temperatures|modal_type"
-    r"|.*_(alpha|freeze.*|distillation)|target_model.*|verifier.*|parallel_draft_heads_num_layers"
+    r"|(.*_)?(dropout|pdrop|loss|lr|seed|ttt|train|training|epochs?|dataset|warmup|anchors|alpha|distillation)(_.*)?"
+    r"|.*(learning_rate|weight_decay|decay_gamma|freeze)(_.*)?|initializer_range|gradient_checkpointing|modal_type"
+    r"|embed_requires_grad|confidence_temperatures|target_model.*|verifier.*|parallel_draft_heads_num_layers"
+    r"|eagle_(report|reuse|offline|enable|use_torch|mix)_.*"
     # Copied from the target: experts, recurrent layers and MTP heads have tensors of their own.
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
     r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|linear_.*|mtp_.*|mamba_.*"
     r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit|initial_context_length"
+    r"|(use_)?qk_(layer)?norm"
 )
 """Keys without effect on the forward of a draft."""
-_OFF = re.compile(r"(use|enable|has|with|add)_.*")
-"""Names of options that are off if false."""
+_OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(norm|rope|position|residual|embed)).*")
+"""Names of options without effect if they are false."""
 
 
 @dataclasses.dataclass(frozen=True)

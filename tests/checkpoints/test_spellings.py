@@ -5,7 +5,6 @@ import functools
 
 import numpy as np
 import pytest
-import spellings
 from eagle_files import V
 from spellings import (
     BASES,
@@ -18,6 +17,7 @@ from spellings import (
     interleaved,
     lift,
     move,
+    narrow,
     padded,
     proposals,
     rename,
@@ -32,6 +32,11 @@ from spellings import (
 from jspec.checkpoints.files import CheckpointError
 
 INPUTS = [layer + 1 for layer in IDS]
+FP8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"a": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}},
+}
 CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": False}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -95,6 +100,10 @@ SAME = {
         "keys of the target": top(
             num_experts=64, moe_intermediate_size=8, norm_topk_prob=True, mtp_num_hidden_layers=1
         ),
+        "training": top(
+            **{"max_anchors": 3072, "ttt_length": 7, "train_args": {"lr": 1e-4}, "has_no_defaults_at_init": False},
+            **{"loss_decay_gamma": 4.0, "ce_loss_alpha": 0.1, "target_model_type": "qwen3_moe", "mask_token": "<m>"},
+        ),
         "off": top(use_gemma_norm=False, enable_moe=False, use_anything=False, causal=True, is_causal=True),
     },
     "eagle3 whole": {
@@ -112,20 +121,10 @@ SAME = {
         "by tensors": top(norm_before_fc="absent", fc_norm="absent"),
         "rows of pairs": both(top(is_neox_style=False), interleaved),
     },
-    "eagle3 fc8": {
-        "with scales": both(
-            tensors(lambda t: spellings.narrow()),
-            top(
-                quantization_config={
-                    "quant_method": "compressed-tensors",
-                    "format": "float-quantized",
-                    "config_groups": {"a": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}},
-                }
-            ),
-        ),
+    "eagle3 fp8": {
+        "with scales": both(tensors(narrow), top(quantization_config=FP8)),
         "with scales of ModelOpt": both(
-            tensors(lambda t: spellings.narrow()),
-            top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}),
+            tensors(narrow), top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
         ),
     },
     "eagle3 yarn": {
@@ -169,6 +168,12 @@ SAME = {
         "ids by frequency": vocabulary("frequency"),
         "ids as they are": vocabulary("frequency", offsets=False),
         "padded by 3": padded(3),
+    },
+    "dflash fp8": {
+        "with scales": both(tensors(narrow), top(quantization_config=FP8)),
+        "with scales and rows of pairs": both(
+            interleaved, tensors(narrow), top(quantization_config=FP8, is_neox_style=False)
+        ),
     },
     "dflash window": {
         "mixed kinds, without the flag": top(use_sliding_window=False),

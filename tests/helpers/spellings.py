@@ -150,27 +150,24 @@ def speculators(kind: str, **keys: Any) -> Change:
     return both(change, first_layer("layers.0."))
 
 
-@functools.cache
-def narrow() -> Tensors:
-    """The matrices of `EAGLE-3` in fp8 with a scale for each row."""
+def narrow(t: Tensors) -> Tensors:
+    """Matrices of layers in fp8 with a scale for each row."""
     stored = {}
-    for name, x in BASES["eagle3"].make()[1].items():
+    for name, x in t.items():
         stored[name] = x
         if "_proj.weight" in name:
             scale = np.abs(x).max(axis=1, keepdims=True) / 448
-            stored[name], stored[name + "_scale"] = (
-                (x / scale).astype(ml_dtypes.float8_e4m3fn),
-                scale.astype(np.float32),
-            )
+            stored |= {name: (x / scale).astype(ml_dtypes.float8_e4m3fn), name + "_scale": scale.astype(np.float32)}
     return stored
 
 
 def widened(t: Tensors) -> Tensors:
     """The values of `narrow`, in float32."""
-    wide = {name: x for name, x in narrow().items() if not name.endswith("_scale")}
+    scales = {name: scale for name, scale in narrow(t).items() if name.endswith("_scale")}
     return {
-        name: x.astype(np.float32) * narrow()[name + "_scale"] if name + "_scale" in narrow() else x
-        for name, x in wide.items()
+        name: x.astype(np.float32) * scales[name + "_scale"] if name + "_scale" in scales else x
+        for name, x in narrow(t).items()
+        if name in t
     }
 
 
@@ -221,10 +218,11 @@ BASES = {
     "eagle3 whole": Base(head(draft_vocab=None), EAGLE),
     "eagle3 default layers": Base(head(eagle_config=None), EAGLE),
     "eagle3 normed": Base(head(norm_before_fc=True, qkv_bias=True, qk_norm=True), EAGLE),
-    "eagle3 fc8": Base(lambda: both(tensors(widened))(*head()()), EAGLE),
+    "eagle3 fp8": Base(lambda: both(tensors(widened))(*head()()), EAGLE),
     "eagle3 yarn": Base(lambda: top(rope_scaling=YARN)(*head()()), EAGLE),
     "dflash": Base(block(), BLOCK),
     "dflash reduced": Base(block(draft_vocab=23, draft_vocab_size=23), BLOCK),
+    "dflash fp8": Base(lambda: both(tensors(widened))(*block()()), BLOCK),
     "dflash window": Base(block(layer=WINDOW), BLOCK),
     "jetspec": Base(block(inner={"causal": True}), BLOCK),
     "dspark": Base(block(**NEXT), BLOCK),
