@@ -90,7 +90,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
             target_hidden_size=fields.read_int("target_hidden_size", target.hidden_size),
             capture_layers=_read_captured(config, fields, layers["num_layers"], target),
             block_size=fields.read_int("block_size"),
-            mask_token=fields.read_int("mask_token_id", least=0),
+            mask_token=_read_mask_token(fields, target),
             next_token=_read_next_token(config, fields),
             windows=windows,
             causal=_read_causal(config, fields, windows),
@@ -112,6 +112,14 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
         )
         raise fields.wrong("hidden_size", head.hidden_size, problem)
     return head
+
+
+def _read_mask_token(fields: Fields, target: Decoder) -> int:
+    """Read the token of the rows after the first, whose embedding is the target's or the draft's own."""
+    token, count = fields.read_int("mask_token_id", least=0), target.vocab_size
+    if token >= count:
+        raise fields.wrong("mask_token_id", token, f"must be from 0 to {count - 1}, as the target has {count} tokens")
+    return token
 
 
 def _read_next_token(config: Fields, fields: Fields) -> bool:

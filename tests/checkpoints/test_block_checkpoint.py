@@ -220,7 +220,7 @@ def in_layers(**changes):
         ("z-lab", inside(mask_token_id="absent"), "'mask_token_id' is missing"),
         ("z-lab", outside(block_size="absent"), "'block_size' is missing"),
         ("z-lab", outside(block_size=1), "block_size=1: must be at least 2"),
-        ("z-lab", inside(mask_token_id=61), "mask_token=61: must be from 0 to 60"),
+        ("z-lab", inside(mask_token_id=61), "mask_token_id=61: must be from 0 to 60"),
         ("z-lab", inside(target_layer_ids=[3, 0]), r"target_layer_ids=\[3, 0\]: must ascend, from -1 to at most 7"),
         ("z-lab", inside(target_layer_ids=[0, 3, 8]), "must ascend, from -1 to at most 7, as the target has 8"),
         ("z-lab", inside(target_layer_ids=[]), "must ascend"),

@@ -251,8 +251,12 @@ def test_vocabulary_maps(head):
     ):
         with pytest.raises(CheckpointError, match=f"d2t=.*must hold offsets, .* from 0 to 60: {problem}; with .* t2d"):
             load(head(tensors={"d2t": d2t}, drop=["t2d"]))
+    directory = head(drop=["d2t"])
     with pytest.raises(CheckpointError, match="'d2t' is missing, but draft_vocab_size=23 .*token map, hot tokens"):
-        load(head(drop=["d2t"]))
+        load(directory)
+    (directory / "eagle_meta.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"\(eagle_meta.pt may hold it\)"):
+        load(directory)
 
 
 def test_a_map_of_the_whole_vocabulary_is_none(head):

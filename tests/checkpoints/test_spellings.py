@@ -30,6 +30,7 @@ from spellings import (
 )
 
 from jspec.checkpoints.files import CheckpointError
+from jspec.drafters import Eagle
 
 INPUTS = [layer + 1 for layer in IDS]
 FP8 = {
@@ -334,7 +335,7 @@ REFUSED = [
         inside("dflash_config", num_target_layers=9),
         "num_target_layers=8, but dflash_config.num_target_layers=9",
     ),
-    ("dflash", inside("dflash_config", mask_token_id=V), "mask_token=61"),
+    ("dflash", inside("dflash_config", mask_token_id=V), "dflash_config.mask_token_id=61: must be from 0 to 60"),
     ("dflash", top(layer_types=["sliding_attention"] * 2), "'sliding_window' is missing"),
     ("dflash", top(use_sliding_window=True, sliding_window=5), "'max_window_layers' is missing"),
     ("dflash", top(layer_types=["linear_attention"] * 2), "layer_types=.*must be 2 of full_attention or sliding"),
@@ -396,6 +397,19 @@ def test_a_shorter_vocabulary(base_proposals, tmp_path, base):
         same = expected[:, 1] < V - 30
         assert same.any()
         np.testing.assert_array_equal(drafted[same, 1], expected[same, 1])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_window_of_a_head_is_that_of_its_drafter(tmp_path, width):
+    """Layers that slide draft like full ones under a window of the same length, in chains and trees."""
+    slides = write(tmp_path / "slides", "eagle3", top(layer_types=["sliding_attention"], sliding_window=4))
+    full = write(tmp_path / "full", "eagle3")
+    drafters = (Eagle(depth=4, width=width), Eagle(depth=4, width=width, window=4))
+    drafted = [
+        proposals(directory, "eagle3", drafter, rounds=6)[0]
+        for directory, drafter in zip((slides, full), drafters, strict=True)
+    ]
+    np.testing.assert_array_equal(*drafted)
 
 
 @pytest.mark.slow(unless=("eagle3-pairs", "eagle3-window", "eagle3-the last state", "dflash-causal", "dspark-anchor"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import eagle_files
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import toy
@@ -22,6 +23,7 @@ from safetensors.numpy import save_file
 
 from jspec.checkpoints import drafts, language_model
 from jspec.core import accept
+from jspec.core.loop import decode
 from jspec.core.method import Method
 from jspec.core.round import draft as draft_round
 from jspec.core.types import Params
@@ -250,14 +252,20 @@ def write(directory: Path, base: str, change: Change | None = None) -> Path:
     return directory
 
 
-def proposals(directory: Path, base: str) -> list[np.ndarray]:
-    """The drafts after prefill of each prompt, then the arrays of the drafter's state with all rows of its cache."""
+def proposals(directory: Path, base: str, drafter: Any = None, rounds: int = 0) -> list[np.ndarray]:
+    """The drafts for each prompt after some rounds, then the arrays of the drafter's cache and the lengths.
+
+    drafter: None: the base's.
+    """
     loaded = drafts.load(directory, target=TARGET, dtype="float32")
     # How rows were ordered in the file has no part in a forward.
     config = dataclasses.replace(loaded.config, neox=True) if hasattr(loaded.config, "neox") else loaded.config
     both = SimpleNamespace(target=TARGET, draft=config, params=Params(target_params(), loaded.params))
-    bound, s = toy.prefilled(both, PROMPTS, BASES[base].drafter, 24)
-    tree, _ = _draft(both.params, s, method=Method(TARGET, bound, accept.greedy))
+    bound, s = toy.prefilled(both, PROMPTS, drafter or BASES[base].drafter, 24)
+    method = Method(TARGET, bound, accept.greedy)
+    if rounds:
+        s = decode(both.params, s, jnp.int32(rounds), method=method)
+    tree, _ = _draft(both.params, s, method=method)
     rows = jax.device_get((s.draft.cache, s.length))
     return [np.array(tree.tokens), *map(np.array, jax.tree.leaves(rows))]
 
