@@ -7,31 +7,24 @@ text repeats itself less than greedy text; a draft for both uses learns from bot
 import dataclasses
 import sys
 from pathlib import Path
-from typing import cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import PyTree
 from tqdm import tqdm
 
 from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic, language_model
-from jspec.core import accept, stopping
 from jspec.core.checks import check_int, check_number
-from jspec.core.loop import fastest
-from jspec.core.method import Method
 from jspec.core.options import check_options, option
-from jspec.core.prefill import jitted_prefill
-from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Params, Prompts
-from jspec.drafters import Plain
+from jspec.core.sampling import Sampling
+from jspec.core.types import Params
+from jspec.engine.batches import split
 from jspec.engine.hub import locate
+from jspec.engine.model import Model
+from jspec.engine.options import GenerateOptions
 from jspec.models.decoder import Decoder
 from jspec.train import batches, options, tokenizer
 from jspec.train.rows import Made
-
-_PAGE_SIZE = 64
 
 
 def complete(
@@ -64,56 +57,21 @@ def complete(
     seed = check_int("seed", seed, least=0, most=2**32 - 1)
     if width > config.max_length:
         raise ValueError(f"width={width}: exceeds the model's context of {config.max_length} tokens")
-    _check_prompts(prompts, config.vocab_size)
     longest = max((len(prompt) for prompt in prompts), default=0)
-    if not 0 < longest < width or min(len(prompt) for prompt in prompts) < 1:
+    if not 0 < longest < width:
         raise ValueError(f"prompts of up to {longest} tokens: must have 1 to {width - 1} tokens (width={width})")
-    batch, sequences = min(batch, len(prompts)), []
-    keys = jax.random.split(jax.random.key(seed), len(prompts))
     sampled = np.random.default_rng(seed).permutation(len(prompts)) < round(share * len(prompts))
-    for i in tqdm(range(0, len(prompts), batch), mininterval=5, disable=None):
-        # The last batch is filled up, because a batch of another size would compile anew.
-        index = np.minimum(np.arange(i, i + batch), len(prompts) - 1)
-        samplings = [Sampling() if sampled[j] else None for j in index] if sampled.any() else None
-        texts = _complete(config, params, [prompts[j] for j in index], keys[index], samplings, width, longest)
-        sequences.append(np.asarray(texts)[: len(prompts) - i])
-    return np.concatenate(sequences).astype(batches.id_dtype(config.vocab_size))
-
-
-def _check_prompts(prompts: list[list[int]], vocab_size: int) -> None:
-    if not isinstance(prompts, list | tuple) or not prompts:
-        raise ValueError(f"prompts={prompts!r:.60}: must be a list of at least one prompt")
-    for index, prompt in enumerate(prompts):
-        name = f"prompts[{index}]"
-        if not isinstance(prompt, list | tuple | np.ndarray):
-            raise TypeError(f"{name}={prompt!r:.60}: must be a list of token ids")
-        if len(prompt):  # `complete` refuses empty ones
-            batches.check_ids(name, batches.check_tokens(name, prompt, axes=(1,)), vocab_size)
-
-
-def _complete(
-    config: Decoder,
-    params: PyTree,
-    prompts: list[list[int]],
-    keys: Key[Array, " B"],
-    samplings: list[Sampling | None] | None,
-    width: int,
-    longest: int,
-) -> Int[Array, "B width"]:
-    ids = np.zeros((len(prompts), longest), np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    length = np.array([len(prompt) for prompt in prompts], np.int32)
-    # None if all are greedy: the coupled rule would need a temperature.
-    temperatures = per_row(samplings, len(prompts), config.vocab_size)
-    rule = accept.greedy if temperatures is None else accept.coupled
-    weights, method = Params(params), Method(config, Plain(), rule)
-    stop = stopping.init(None, len(prompts))
-    columns = (cast(Array, x) for x in (ids, length, np.full_like(length, width)))
-    padded = Prompts(*columns, key=keys, stop=stop, sampling=temperatures)
-    state = jitted_prefill(weights, padded, method=method, capacity=width, page_size=_PAGE_SIZE)
-    state = fastest(weights, state, method)(weights, state, jnp.int32(width), method=method)
-    return state.tokens[:, :width]
+    options = GenerateOptions(
+        drafter=None,
+        max_new_tokens=[width - len(prompt) for prompt in prompts],
+        sampling=[Sampling() if flag else None for flag in sampled] if sampled.any() else None,
+        ignore_eos=True,
+        seed=seed,
+    )
+    model, sequences = Model("", config, Params(params), None, ()), []
+    for part in tqdm(split(prompts, options, batch), mininterval=5, disable=None):
+        sequences += [[*item.prompt, *item.tokens] for item in part.run(model).items]
+    return np.array(sequences, batches.id_dtype(config.vocab_size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
