@@ -6,7 +6,6 @@ DFlash, arXiv 2602.06036).
 """
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -61,31 +60,17 @@ class BlockAttention:
         No row of a window reaches beyond its block, at most as long.
         """
         assert start is None
-        batch, blocks = self.anchors.shape
-        _, rows, heads, dim = q.shape
-        size, kv_heads = rows // blocks, k.shape[2]
-        dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        query = q.reshape(batch, blocks, size, kv_heads, heads // kv_heads, dim)
-        own_k, own_v = (x.reshape(batch, blocks, size, kv_heads, dim) for x in (k, v))
+        q, k, v = (x.reshape(*self.anchors.shape, -1, *x.shape[2:]) for x in (q, k, v))
+        size, window = q.shape[2], self.windows[layer]
         text_k, text_v = self.context[layer]
-        # Scores of the text before the anchor, and of the block.
-        before = dot("banhgd,bthd->bhgant", query, text_k) * scale
+        # The text before the anchor, within the window.
         column = jnp.arange(text_k.shape[1], dtype=jnp.int32)[None, None, None]
         seen = column < self.anchors[:, :, None, None]
-        window = self.windows[layer]
         if window is not None:
-            seen = seen & (positions.reshape(batch, blocks, size, 1) - column < window)
-        before = jnp.where(seen[:, None, None], before, -jnp.inf)
-        within = dot("banhgd,bamhd->bhganm", query, own_k) * scale
-        if mask is None:
-            within = jnp.where(jnp.tril(jnp.ones((size, size), bool))[None, None, None, None], within, -jnp.inf)
-        # One softmax over both, without concatenating them.
-        highest = jnp.maximum(before.max(-1, keepdims=True), within.max(-1, keepdims=True))
-        before, within = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (before, within))
-        total = before.sum(-1) + within.sum(-1)
-        out = dot("bhgant,bthd->banhgd", before.astype(v.dtype), text_v)
-        out = out + dot("bhganm,bamhd->banhgd", within.astype(v.dtype), own_v)
-        return (out / jnp.moveaxis(total, (1, 2), (3, 4))[..., None]).astype(q.dtype).reshape(q.shape)
+            seen = seen & (positions.reshape(*self.anchors.shape, size, 1) - column < window)
+        within = jnp.tril(jnp.ones((size, size), bool)) if mask is None else None
+        out = model.attend_to_two(q, (text_k, text_v), (k, v), seen, scale, within)
+        return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
 @struct

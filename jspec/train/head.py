@@ -4,13 +4,11 @@ Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and Sa
 """
 
 import dataclasses
-from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.cache.mha import Rows
@@ -48,23 +46,12 @@ class TttAttention:
         R = (k + 1) T: the rows of all steps, step by step. `start` and `mask` must be None.
         """
         assert start is None and mask is None
-        # Rows of step 0, held by a cache in serving, and those of later steps.
-        batch, length, heads, dim = q.shape
-        kv_heads = k.shape[2]
-        shape, dot = (batch, -1, length, kv_heads, dim), partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+        # Rows of step 0, held by a cache in serving; each row is a group with its own rows of later steps.
+        shape = (k.shape[0], -1, self.length, *k.shape[2:])
         (first_k, own_k), (first_v, own_v) = (jnp.split(x.reshape(shape), [1], axis=1) for x in (k, v))
-        query = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-        causal = dot("btkgd,bskd->bkgts", query, first_k[:, 0], preferred_element_type=jnp.float32) * scale
-        chain = dot("btkgd,bitkd->bkgti", query, own_k, preferred_element_type=jnp.float32) * scale
-        column = jnp.arange(length, dtype=jnp.int32)
-        causal = jnp.where((column[:, None] >= column[None])[None, None, None], causal, -jnp.inf)
-        # One softmax over both, without concatenating them.
-        highest = jnp.maximum(causal.max(-1, keepdims=True), chain.max(-1, keepdims=True, initial=-jnp.inf))
-        causal, chain = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (causal, chain))
-        total = causal.sum(-1) + chain.sum(-1)
-        out = dot("bkgts,bskd->btkgd", causal.astype(v.dtype), first_v[:, 0], preferred_element_type=jnp.float32)
-        out = out + dot("bkgti,bitkd->btkgd", chain.astype(v.dtype), own_v, preferred_element_type=jnp.float32)
-        return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype).reshape(q.shape)
+        own = jnp.moveaxis(own_k, 1, 2), jnp.moveaxis(own_v, 1, 2)
+        seen = jnp.tril(jnp.ones((self.length, self.length), bool))[None, :, None]
+        return model.attend_to_two(q[:, :, None], (first_k[:, 0], first_v[:, 0]), own, seen, scale)[:, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)
