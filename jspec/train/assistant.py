@@ -19,7 +19,6 @@ from jspec.models import Assistant, AssistantParams
 from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
 from jspec.train import model, ttt
-from jspec.train.batches import Source
 from jspec.train.model import CausalAttention
 from jspec.train.recipe import AssistantShape, Recipe
 
@@ -72,7 +71,7 @@ class FrozenRows:
 
 @dataclasses.dataclass(frozen=True)
 class AssistantLearner(ttt.UnrolledLearner):
-    """An assistant for a target, as `distill.Learner`.
+    """An assistant for a target.
 
     Raises:
       ValueError: an LM head of clusters, since the targets are distributions over all tokens.
@@ -114,9 +113,6 @@ class AssistantLearner(ttt.UnrolledLearner):
     def logits_per_token(self, recipe: Recipe) -> float:
         """Those of one step."""
         return self.config.vocab_size
-
-    def vocabulary(self, sources: tuple[Source, ...]) -> None:
-        """All tokens."""
 
     def init(self, target: PyTree, ids: Array | None, key: Key[Array, ""]) -> AssistantParams:
         """Initial weights, see `init_params`."""

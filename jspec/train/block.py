@@ -22,10 +22,9 @@ from jspec.models.block_head import MarkovParams
 from jspec.models.decoder import Decoder
 from jspec.models.llama import require_llama
 from jspec.train import model
-from jspec.train.batches import Source
 from jspec.train.extra import optax
-from jspec.train.recipe import BlockRecipe, BlockShape, Recipe
-from jspec.train.ttt import StepMetrics
+from jspec.train.learner import Learned, Learner, StepMetrics, Texts
+from jspec.train.recipe import BlockRecipe, BlockShape
 
 _SPREAD = 0.01
 """Standard deviation of initial embeddings of the Markov head."""
@@ -83,8 +82,8 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockLearner:
-    """A block draft for a target, as `distill.Learner`."""
+class BlockLearner(Learner):
+    """A block draft for a target."""
 
     config: BlockHead
     target: Llama
@@ -110,50 +109,32 @@ class BlockLearner:
             "target's embedding and LM head, weights in bfloat16"
         )
 
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The captured hidden states of the target."""
-        return self.config.capture_layers
-
-    def vocabulary(self, sources: tuple[Source, ...]) -> None:
-        """All tokens."""
-
     def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
         """Initial weights, see `init_params`."""
         assert ids is None
         return init_params(self.config, target, key)
 
-    def describe_loss(self, recipe: Recipe) -> str:
+    def describe_loss(self, recipe: BlockRecipe) -> str:
         """The loss, for a card."""
-        assert isinstance(recipe, BlockRecipe)
         return (
             f"blocks after {recipe.anchors} anchors in each text; {recipe.cross_entropy:g} times cross-entropy, "
             f"{recipe.distance:g} times the L1 distance to the target's distribution, {recipe.confidence:g} times the "
             f"confidence head's cross-entropy; prediction k weighted by exp(-(k-1)/{recipe.reach:g})"
         )
 
-    def logits_per_token(self, recipe: Recipe) -> float:
+    def logits_per_token(self, recipe: BlockRecipe) -> float:
         """Those of all blocks."""
-        assert isinstance(recipe, BlockRecipe)
         return self.config.vocab_size * min(recipe.anchors / recipe.length, 1) * self.config.depth
 
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """The counted tokens: those of the mask."""
         return jax.device_put(np.ones(tokens.shape, np.float32) if mask is None else np.asarray(mask, np.float32))
 
-    def learn(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        out: ForwardOutput,
-        ids: Int[Array, " Vd"] | None,
-        mask: Float[Array, "B T"],
-        recipe: Recipe,
-        keys: Key[Array, " B"],
-    ) -> tuple[Float[Array, ""], Float[Array, ""], StepMetrics]:
+    def learn(self, params: Params, texts: Texts, out: ForwardOutput, recipe: BlockRecipe) -> Learned:
         """The mean loss of blocks after sampled anchors, its weight, and metrics of each of the d predictions."""
-        assert isinstance(recipe, BlockRecipe) and out.hidden is not None
-        anchors, used = sample_anchors(mask, recipe.anchors, keys)
+        assert out.hidden is not None
+        tokens, mask = texts.tokens, texts.mask
+        anchors, used = sample_anchors(mask, recipe.anchors, texts.keys)
         predicted = self.forward(params, tokens, out.hidden, anchors)
         place = anchors[:, :, None] + jnp.arange(self.config.depth, dtype=jnp.int32)[None, None]
         row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
@@ -227,7 +208,7 @@ def compare(
     counted: Float[Array, "B A d"],
     recipe: BlockRecipe,
     tokens: int,
-) -> tuple[Float[Array, ""], Float[Array, ""], StepMetrics]:
+) -> Learned:
     """The mean loss of predictions, its weight, and metrics of each position in a block.
 
     Args:

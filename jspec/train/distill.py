@@ -7,13 +7,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar, Unpack
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.analysis.evaluate import evaluate
 from jspec.core.types import ForwardOutput, Params
@@ -24,10 +24,10 @@ from jspec.models import Assistant, BlockHead, EagleHead
 from jspec.models.decoder import Decoder
 from jspec.train import batches, fingerprint, model, trainer
 from jspec.train.batches import Source
+from jspec.train.learner import Learner, StepMetrics, Texts
 from jspec.train.recipe import Intervals, Recipe
 from jspec.train.run_directory import Metrics, Record
 from jspec.train.trainer import RunOptions, State
-from jspec.train.ttt import StepMetrics
 
 P = TypeVar("P")
 DraftConfig: TypeAlias = EagleHead | BlockHead | Assistant
@@ -41,87 +41,6 @@ NEW_TOKENS = 128
 """Tokens to decode after each held-out prompt."""
 _MAX_HELDOUT_TOKENS = 2**18
 _TRIAL_STEPS = 16
-
-
-class Learner(Protocol):
-    """A draft of some kind and shape, for one target: static, hashable by value."""
-
-    test: ClassVar[str]
-    """What its metrics on held-out text are called."""
-
-    @property
-    def config(self) -> DraftConfig:
-        """The draft's configuration."""
-        ...
-
-    @property
-    def target(self) -> Decoder:
-        """The target's configuration."""
-        ...
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The captured hidden states of the target, as in `Decoder.apply`."""
-        ...
-
-    def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
-        """The tokens of the draft's vocabulary, Int32[Vd], for the text to train on; None: all."""
-        ...
-
-    def init(self, target: PyTree, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> PyTree:
-        """Initial weights in float32, given the target's; `ids` as in `DraftState`."""
-        ...
-
-    @property
-    def forward(self) -> Callable[..., PyTree]:
-        """Its forward over a text."""
-        ...
-
-    def logits_per_token(self, recipe: Recipe) -> float:
-        """How many logits of its own it computes at once, for each token of a text."""
-        ...
-
-    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
-        """What `learn` needs to know of the counted tokens. mask: 1 for those; None: all count."""
-        ...
-
-    def learn(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        out: ForwardOutput,
-        ids: Int[Array, " Vd"] | None,
-        mask: Float[Array, "B T"],
-        recipe: Recipe,
-        keys: Key[Array, " B"],
-    ) -> tuple[Float[Array, ""], Float[ArrayLike, ""], StepMetrics]:
-        """The mean loss of texts in nats, differentiable in `params.draft`, its weight beside other texts, and metrics.
-
-        Args:
-          params: both models' weights, in the precision of the forward.
-          out: the target's forward over the tokens.
-          ids: as in `DraftState`.
-          mask: the result of `count_rows`.
-          keys: for what the draft samples, of each text.
-        """
-        ...
-
-    @classmethod
-    def make(cls, target: Decoder, shape: Any) -> Self:
-        """A draft of a shape, of the dataclass in the table of kinds.
-
-        Raises:
-          ValueError: a target without drafts of this kind, or a shape that does not fit it.
-        """
-        ...
-
-    def describe(self, weights: int, target: str) -> str:
-        """The draft in a sentence, for a card. weights: how many it has."""
-        ...
-
-    def describe_loss(self, recipe: Recipe) -> str:
-        """The loss, for a card."""
-        ...
 
 
 class DraftState(State):
@@ -170,11 +89,9 @@ class DraftSetup:
 
         frozen: the target's weights, in the setup's precision.
         """
-        tokens, mask, index = batch
         params = Params(frozen, jax.tree.map(lambda leaf: leaf.astype(self.dtype), state.params))
-        out = run_target(self, frozen, tokens)
-        keys = _keys(self, index, state.step)
-        return self.learner.learn(params, tokens, out, state.ids, mask, self.recipe, keys)[:2]
+        texts, out = _texts(self, batch, state.ids, state.step), run_target(self, frozen, batch[0])
+        return self.learner.learn(params, texts, out, self.recipe)[:2]
 
 
 def set_up(learner: Learner, recipe: Recipe, dtype: str) -> DraftSetup:
@@ -190,10 +107,11 @@ def set_up(learner: Learner, recipe: Recipe, dtype: str) -> DraftSetup:
     return DraftSetup(learner, recipe, dtype, batches.fit_chunk(recipe.batch_tokens, recipe.length, size))
 
 
-def _keys(setup: DraftSetup, index: Int[Array, " B"], step: Int[ArrayLike, ""]) -> Key[Array, " B"]:
-    """A key for each sequence of the batch of a step, wherever chunks begin."""
+def _texts(setup: DraftSetup, batch: Batch, ids: Int[Array, " Vd"] | None, step: Int[ArrayLike, ""]) -> Texts:
+    """The texts of a batch. The key of each follows from its step and its index, wherever chunks begin."""
+    tokens, mask, index = batch
     key = jax.random.fold_in(jax.random.key(setup.recipe.seed), step)
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+    return Texts(tokens, mask, ids, jax.vmap(jax.random.fold_in, (None, 0))(key, index))
 
 
 def init(setup: DraftSetup, target: PyTree, ids: np.ndarray | None) -> DraftState:
@@ -219,9 +137,8 @@ def measure(
     setup: DraftSetup,
 ) -> StepMetrics:
     """The metrics of a batch. Both models' weights are in the setup's precision."""
-    tokens, mask, index = batch
-    out = run_target(setup, params.target, tokens)
-    return setup.learner.learn(params, tokens, out, ids, mask, setup.recipe, _keys(setup, index, 0))[2]
+    out = run_target(setup, params.target, batch[0])
+    return setup.learner.learn(params, _texts(setup, batch, ids, 0), out, setup.recipe)[2]
 
 
 def run_target(setup: DraftSetup, target: PyTree, tokens: Int[Array, "B T"]) -> ForwardOutput:

@@ -56,7 +56,7 @@ class TttAttention:
 
 @dataclasses.dataclass(frozen=True)
 class HeadLearner(ttt.UnrolledLearner):
-    """An EAGLE-3 head for a target, as `distill.Learner`."""
+    """An EAGLE-3 head for a target."""
 
     config: EagleHead
     target: Llama
@@ -77,11 +77,6 @@ class HeadLearner(ttt.UnrolledLearner):
             f"{', '.join(map(str, config.capture_layers))}, {config.draft_vocab_size:,} of the target's "
             f"{config.vocab_size:,} tokens, weights in bfloat16"
         )
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The target's layers whose input it reads."""
-        return self.config.capture_layers
 
     def logits_per_token(self, recipe: Recipe) -> float:
         """Those of one step."""

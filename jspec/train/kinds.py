@@ -12,7 +12,7 @@ from jspec.core.options import option
 from jspec.train.recipe import AssistantShape, BlockRecipe, BlockShape, DraftRecipe, HeadShape, Recipe
 
 if TYPE_CHECKING:
-    from jspec.train.distill import Learner
+    from jspec.train.learner import Learner
 
 _HELP = """{first}
 

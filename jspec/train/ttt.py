@@ -5,19 +5,22 @@ Row p starts from the target's state at position p. At step k it reads its own o
 at p + k + 1, and learns the target's distribution there, of the token at p + k + 2.
 """
 
+import abc
+import dataclasses
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.train.extra import optax
-from jspec.train.recipe import DraftRecipe, Recipe
+from jspec.train.learner import Learned, Learner, StepMetrics, Texts
+from jspec.train.recipe import DraftRecipe
 from pallas_kernels import platform
 
 
@@ -33,38 +36,26 @@ class Targets:
     """The value of `known` after the end of the text, where all logits count as 0."""
 
 
-@struct
-class StepMetrics:
-    """Metrics of each of K steps, over a batch."""
-
-    loss: Float[Array, " K"]
-    """Cross-entropy from the target's distribution in nats, summed over the counted rows and divided by B T."""
-    agreed: Int[Array, " K"]
-    """Counted rows where draft and target choose the same token."""
-    chained: Int[Array, " K"]
-    """Rows that also agreed at all earlier steps: a decoder would accept more than k drafts of these chains."""
-    counted: Int[Array, " K"]
-    """Rows inside the mask."""
-
-
-class UnrolledLearner(Protocol):
-    """The shared part of drafts in the training-time test, each a `distill.Learner`."""
+@dataclasses.dataclass(frozen=True)
+class UnrolledLearner(Learner):
+    """The shared part of drafts in the training-time test."""
 
     test: ClassVar[str] = "training-time test"
 
+    @abc.abstractmethod
     def observe(self, out: ForwardOutput) -> PyTree:
         """What it reads of the target's forward over a text, as arrays."""
-        ...
 
-    def begin(self, params: Params, observed: PyTree) -> PyTree:
+    @abc.abstractmethod
+    def begin(self, params: Params, observed: Any) -> PyTree:
         """The carry into step 0.
 
         observed: what the draft reads of the target.
         """
-        ...
 
+    @abc.abstractmethod
     def forward(
-        self, params: Params, tokens: Int[Array, "B T"], observed: PyTree, carry: PyTree, step: int
+        self, params: Params, tokens: Int[Array, "B T"], observed: Any, carry: Any, step: int
     ) -> tuple[Float[Array, "B T Vd"], PyTree]:
         """Step `step` of all rows at once, each row the chain from there.
 
@@ -73,33 +64,21 @@ class UnrolledLearner(Protocol):
 
         Returns the logits, and the carry into the next step.
         """
-        ...
 
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """The mask of rows, see `row_mask` and `text_mask`."""
         return text_mask(tokens) if mask is None else row_mask(mask)
 
-    def learn(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        out: ForwardOutput,
-        ids: Int[Array, " Vd"] | None,
-        mask: Float[Array, "B T"],
-        recipe: Recipe,
-        keys: Key[Array, " B"],
-    ) -> tuple[Float[Array, ""], int, StepMetrics]:
+    def learn(self, params: Params, texts: Texts, out: ForwardOutput, recipe: DraftRecipe) -> Learned:
         """The loss of the training-time test per token, the tokens, and the metrics of its steps."""
-        assert isinstance(recipe, DraftRecipe)
         # With XLA's schedule on CPU, recomputing costs time and saves no memory.
         recompute = platform.platform() != "cpu"
-        observed, targets = self.observe(out), make_targets(out.logits, ids)
-        metrics = unroll(self, params, tokens, observed, targets, mask, recipe.ttt_steps, recompute=recompute)
-        return total(metrics.loss, recipe.decay), tokens.size, metrics
+        inputs = texts.tokens, self.observe(out), make_targets(out.logits, texts.ids), texts.mask
+        metrics = unroll(self, params, *inputs, recipe.ttt_steps, recompute=recompute)
+        return total(metrics.loss, recipe.decay), texts.tokens.size, metrics
 
-    def describe_loss(self, recipe: Recipe) -> str:
+    def describe_loss(self, recipe: DraftRecipe) -> str:
         """The loss, for a card."""
-        assert isinstance(recipe, DraftRecipe)
         return (
             f"a training-time test of {recipe.ttt_steps} steps, cross-entropy from the target's distribution, step k "
             f"weighted by {recipe.decay:g}^k"

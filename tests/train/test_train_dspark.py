@@ -22,6 +22,7 @@ from jspec.models import Llama  # noqa: E402
 from jspec.train import block, distill, draft, tokenizer  # noqa: E402
 from jspec.train.block import BlockLearner  # noqa: E402
 from jspec.train.distill import DraftSetup  # noqa: E402
+from jspec.train.learner import Texts  # noqa: E402
 from jspec.train.recipe import BlockRecipe, BlockShape  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
@@ -106,7 +107,7 @@ def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
     keys = jax.random.split(jax.random.key(5), 3)
     learn = jax.jit(draft.learn, static_argnames="recipe")
     loss, loss_weight, metrics = jax.device_get(
-        learn(both, tokens, out, None, draft.count_rows(tokens, mask), recipe=recipe, keys=keys)
+        learn(both, Texts(tokens, draft.count_rows(tokens, mask), None, keys), out, recipe=recipe)
     )
     anchors, kept = jax.device_get(jax.jit(block.sample_anchors, static_argnums=1)(mask, recipe.anchors, keys))
 
