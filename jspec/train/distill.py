@@ -200,7 +200,7 @@ def fit_steps(
 ) -> int:
     """How many steps of a run, with its evaluations, fit into a time, at most those of the recipe.
 
-    A trial of a few steps and of two evaluations measures it, which compiles the programs of the run.
+    A trial of a few steps and of two evaluations measures it and compiles the programs of the run.
 
     Args:
       measure_draft: as in `train`.
@@ -321,7 +321,7 @@ def check_evaluation(model: Model, config: DraftConfig, prompts: Sequence[Prompt
     """Checks that `accept_length` can decode after all prompts.
 
     Raises:
-      ValueError: a depth that the drafter or the draft does not have, or a prompt that is empty or too long for the
+      ValueError: a depth beyond the drafter or the draft, or a prompt that is empty or too long for the
         target.
     """
     DRAFTERS[config.drafter](depth=depth).bind(model.target, config)

@@ -49,9 +49,9 @@ class TttAttention:
         # Rows of step 0, held by a cache in serving; each row is a group with its own rows of later steps.
         shape = (k.shape[0], -1, self.length, *k.shape[2:])
         (first_k, own_k), (first_v, own_v) = (jnp.split(x.reshape(shape), [1], axis=1) for x in (k, v))
-        own = jnp.moveaxis(own_k, 1, 2), jnp.moveaxis(own_v, 1, 2)
+        group = jnp.moveaxis(own_k, 1, 2), jnp.moveaxis(own_v, 1, 2)
         seen = jnp.tril(jnp.ones((self.length, self.length), bool))[None, :, None]
-        return model.attend_to_two(q[:, :, None], (first_k[:, 0], first_v[:, 0]), own, seen, scale)[:, :, 0]
+        return model.attend_to_two(q[:, :, None], (first_k[:, 0], first_v[:, 0]), group, seen, scale)[:, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)

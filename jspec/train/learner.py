@@ -1,4 +1,4 @@
-"""A draft in training, of any kind: what each kind says of itself, and what it learns from texts."""
+"""A draft in training, of any kind: how it describes itself, and what it learns from texts."""
 
 import abc
 import dataclasses

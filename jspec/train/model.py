@@ -55,22 +55,22 @@ class CausalAttention:
 def attend_to_two(
     q: Float[Array, "B A n H D"],
     text: tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]],
-    own: tuple[Float[Array, "B A m K D"], Float[Array, "B A m K D"]],
+    group: tuple[Float[Array, "B A m K D"], Float[Array, "B A m K D"]],
     seen: Bool[Array, "#B #A #n T"],
     scale: float,
     within: Bool[Array, "n m"] | None = None,
 ) -> Float[Array, "B A n H D"]:
     """Attention of n rows in each of A groups to a text and to m rows of their own group.
 
-    text, own: keys and values.
+    text, group: keys and values.
     seen: the rows of the text to attend to.
     within: those of the group; None: all.
     """
-    kv_heads, dot = own[0].shape[3], partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    kv_heads, dot = group[0].shape[3], partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     dot = partial(dot, preferred_element_type=jnp.float32)
     query = q.reshape(*q.shape[:3], kv_heads, -1, q.shape[-1])
     before = jnp.where(seen[:, None, None], dot("banhgd,bthd->bhgant", query, text[0]) * scale, -jnp.inf)
-    inside = dot("banhgd,bamhd->bhganm", query, own[0]) * scale
+    inside = dot("banhgd,bamhd->bhganm", query, group[0]) * scale
     if within is not None:
         inside = jnp.where(within, inside, -jnp.inf)
     # One softmax over both, without concatenating them.
@@ -78,7 +78,7 @@ def attend_to_two(
     before, inside = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (before, inside))
     total = before.sum(-1) + inside.sum(-1)
     out = dot("bhgant,bthd->banhgd", before.astype(q.dtype), text[1])
-    out = out + dot("bhganm,bamhd->banhgd", inside.astype(q.dtype), own[1])
+    out = out + dot("bhganm,bamhd->banhgd", inside.astype(q.dtype), group[1])
     return (out / jnp.moveaxis(total, (1, 2), (3, 4))[..., None]).astype(q.dtype).reshape(q.shape)
 
 
