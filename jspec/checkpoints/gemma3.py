@@ -14,11 +14,9 @@ from jspec.checkpoints.config import (
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
-from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.rope import describe_rope, parse_section
+from jspec.checkpoints.rope import describe_rope, parse_layer_ropes
 from jspec.models.gemma3 import Gemma3
 from jspec.models.gemma4 import Attention, Gemma4Params
-from jspec.models.rope import Rope
 
 ARCHITECTURES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
 """Classes of `transformers` -> model_type."""
@@ -50,7 +48,8 @@ def parse_config(config: Fields) -> Gemma3:
     text = (text if text.keys() else config).with_defaults(_DEFAULTS)
     _refuse_options(config, text)
     kv_heads, head_dim, windows = text.read_int("num_key_value_heads"), read_head_dim(text), _read_windows(text)
-    ropes = {name: _parse_rope(text, name, head_dim) for name in (_SLIDING, _FULL)}
+    local = text.optional_number("rope_local_base_freq", least=1, most=MOST_NUMBER)
+    full, sliding = parse_layer_ropes(text, head_dim, 1e6, text.replaced(rope_theta=local), 1e4)
     with reading(config.where):
         return Gemma3(
             vocab_size=text.read_int("vocab_size"),
@@ -58,10 +57,9 @@ def parse_config(config: Fields) -> Gemma3:
             intermediate_size=text.read_int("intermediate_size"),
             num_heads=text.read_int("num_attention_heads"),
             attention=tuple(
-                Attention(kv_heads, head_dim, window, ropes[_FULL if window is None else _SLIDING])
-                for window in windows
+                Attention(kv_heads, head_dim, window, full if window is None else sliding) for window in windows
             ),
-            max_length=min(rope.limit(read_length(text)) for rope in ropes.values()),
+            max_length=full.limit(read_length(text)),
             rms_norm_eps=read_eps(text),
             soft_cap=text.optional_number("final_logit_softcapping", above=0, most=MOST_NUMBER),
             query_scalar=text.read_int("query_pre_attn_scalar"),
@@ -87,18 +85,6 @@ def _refuse_options(config: Fields, text: Fields) -> None:
 
 def _read_windows(text: Fields) -> tuple[int | None, ...]:
     return read_windows(text, text.read_int("sliding_window_pattern"))
-
-
-def _parse_rope(text: Fields, name: str, head_dim: int) -> Rope:
-    """The rotation of a kind of layers; of older files, `rope_scaling` concerns full layers only."""
-    newer = text.section("rope_parameters")
-    unknown = [key for key in newer.keys() if key not in (_SLIDING, _FULL)]
-    if unknown:
-        raise CheckpointError(f"{text.where}: rope_parameters has the keys {unknown}: must be {_SLIDING}, {_FULL}")
-    if name == _FULL:
-        return parse_section(text.section("rope_scaling").joined(newer.section(name)), text, head_dim, 1e6)
-    base = text.optional_number("rope_local_base_freq", least=1, most=MOST_NUMBER)
-    return parse_section(newer.section(name), text.replaced(rope_theta=base), head_dim, 1e4)
 
 
 def describe(config: Gemma3) -> dict[str, Any]:

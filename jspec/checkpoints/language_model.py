@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, qwen3_next
+from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, llama_variant, qwen3_next
 from jspec.checkpoints.config import family_of, unknown_family
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields
@@ -31,6 +31,7 @@ from jspec.models.sizes import count_parameters
 
 FAMILIES: tuple[Family[Any], ...] = (
     llama.FAMILY,
+    llama_variant.FAMILY,
     gemma3.FAMILY,
     gemma4.FAMILY,
     deepseek.FAMILY,

@@ -24,6 +24,7 @@ from jspec.models.rope import (
 
 # Sections of several positions of a token differ in images only.
 _ALWAYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+LAYER_TYPES = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _SYNONYMS = {"mrope": "default", "su": "longrope"}
 _RENAMED = {"original_length": _ORIGINAL, "share": "partial_rotary_factor"}
@@ -92,6 +93,25 @@ def parse_section(
             f"{len(scaling.long_factor)} entries: must have {pairs}, one for each pair of rotated dimensions"
         )
     return Rope(base, scaling, part)
+
+
+def parse_layer_ropes(
+    config: Fields, head_dim: int, theta: float, sliding: Fields | None = None, sliding_theta: float | None = None
+) -> tuple[Rope, Rope]:
+    """The rotations of full and of sliding layers; `rope_scaling` of older files concerns full layers only.
+
+    theta, sliding_theta: the bases if none are stated; None: the same.
+    sliding: the object with the base of sliding layers of older files; None: `config`.
+    """
+    newer = config.section("rope_parameters")
+    unknown = [key for key in newer.keys() if key not in LAYER_TYPES]
+    if unknown:
+        raise CheckpointError(
+            f"{config.where}: rope_parameters has the keys {unknown}: must be {', '.join(LAYER_TYPES)}"
+        )
+    full, local = map(newer.section, LAYER_TYPES)
+    rope = parse_section(config.section("rope_scaling").joined(full), config, head_dim, theta)
+    return rope, parse_section(local, sliding or config, head_dim, sliding_theta or theta)
 
 
 def describe_rope(rope: Rope) -> dict[str, Any]:

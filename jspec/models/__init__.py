@@ -10,6 +10,7 @@ from jspec.models.gemma3 import Gemma3
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.gpt_oss import GptOss, GptOssParams
 from jspec.models.llama import Llama, LlamaParams
+from jspec.models.llama_variant import LlamaVariant
 from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
 from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
 
@@ -31,6 +32,7 @@ __all__ = [
     "GptOssParams",
     "Llama",
     "LlamaParams",
+    "LlamaVariant",
     "MtpHead",
     "MtpHeads",
     "MtpParams",

@@ -209,7 +209,9 @@ class EagleHead:
 
     def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
-        dtype = params.layers[0].mlp_norm.dtype
+        norm = params.layers[0].mlp_norm
+        assert norm is not None
+        dtype = norm.dtype
         if not any(self.windows):
             return empty_cache(self, batch, capacity, page_size, dtype)
         keys = [layer.split(self.tensor) for layer in self._layer_keys()]

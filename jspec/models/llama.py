@@ -13,7 +13,7 @@ from typing import Self
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import LayerKeys, MhaCache
+from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.cache.narrow import stored_dtype
 from jspec.core.struct import leaf, struct
@@ -111,7 +111,7 @@ class Llama(Decoder):
             lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
         )
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         return empty_cache(self, batch, capacity, page_size, stored_dtype(self.kv, dtype))
 
@@ -162,6 +162,6 @@ def require_llama(config: Decoder, user: str) -> Llama:
     if isinstance(config, Llama):
         return config
     raise ValueError(
-        f"{user} requires a model of the Llama shape (Llama 3.x, Qwen3), but this model is of type "
+        f"{user} requires a model of the Llama shape (Llama, Qwen3, Mistral and others), but this model is of type "
         f"{type(config).__name__}"
     )

@@ -23,7 +23,7 @@ from pallas_kernels.split_heads import split_heads
 
 @struct
 class LayerParams:
-    """Weights of one layer, [in, out]; only Qwen3 has norms of heads.
+    """Weights of one layer, [in, out]; norms of heads are of each head, or of all heads (D is then their width).
 
     HD = H * D, QKV = (H + 2 K) * D, F is the width of the MLP, F2 = 2 * F.
     """
@@ -36,13 +36,17 @@ class LayerParams:
     k_norm: Float[Array, " D"] | None
     o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
     o_bias: Float[Array, " E"] | None
-    mlp_norm: Float[Array, " E"]
+    mlp_norm: Float[Array, " E"] | None
+    """None in layers with norms after their branches only."""
     gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True)
     down: Float[Array, "F E"] | None = leaf(split=-2, linear=True)
     experts: RoutedParams | None = None
     """Experts; mutually exclusive with gate_up and down."""
     kv_scales: Float[Array, "2"] | None = None
     """What a narrow cache divides keys and values by, in float32; None: 1."""
+    attention_out_norm: Float[Array, " E"] | None = None
+    mlp_out_norm: Float[Array, " E"] | None = None
+    """Norms after the attention and after the MLP."""
 
 
 class LayerShape(Protocol):
@@ -219,6 +223,7 @@ def layer_branches(
     branch, pair = attention_branch(config, layer, normed, rotation, attend, earlier, selected, **options)
     if selected is not None:
         x = layers.take_token(x, selected.token)
+    assert layer.mlp_norm is not None
     x, normed = layers.add_rms_norm(x, branch, layer.mlp_norm, config.rms_norm_eps, exact=exact)
     mlp = layer_mlp(normed, layer, routed, exact=exact)
     return x, sum_over_devices(mlp, config.tensor), pair
@@ -281,9 +286,13 @@ def attention_branch(
         qkv = layers.divided_linear(normed, layer.qkv)
     else:
         qkv = layers.linear(normed, layer.qkv, layer.qkv_bias, exact=exact)
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    if q_norm is not None and k_norm is not None and q_norm.shape + k_norm.shape != (config.head_dim,) * 2:
+        qkv = _norm_all_heads(parts.whole(qkv, normed.ndim, normed.dtype), q_norm, k_norm, config, exact)
+        q_norm = k_norm = None
     qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, config.head_dim)
     options = {"kv_heads": kv_heads, "eps": config.rms_norm_eps, "exact": exact}
-    q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, **options)
+    q, k, v = split_heads(qkv, *rotation, q_norm, k_norm, **options)
     if scaled is not None:
         q, k, v = divided(q, k, v, scaled[1], scaled[0])
     if earlier is not None:
@@ -300,3 +309,10 @@ def attention_branch(
         attended = layers.linear(attended, layer.o, exact=exact)
         branch = layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
     return branch, (k, v)
+
+
+def _norm_all_heads(qkv, q_norm, k_norm, config: LayerShape, exact: bool) -> Float[Array, "B N QKV"]:
+    """Queries and keys after norms over all their heads."""
+    q, k, v = jnp.split(qkv, [q_norm.shape[-1], q_norm.shape[-1] + k_norm.shape[-1]], axis=-1)
+    q, k = (layers.rms_norm(x, norm, config.rms_norm_eps, exact=exact) for x, norm in ((q, q_norm), (k, k_norm)))
+    return jnp.concatenate([q, k, v], axis=-1)

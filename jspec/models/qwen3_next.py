@@ -204,7 +204,7 @@ class Qwen3Next(Decoder):
 
     def _attention_weights(self, prefix: str) -> AttentionParams:
         heads, kv_heads, dim, width = self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size
-        order = head_order(self)
+        order = self.rope.order(dim)
         back = np.argsort(order)
 
         # Rotated dimensions come first; the gate is stored beside the queries.
@@ -370,18 +370,6 @@ class Qwen3Next(Decoder):
         # Attention.
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)
-
-
-def head_order(config: Qwen3Next) -> np.ndarray:
-    """For each dimension of a query or key head here, its index in the checkpoint's head.
-
-    There the first ones rotate, in pairs (i, i + r/2) of r. Here all of D are pairs (i, i + D/2), rotating ones first.
-    Queries and keys are in one order, so their products are the same.
-    """
-    rotary, dim = config.rope.rotary_dim(config.head_dim), config.head_dim
-    index = np.arange(dim)
-    turning, still = index[:rotary].reshape(2, -1), index[rotary:].reshape(2, -1)
-    return np.concatenate([turning, still], axis=1).reshape(-1)
 
 
 def _delta_sizes(state: RecurrentLayer) -> list[int]:

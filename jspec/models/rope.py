@@ -213,6 +213,18 @@ class Rope:
             frequencies = self.scaling.apply(frequencies, self.theta)
         return np.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
 
+    def order(self, head_dim: int, interleaved: bool = False) -> np.ndarray:
+        """For each dimension of a head here, its index in a checkpoint's head.
+
+        There the first ones rotate, in pairs (i, i + r/2) of r, or (2 i, 2 i + 1). Here all of D are pairs
+        (i, i + D/2), rotating ones first. Queries and keys are in one order, so their products are the same.
+
+        interleaved: whether pairs are neighbors.
+        """
+        rotary, index = self.rotary_dim(head_dim), np.arange(head_dim)
+        turning = index[:rotary].reshape(-1, 2).T if interleaved else index[:rotary].reshape(2, -1)
+        return np.concatenate([turning, index[rotary:].reshape(2, -1)], axis=1).reshape(-1)
+
     def rotation(self, positions: Int[Array, "#B #N"], head_dim: int, dtype: DTypeLike) -> Rotation:
         """Cosine and sine of the angles, position times frequency, to rotate the pairs of each head."""
         frequencies = self.frequencies(head_dim).reshape(1, 1, -1)

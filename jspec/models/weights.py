@@ -213,12 +213,27 @@ def reordered(weight: Any, *orders: np.ndarray | None, rows: int | None = None) 
 
 def interleaved(layer: Any, heads: int, kv_heads: int, dim: int) -> Any:
     """The table of a layer whose checkpoint has the rotated pairs (2 i, 2 i + 1) of each head, not (i, i + D/2)."""
-    order = np.arange(dim).reshape(-1, 2).T.reshape(-1)
-    queries, keys = ((np.arange(count)[:, None] * dim + order).reshape(-1) for count in (heads, kv_heads))
+    return reordered_heads(layer, heads, kv_heads, np.arange(dim).reshape(-1, 2).T.reshape(-1))
+
+
+def reordered_heads(layer: Any, heads: int, kv_heads: int, order: np.ndarray) -> Any:
+    """The table of a layer whose checkpoint has this order of the dimensions of each query and key head."""
+    queries, keys = ((np.arange(count)[:, None] * len(order) + order).reshape(-1) for count in (heads, kv_heads))
     orders = {"qkv": (queries, keys, None), "qkv_bias": (queries, keys, None), "q_norm": (order,), "k_norm": (order,)}
     entries = {name: getattr(layer, name) for name in orders}
     return dataclasses.replace(
         layer, **{name: reordered(entry, *orders[name]) for name, entry in entries.items() if entry is not None}
+    )
+
+
+def joined(weight: Any, name: str) -> Any:
+    """A `Weight` whose tensors are one in checkpoints, below each other."""
+    rows, (_, *rest) = [shape[0] for shape in weight.tensors.values()], next(iter(weight.tensors.values()))
+    return dataclasses.replace(
+        weight,
+        tensors={name: (sum(rows), *rest)},
+        parts=lambda stored: weight.parts(*np.split(stored, _ends(rows))),
+        split=lambda value: [np.concatenate(weight.split(value))],
     )
 
 

@@ -44,7 +44,7 @@ the draft over one block. Memory: the target's logits (4 bytes times its vocabul
 draft's, which are as many for each prediction of a block. `--batch-tokens` and `--anchors` bound both."""
 
 _ASSISTANT_COST = """\
-Targets are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4. Training and cost are those of an EAGLE-3 head
+Targets are models of the Llama shape (Llama, Qwen3) and Gemma 4. Training and cost are those of an EAGLE-3 head
 (see `jspec train eagle3`): the assistant predicts from the same states with the same losses, but has no keys and
 values of its own. The card of the bundled assistant states what its training took."""
 

@@ -67,6 +67,43 @@ GEMMA3 = {
         _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     },
 }
+_NO_DIM = {key: value for key, value in BASE.items() if key != "head_dim"}
+_ROPE_1E5 = {"rope_type": "default", "rope_theta": 1e5}
+_OLMO3_ROPE = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+    _FULL: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e5},
+}
+_LONG = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+VARIANTS = {
+    "qwen2": ("Qwen2", {**_NO_DIM, "rope_parameters": _ROPE_1E5}),
+    "qwen2-windows": (
+        "Qwen2",
+        {**_NO_DIM, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "mistral": ("Mistral", {**BASE, "sliding_window": None, "rope_parameters": _ROPE_1E5}),
+    "mistral-windows": ("Mistral", {**BASE, "sliding_window": 8}),
+    "smollm3": ("SmolLM3", {**_NO_DIM, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "olmo2": ("Olmo2", {**_NO_DIM, "rope_parameters": _ROPE_1E5}),
+    "olmo3": ("Olmo3", {**_NO_DIM, "num_hidden_layers": 5, "sliding_window": 8, "rope_parameters": _OLMO3_ROPE}),
+    "phi3": ("Phi3", {**_NO_DIM, "sliding_window": 8}),
+    "phi3-long": (
+        "Phi3",
+        {
+            **{**_NO_DIM, "hidden_size": 48, "original_max_position_embeddings": 256},
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.67, **_LONG},
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **{**_NO_DIM, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "logits_scaling": 2.5},
+            "residual_multiplier": 0.7,
+        },
+    ),
+    "glm": ("Glm", {**BASE, "attention_bias": True}),
+    "glm4": ("Glm4", BASE),
+}
+"""Kind -> prefix of its classes, and its settings. The first part of a kind is the model_type."""
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -214,8 +251,8 @@ def set_gate(model, settings: dict):
 def build(family: str, seed: int = 0, **changes):
     """A model with random weights.
 
-    family: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", one of `qwen3_next`, or "gemma4-" and a kind in
-      `GEMMA4_KINDS`, or "deepseek-" and a kind in `DEEPSEEK_KINDS`.
+    family: "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", a key of `VARIANTS`, one of `qwen3_next`, or "gemma4-"
+      and a kind in `GEMMA4_KINDS`, or "deepseek-" and a kind in `DEEPSEEK_KINDS`.
     changes: of its configuration; a list may be a tuple.
     """
     import transformers
@@ -231,6 +268,11 @@ def build(family: str, seed: int = 0, **changes):
         model = set_gate(transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings)), settings)
     elif family.startswith("deepseek-"):
         model = _build_deepseek(family.removeprefix("deepseek-"), changes)
+    elif family in VARIANTS:
+        prefix, settings = VARIANTS[family]
+        config = getattr(transformers, f"{prefix}Config")(**{**settings, **changes})
+        config.eos_token_id = None  # some families have ids of their own vocabulary
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     elif family == "gemma3":
         settings = {**GEMMA3, **changes}
         model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings))

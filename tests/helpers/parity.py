@@ -30,7 +30,8 @@ LENGTHS = (1, 9, 30, 75)
 """Longer than windows, the original context of scaled positions (64) and a block of the delta rule."""
 FEW = (1, 5, 12, 16)
 """For families without any of these, whose drafts are noisier."""
-NOISE = {"gemma3": 0.1, "gemma4": 0.1, "gpt_oss": 0.1, "deepseek": 0.03, "qwen3_": 0.01, "llama": 0.25, "qwen3": 0.25}
+NOISE = {"gemma": 0.1, "gpt_oss": 0.1, "deepseek": 0.03, "qwen3_": 0.01, "llama": 0.25, "qwen3": 0.25}
+NOISE |= dict.fromkeys(hf.VARIANTS, 0.1)
 """The beginning of a family's name -> the noise of its draft, in standard deviations of the target's weights."""
 
 

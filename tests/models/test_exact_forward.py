@@ -33,6 +33,8 @@ TARGETS = {
     "sinks": GptOss(
         61, 48, **HEADS, windows=(24, None), max_length=512, experts=EXPERTS, rope=Rope(scaling=YARN), gate_limit=1.5
     ),
+    "norms after": dataclasses.replace(families.KINDS["olmo3"], windows=(70, None, 70)),
+    "factors": families.KINDS["granite"],
     "sandwich": dataclasses.replace(families.KINDS["gemma3"], intermediate_size=80),
     "shared keys": Gemma4(
         *(61, 48, 80, 4),
@@ -138,6 +140,8 @@ def random_tree(rng, tokens, start, nodes, vocabulary):
         ("experts", "float32"),
         ("sinks", "bfloat16"),
         ("sinks", "float32"),
+        ("norms after", "bfloat16"),
+        ("factors", "bfloat16"),
         ("sandwich", "bfloat16"),
         ("shared keys", "bfloat16"),
         ("shared keys", "float32"),

@@ -1,0 +1,228 @@
+"""Families that differ from Llama by a few options: config.json and tensors, by one table of families."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jspec.checkpoints import llama, scaled
+from jspec.checkpoints.config import (
+    describe_shape,
+    describe_windows,
+    family_of,
+    read_eps,
+    read_head_dim,
+    read_layer_count,
+    read_length,
+    read_windows,
+    reading,
+    unknown_family,
+)
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.rope import describe_rope, parse_layer_ropes, parse_rope
+from jspec.models.llama_variant import LlamaVariant
+from jspec.models.rope import LongRope
+
+Windows = tuple[int | None, ...]
+
+
+def _no_windows(config: Fields) -> Windows:
+    llama.refuse_options(config, quantized=True)
+    return ()
+
+
+def _same_windows(config: Fields) -> Windows:
+    """`sliding_window` holds in all layers."""
+    refuse(config.where, [config.describe("layer_types")] if config.has("layer_types") else [])
+    window = config.optional_int("sliding_window", most=MOST_LENGTH)
+    return () if window is None else (window,) * read_layer_count(config)
+
+
+def _last_windows(config: Fields) -> Windows:
+    """`use_sliding_window` switches windows on, in the last layers if they are not listed."""
+    if not config.read_flag("use_sliding_window", False):
+        return _no_windows(config)
+    if config.has("layer_types"):
+        return read_windows(config, 1)
+    window = config.optional_int("sliding_window", most=MOST_LENGTH)
+    first, count = config.read_int("max_window_layers", least=0), read_layer_count(config)
+    return tuple(None if index < first else window for index in range(count))
+
+
+def _listed_windows(config: Fields) -> Windows:
+    return read_windows(config, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One family.
+
+    architecture: class of `transformers`.
+    fields: of its configurations.
+    defaults: what keys mean that are missing.
+    bias: whether the projections to heads have biases; None: as the key `attention_bias` states.
+    supported: further options -> their supported values.
+    windows: the windows of the layers.
+    scales: field -> key of a factor.
+    share: of rotated dimensions, if it is not stated; None: all, always.
+    theta: base of the rotation, if it is not stated.
+    """
+
+    architecture: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bias: bool | None = None
+    supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    windows: Callable[[Fields], Windows] = _no_windows
+    scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    share: float | None = None
+    theta: float = 10_000.0
+
+
+_GLM = {"interleaved": True, "fused": ("gate_up",)}
+_OLMO = {"norms": "after", "wide_qk_norm": True}
+_GLM_DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1.5625e-7}
+_SCALES = {
+    "embed_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "score_scale": "attention_multiplier",
+    "logit_divisor": "logits_scaling",
+}
+ROWS = {
+    "qwen2": Row(
+        "Qwen2ForCausalLM",
+        defaults={"sliding_window": 4096, "max_window_layers": 28},
+        bias=True,
+        windows=_last_windows,
+    ),
+    "mistral": Row(
+        "MistralForCausalLM",
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        bias=False,
+        windows=_same_windows,
+    ),
+    "smollm3": Row(
+        "SmolLM3ForCausalLM",
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+        theta=2e6,
+    ),
+    "olmo2": Row("Olmo2ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5}),
+    "olmo3": Row(
+        "Olmo3ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5, "sliding_window": 4096}, windows=_listed_windows, theta=5e5
+    ),
+    "phi3": Row(
+        "Phi3ForCausalLM",
+        {"fused": ("qkv", "gate_up")},
+        {"rms_norm_eps": 1e-5},
+        bias=False,
+        windows=_same_windows,
+        share=1.0,
+    ),
+    "granite": Row("GraniteForCausalLM", scales=_SCALES),
+    "glm": Row("GlmForCausalLM", _GLM, _GLM_DEFAULTS, share=0.5),
+    "glm4": Row("Glm4ForCausalLM", {**_GLM, "norms": "both"}, {**_GLM_DEFAULTS, "attention_bias": True}, share=0.5),
+}
+"""model_type -> its family."""
+ARCHITECTURES = {row.architecture: kind for kind, row in ROWS.items()}
+"""Classes of `transformers` -> model_type."""
+
+
+def parse_config(config: Fields) -> LlamaVariant:
+    """Parse a config.json, of either generation.
+
+    Raises:
+      CheckpointError: an unsupported architecture or option, or a key missing, of the wrong type or out of bounds.
+    """
+    kind = family_of(config, ARCHITECTURES)
+    if kind is None:
+        raise unknown_family(config, ARCHITECTURES)
+    row = ROWS[kind]
+    config = config.with_defaults(row.defaults)
+    _refuse_options(config, row)
+    # Heads, windows and rotation.
+    heads, kv_heads = llama.read_heads(config)
+    head_dim, windows, count = read_head_dim(config), row.windows(config), read_layer_count(config)
+    if kind == "olmo3":
+        rope, window_rope = parse_layer_ropes(config, head_dim, row.theta)
+    else:
+        rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
+    bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
+    factors: dict[str, Any] = {
+        name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()
+    }
+    with reading(config.where):
+        return LlamaVariant(
+            kind=kind,
+            vocab_size=config.read_int("vocab_size"),
+            hidden_size=config.read_int("hidden_size"),
+            intermediate_size=config.read_int("intermediate_size"),
+            num_layers=count,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_length=rope.limit(read_length(config)),
+            rms_norm_eps=read_eps(config),
+            rope=rope,
+            window_rope=window_rope,
+            tie_embeddings=config.read_flag("tie_word_embeddings", False),
+            attention_bias=bias,
+            out_bias=bias and row.bias is None and not row.fields.get("interleaved", False),
+            windows=windows,
+            resting=_resting_layers(config, count) if kind == "smollm3" else (),
+            **row.fields,
+            **factors,
+        )
+
+
+def _refuse_options(config: Fields, row: Row) -> None:
+    wrong = config.unsupported({"mlp_bias": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,), **row.supported})
+    if row.bias is not None and config.read_flag("attention_bias", row.bias) != row.bias:
+        wrong.append(config.describe("attention_bias"))
+    if row.fields.get("fused") and config.section("quantization_config").keys():
+        wrong.append("quantization_config")
+    refuse(config.where, wrong)
+
+
+def _resting_layers(config: Fields, count: int) -> tuple[int, ...]:
+    """The layers without positions; without a list, every `no_rope_layer_interval`-th."""
+    every = config.read_int("no_rope_layer_interval")
+    listed = config.optional_ints("no_rope_layers", most=1, count=count)
+    if listed is not None and len(listed) != count:
+        raise config.wrong("no_rope_layers", list(listed), f"must have {count} entries")
+    rotated = listed or [(index + 1) % every for index in range(count)]
+    return tuple(index for index, flag in enumerate(rotated) if not flag)
+
+
+def describe(config: LlamaVariant) -> dict[str, Any]:
+    """The config.json of a model, in the newer generation's format."""
+    row = ROWS[config.kind]
+    raw = describe_shape(row.architecture, config.kind, config) | {
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_parameters": describe_rope(config.rope),
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias,
+        "hidden_act": "silu",
+        "pad_token_id": None,
+        **{key: getattr(config, name) for name, key in row.scales.items()},
+    }
+    # Windows and rotations of some layers.
+    if row.share is not None:
+        raw["rope_parameters"]["partial_rotary_factor"] = config.rope.share
+    if row.windows is _same_windows:
+        raw["sliding_window"] = config.windows[0] if config.windows else None
+    elif config.windows:
+        raw |= describe_windows(config.windows) | {"use_sliding_window": any(config.windows)}
+    if config.window_rope is not None:
+        ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope}
+        raw["rope_parameters"] = {name: describe_rope(rope) for name, rope in ropes.items()}
+    if config.kind == "smollm3":
+        raw["no_rope_layers"] = [int(index not in config.resting) for index in range(config.num_layers)]
+    if isinstance(config.rope.scaling, LongRope):
+        raw["original_max_position_embeddings"] = config.rope.scaling.original_length
+    return raw
+
+
+FAMILY = Family(
+    LlamaVariant, ARCHITECTURES, parse_config, describe, table=llama.table, open_tensors=scaled.open_tensors
+)
