@@ -1,19 +1,24 @@
-"""Tokens per second without a draft model: plain decoding, n-grams of fixed depth, suffixes, and the default.
+"""Tokens per second of a chat model by drafter: plain decoding, n-grams, suffixes, the default, and a trained draft.
 
-    python benchmarks/default.py --model SMOLLM2 --json benchmarks/results/DATE-MACHINE-default.jsonl
+    python benchmarks/real_model.py --model SMOLLM2 --json benchmarks/results/DATE-MACHINE-real-model.jsonl
+    python benchmarks/real_model.py --model SMOLLM2 --draft HEAD --exact yes --temperature 0 1
+    python benchmarks/real_model.py --model SMOLLM2 --peer --prompts 8
 
-Chat prompts of several kinds, greedy, at batch 1, 8 and 32, without and with `exact=True`. All drafters of a batch
+Chat prompts of several kinds at batch 1, 8 and 32, without and with `exact=True`. All drafters of a batch
 take turns, so each ratio is of neighboring runs; the table has their medians. Compilation and the measurement of costs
-are not part of any speed: `start` has them, in seconds until the first token.
+are not part of any speed: `start` has them, in seconds until the first token. With --peer, `transformers` decodes the
+same prompts, one at a time: plainly, and with its prompt lookup.
 """
 
 import argparse
 import dataclasses
+import itertools
+import json
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,14 @@ DRAFTERS: dict[str, Any] = {
     "ngram 2": jspec.Ngram(depth=2),
     "ngram 6": jspec.Ngram(depth=6),
     "suffix": "suffix",
+    "eagle 5": jspec.Eagle(depth=5),
+    "eagle 3": jspec.Eagle(depth=3),
+    "eagle tree": jspec.Eagle(depth=5, width=8, num_nodes=32),
+    "block": jspec.Block(),
 }
 """By column; n-grams of depth 4 were the default before costs were measured."""
+DRAFTED = ("eagle", "block")
+"""Drafters with a draft of their own: first words of their columns."""
 PROMPTS = (
     "Hi! Who are you?",
     "What is the capital of France, and what is it known for?",
@@ -92,6 +103,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="directory of a chat model, such as SmolLM2-135M-Instruct")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drafter", nargs="+", choices=tuple(DRAFTERS), default=list(DRAFTERS))
+    parser.add_argument("--draft", nargs="+", default=[], help="trained drafts of the model, a directory each")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--peer", action="store_true", help="measure transformers at batch 1, and nothing else")
     parser.add_argument("--exact", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--dtype", default=None)
     parser.add_argument(
@@ -101,24 +115,44 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=220.0, help="no setting begins later (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
+    parser.add_argument("--tokens", type=Path, help="file for all new tokens, as a line of JSON per column")
     options = parser.parse_args()
-    began, lines = time.perf_counter(), []
-    for exact in {"no": [False], "yes": [True], "both": [False, True]}[options.exact]:
+    began, lines, seen = time.perf_counter(), [], {}
+    if options.peer:
+        lines += peer(options)
+    exacts = [] if options.peer else {"no": [False], "yes": [True], "both": [False, True]}[options.exact]
+    for exact, temperature in itertools.product(exacts, options.temperature):
+        models = load(options, exact)
         # The settings of `exact` come second and have fewer columns, as compilation takes most of the time.
-        drafters = [
-            name for name in options.drafter if not exact or options.exact == "yes" or name in list(DRAFTERS)[:3]
-        ]
-        model = jspec.load(options.model, exact=exact, dtype=options.dtype)
+        few = exact and options.exact == "both"
+        drafters = [name for name in options.drafter if name.split()[0] in models or name.split()[0] not in DRAFTED]
+        drafters = [name for name in drafters if not few or name in list(DRAFTERS)[:3]]
         for batch in options.batch:
+            setting = f"exact={exact}, temperature {temperature:g}, batch {batch}"
             if time.perf_counter() - began > options.seconds:
-                print(f"exact={exact}, batch {batch}: not measured, {options.seconds:.0f} s are over")
+                print(f"{setting}: not measured, {options.seconds:.0f} s are over")
                 continue
-            columns = measure(model, batches(model, batch, options.prompts), drafters, options)
-            show(exact, batch, columns)
-            lines += records(options, exact, batch, columns)
-    if options.json is not None:
-        measurement.write(options.json, [*(measurement.read(options.json) if options.json.exists() else []), *lines])
+            prompts = batches(models[""], batch, options.prompts)
+            columns = measure(models, prompts, drafters, temperature, options)
+            show(setting, columns, list(itertools.chain(*prompts)), seen.setdefault((exact, temperature), {}))
+            lines += records(options, exact, temperature, batch, columns)
+            if options.tokens is not None:
+                with options.tokens.open("a") as file:
+                    for name, column in columns.items():
+                        file.write(json.dumps([setting, name, list(itertools.chain(*prompts)), column.tokens]) + "\n")
+            if options.json is not None:
+                measurement.write(options.json, lines)
     print(f"{time.perf_counter() - began:.0f} s")
+
+
+def load(options: argparse.Namespace, exact: bool) -> dict[str, jspec.Model]:
+    """The model alone, as "", and with each draft, by the first word of its columns."""
+    models = {"": jspec.load(options.model, exact=exact, dtype=options.dtype)}
+    for draft in options.draft:
+        model = jspec.load(options.model, draft=draft, exact=exact, dtype=options.dtype)
+        assert model.draft is not None
+        models[model.draft.drafter] = model
+    return models
 
 
 def batches(model: jspec.Model, batch: int, count: int | None) -> list[list[list[int]]]:
@@ -134,25 +168,30 @@ def batches(model: jspec.Model, batch: int, count: int | None) -> list[list[list
 
 
 def measure(
-    model: jspec.Model, prompts: list[list[list[int]]], drafters: Sequence[str], options: argparse.Namespace
+    models: Mapping[str, jspec.Model],
+    prompts: list[list[list[int]]],
+    drafters: Sequence[str],
+    temperature: float,
+    options: argparse.Namespace,
 ) -> dict[str, Column]:
     """The columns of one setting, measured in turns."""
     columns: dict[str, Column] = {}
-    generation = {
-        name: GenerateOptions(drafter=DRAFTERS[name], max_new_tokens=options.max_new_tokens) for name in drafters
-    }
+    sampling = jspec.Sampling(temperature=temperature) if temperature else None
+    shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "sampling": sampling}
+    generation = {name: GenerateOptions(drafter=DRAFTERS[name], **shared) for name in drafters}
+    model_of = {name: models.get(name.split()[0], models[""]) for name in drafters}
     for name in drafters:
         began = time.perf_counter()
-        Run(model, prompts[0], generation[name])
+        Run(model_of[name], prompts[0], generation[name])
         columns[name] = Column(time.perf_counter() - began)
-    for turn in range(-2, options.repeats):  # The first turn compiles what is left, the second captures graphs.
+    # The first turn compiles what is left, the second captures graphs; without repeats, one turn gives the tokens.
+    for turn in range(-2 if options.repeats else -1, options.repeats):
         for name in drafters:
-            outs = [Run(model, part, generation[name]).finish() for part in prompts]
-            column = columns[name]
-            if turn < 0:
-                continue
-            stats = [out.stats for out in outs]
-            column.speeds.append(sum(part.new_tokens for part in stats) / sum(part.seconds for part in stats))
+            outs = [Run(model_of[name], part, generation[name]).finish() for part in prompts]
+            column, stats = columns[name], [out.stats for out in outs]
+            speed = sum(part.new_tokens for part in stats) / sum(part.seconds for part in stats)
+            if turn >= 0 or not options.repeats:
+                column.speeds.append(speed)
             column.tokens = [one.tokens for out in outs for one in out]
             column.accept_length = sum(part.new_tokens for part in stats) / sum(
                 int(part.rounds.sum()) for part in stats
@@ -163,19 +202,60 @@ def measure(
     return columns
 
 
+def peer(options: argparse.Namespace) -> Iterator[measurement.Measurement]:
+    """The speeds of `transformers` in bfloat16, plainly and with drafts from the prompt (its prompt lookup)."""
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device).eval()
+    prompts = [prompt for part in batches(jspec.load(options.model), 1, options.prompts) for prompt in part]
+    for name, more in (("plain", {}), ("prompt lookup", {"prompt_lookup_num_tokens": 10})):
+        speeds = []
+        for turn in range(-1, min(options.repeats, 2)):
+            began, count = time.perf_counter(), 0
+            for prompt in prompts:
+                ids = torch.tensor([prompt], device=device)
+                out = model.generate(ids, max_new_tokens=options.max_new_tokens, do_sample=False, **more)
+                count += out.shape[1] - ids.shape[1]
+            if turn >= 0:
+                speeds.append(round(count / (time.perf_counter() - began), 1))
+        print(f"transformers {transformers.__version__}, {name}: {statistics.median(speeds):.1f} tok/s", flush=True)
+        yield report.measurement(
+            environment(),
+            *("real-model", "transformers", name, "b1"),
+            metric="speed",
+            unit="tokens/s",
+            values=speeds,
+            command=report.command("python benchmarks/real_model.py", sys.argv[1:], {"--model": "MODEL"}),
+            peer=f"transformers {transformers.__version__}",
+            subject=Path(options.model).name,
+            mode=name,
+            batch=1,
+            dtype="bfloat16",
+            settings={"prompts": len(prompts), "new tokens": options.max_new_tokens},
+        )
+
+
 def ratios(column: Column, other: Column) -> float:
     """The median of the ratios of neighboring runs."""
     return statistics.median(a / b for a, b in zip(column.speeds, other.speeds, strict=True))
 
 
-def show(exact: bool, batch: int, columns: dict[str, Column]) -> None:
-    """Prints the table of a setting."""
+def show(
+    setting: str, columns: dict[str, Column], prompts: list[list[int]], texts: dict[tuple[int, ...], list[int]]
+) -> None:
+    """Prints the table of a setting.
+
+    texts: the first text seen for each prompt, of plain decoding at the first batch size; filled here.
+    """
     first = next(iter(columns.values()))
-    print(f"\nexact={exact}, batch {batch}, {len(first.tokens)} prompts")
+    print(f"\n{setting}, {len(first.tokens)} prompts")
     for name, column in columns.items():
-        equal = sum(a == b for a, b in zip(column.tokens, first.tokens, strict=True))
+        pairs = zip(prompts, column.tokens, strict=True)
+        equal = sum(texts.setdefault(tuple(prompt), tokens) == tokens for prompt, tokens in pairs)
         cells = (
-            f"{name:8}",
+            f"{name:10}",
             f"{statistics.median(column.speeds):8.1f} tok/s",
             f"{ratios(column, first):5.3f} of {next(iter(columns))}",
             f"accept length {column.accept_length:4.2f}",
@@ -191,23 +271,26 @@ def show(exact: bool, batch: int, columns: dict[str, Column]) -> None:
 
 
 def records(
-    options: argparse.Namespace, exact: bool, batch: int, columns: dict[str, Column]
+    options: argparse.Namespace, exact: bool, temperature: float, batch: int, columns: dict[str, Column]
 ) -> Iterator[measurement.Measurement]:
     """A line per drafter."""
     for name, column in columns.items():
         yield report.measurement(
             environment(),
-            *("default", name, "exact" if exact else "rounded", f"b{batch}"),
+            *("real-model", name, "exact" if exact else "rounded", f"t{temperature:g}", f"b{batch}"),
             metric="speed",
             unit="tokens/s",
             values=[round(speed, 1) for speed in column.speeds],
-            command=report.command("python benchmarks/default.py", sys.argv[1:], {"--model": "MODEL"}),
+            command=report.command(
+                "python benchmarks/real_model.py", sys.argv[1:], {"--model": "MODEL", "--draft": "DRAFT"}
+            ),
             subject=Path(options.model).name,
             mode=name,
             batch=batch,
             dtype=options.dtype,
             settings={
                 "exact": exact,
+                "temperature": temperature,
                 "accept length": round(column.accept_length, 3),
                 "prompts": len(column.tokens),
                 "new tokens": options.max_new_tokens,
