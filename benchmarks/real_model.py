@@ -41,6 +41,8 @@ DRAFTERS: dict[str, Any] = {
     "block": jspec.Block(),
 }
 """By column; n-grams of depth 4 were the default before costs were measured."""
+NAMES = {"--model": "MODEL", "--draft": "DRAFT", "--tokens": "FILE"}
+"""Option -> what stands for its value in the command of a measurement."""
 DRAFTED = ("eagle", "block")
 """Drafters with a draft of their own: first words of their columns."""
 PROMPTS = (
@@ -180,6 +182,10 @@ def measure(
     shared: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "sampling": sampling}
     generation = {name: GenerateOptions(drafter=DRAFTERS[name], **shared) for name in drafters}
     model_of = {name: models.get(name.split()[0], models[""]) for name in drafters}
+    # A prompt has the same noise in every batch.
+    numbers, parts = itertools.count(), []
+    for part in prompts:
+        parts.append((part, [(0, next(numbers)) for _ in part]))
     for name in drafters:
         began = time.perf_counter()
         Run(model_of[name], prompts[0], generation[name])
@@ -187,7 +193,10 @@ def measure(
     # The first turn compiles what is left, the second captures graphs; without repeats, one turn gives the tokens.
     for turn in range(-2 if options.repeats else -1, options.repeats):
         for name in drafters:
-            outs = [Run(model_of[name], part, generation[name]).finish() for part in prompts]
+            outs = [
+                Run(model_of[name], part, dataclasses.replace(generation[name], seed=seeds)).finish()
+                for part, seeds in parts
+            ]
             column, stats = columns[name], [out.stats for out in outs]
             speed = sum(part.new_tokens for part in stats) / sum(part.seconds for part in stats)
             if turn >= 0 or not options.repeats:
@@ -227,7 +236,7 @@ def peer(options: argparse.Namespace) -> Iterator[measurement.Measurement]:
             metric="speed",
             unit="tokens/s",
             values=speeds,
-            command=report.command("python benchmarks/real_model.py", sys.argv[1:], {"--model": "MODEL"}),
+            command=report.command("python benchmarks/real_model.py", sys.argv[1:], NAMES),
             peer=f"transformers {transformers.__version__}",
             subject=Path(options.model).name,
             mode=name,
@@ -273,30 +282,32 @@ def show(
 def records(
     options: argparse.Namespace, exact: bool, temperature: float, batch: int, columns: dict[str, Column]
 ) -> Iterator[measurement.Measurement]:
-    """A line per drafter."""
+    """The speed and the accept length of each drafter."""
     for name, column in columns.items():
-        yield report.measurement(
-            environment(),
-            *("real-model", name, "exact" if exact else "rounded", f"t{temperature:g}", f"b{batch}"),
-            metric="speed",
-            unit="tokens/s",
-            values=[round(speed, 1) for speed in column.speeds],
-            command=report.command(
-                "python benchmarks/real_model.py", sys.argv[1:], {"--model": "MODEL", "--draft": "DRAFT"}
-            ),
-            subject=Path(options.model).name,
-            mode=name,
-            batch=batch,
-            dtype=options.dtype,
-            settings={
-                "exact": exact,
-                "temperature": temperature,
-                "accept length": round(column.accept_length, 3),
-                "prompts": len(column.tokens),
-                "new tokens": options.max_new_tokens,
-                "start": round(column.start, 1),
-            },
+        values = (
+            ("speed", "tokens/s", [round(x, 1) for x in column.speeds]),
+            ("accept length", "", [column.accept_length]),
         )
+        for metric, unit, numbers in values:
+            yield report.measurement(
+                environment(),
+                *("real-model", name, "exact" if exact else "rounded", f"t{temperature:g}", f"b{batch}"),
+                metric=metric,
+                unit=unit,
+                values=numbers,
+                command=report.command("python benchmarks/real_model.py", sys.argv[1:], NAMES),
+                subject=Path(options.model).name,
+                mode=name,
+                batch=batch,
+                dtype=options.dtype or "bfloat16",
+                settings={
+                    "exact": exact,
+                    "temperature": temperature,
+                    "prompts": len(column.tokens),
+                    "new tokens": options.max_new_tokens,
+                    "start": round(column.start, 1),
+                },
+            )
 
 
 if __name__ == "__main__":
