@@ -37,18 +37,23 @@ def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockPar
     # All weights.
     params = dataclasses.replace(
         weights.read(dataclasses.replace(table, markov=markov), tensors),
-        mask_embed=_read_mask(config, source, tensors),
+        mask_embed=_read_mask(config, source, tensors, tokens.stored),
         ids=tokens.ids,
     )
     tensors.refuse_unread("block draft", _UNREAD.__contains__)
     return params
 
 
-def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Array, " E"] | None:
-    """Read the embedding of the mask token in a file of its own: a tensor, or a dictionary with one tensor."""
+def _read_mask(config: BlockHead, source: Source, tensors: Tensors, rows: int) -> Float[Array, " E"] | None:
+    """Read the embedding of the mask token in a file of its own: a tensor, or a dictionary with one tensor.
+
+    rows: of the draft's embedding, which may have the token beyond those of the target's.
+    """
     path = source.directory / _MASK_FILE
     if not path.exists():
-        return None
+        if config.mask_token < config.vocab_size:
+            return None
+        return tensors.put(WHOLE, [tensors.read("embed_tokens.weight", rows, config.hidden_size)[config.mask_token]])
     saved = torch_file.read(path)
     # A dictionary may state the token.
     if isinstance(saved, dict):

@@ -90,7 +90,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
             target_hidden_size=fields.read_int("target_hidden_size", target.hidden_size),
             capture_layers=_read_captured(config, fields, layers["num_layers"], target),
             block_size=fields.read_int("block_size"),
-            mask_token=_read_mask_token(fields, target),
+            mask_token=_read_mask_token(fields, target, "embed_tokens.weight" in names),
             next_token=_read_next_token(config, fields),
             windows=windows,
             causal=_read_causal(config, fields, windows),
@@ -114,11 +114,12 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     return head
 
 
-def _read_mask_token(fields: Fields, target: Decoder) -> int:
-    """Read the token of the rows after the first, whose embedding is the target's or the draft's own."""
-    token, count = fields.read_int("mask_token_id", least=0), target.vocab_size
+def _read_mask_token(fields: Fields, target: Decoder, own_embed: bool) -> int:
+    """Read the token of the rows after the first; with its own embedding, it may be in rows beyond the target's."""
+    token = fields.read_int("mask_token_id", least=0)
+    count = fields.read_int("vocab_size") if own_embed else target.vocab_size
     if token >= count:
-        raise fields.wrong("mask_token_id", token, f"must be from 0 to {count - 1}, as the target has {count} tokens")
+        raise fields.wrong("mask_token_id", token, f"must be from 0 to {count - 1}, a row of the embedding")
     return token
 
 

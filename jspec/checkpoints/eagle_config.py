@@ -45,6 +45,7 @@ SPELLINGS = Spellings(
         **dict.fromkeys(("block_size", "mask_token_id", "pard_token", "ptd_token_id"), ()),
         "speculators_model_type": ("eagle3",),
         "use_mtp_layernorm": (False,),
+        "eagle_decoder_type": ("llama",),
         "parallel_draft_step": (1,),
         "logit_scale": (1.0,),
     },

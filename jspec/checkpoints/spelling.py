@@ -48,7 +48,7 @@ _HARMLESS = re.compile(
     r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|output_.*|use_cache|cache_implementation"
     r"|is_(encoder_)?decoder|.*cross_attention.*|tie_.*|chunk_size_feed_forward|pruned_heads|(id2label|label2id)"
     r"|problem_type|task_specific_params|finetuning_task|prefix|num_labels|max_length|min_length|max_sequence_length"
-    r"|attn_implementation|has_no_defaults_at_init"
+    r"|attn_implementation|has_(no_defaults_at_init|lm_head)"
     # Sampling of the target, and its special tokens.
     r"|do_sample|early_stopping|num_beams?(_groups)?|.*_penalty|temperature|top_[kp]|typical_p|.*no_repeat_ngram_size"
     r"|bad_words_ids|num_return_sequences|remove_invalid_values|(begin_)?suppress_tokens|(bos|eos|pad|sep|mask)_token"

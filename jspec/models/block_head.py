@@ -76,7 +76,7 @@ class BlockHead:
     vocab_size: the target's.
     capture_layers: the target's hidden states to read, as in `Decoder.apply`.
     block_size: rows of a block.
-    mask_token: the token of all rows of a block but the first.
+    mask_token: the token of all rows of a block but the first; beyond the target's, its embedding is `mask_embed`.
     next_token: row j predicts the token at its position + 1, as in DSpark. False: at its own position, as in DFlash,
       where the first row predicts nothing.
     windows: for each layer the positions a row sees, its own included; None: all.
@@ -131,7 +131,7 @@ class BlockHead:
         for window in self.windows:
             if window is not None and window < self.block_size:
                 raise ValueError(f"a window of {window} positions: must be at least block_size={self.block_size}")
-        if not 0 <= self.mask_token < self.vocab_size:
+        if self.mask_token < 0 or (self.mask_token >= self.vocab_size and not self.own_embed):
             raise ValueError(f"mask_token={self.mask_token}: must be from 0 to {self.vocab_size - 1}")
         # The heads after the layers.
         if (self.markov is None) != (self.markov_rank == 0):

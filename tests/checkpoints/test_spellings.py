@@ -16,6 +16,7 @@ from spellings import (
     inside,
     interleaved,
     lift,
+    mask_in,
     move,
     narrow,
     padded,
@@ -72,6 +73,7 @@ SAME = {
             "eagle_config",
             **{"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False},
             **{"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1},
+            **{"eagle_decoder_type": "llama", "has_lm_head": True, "eagle_report_acc": True},
         ),
         "theta of the newer generation": top(rope_parameters=ROPE),
         "two equal thetas": top(rope_theta=1e4, rope_parameters=ROPE),
@@ -164,6 +166,9 @@ SAME = {
             **{"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "max_window_layers": 2, "dtype": "bfloat16"},
             **{"tie_word_embeddings": False, "use_cache": True, "bos_token_id": 1, "eos_token_id": [2, 3]},
         ),
+    },
+    "dflash embedding": {
+        "a mask among rows of padding": both(padded(3), mask_in(V + 1)),
     },
     "dflash reduced": {
         "ids by frequency": vocabulary("frequency"),
@@ -348,7 +353,7 @@ REFUSED = [
 ]
 """Base, change, and the words of the error."""
 
-WARNS = ("padded by", "two thetas", "the target's depth")
+WARNS = ("padded by", "a mask among", "two thetas", "the target's depth")
 """Spellings with a warning."""
 
 

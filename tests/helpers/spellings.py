@@ -134,6 +134,18 @@ def padded(rows: int, *keys: str) -> Change:
     return change
 
 
+def mask_in(row: int) -> Change:
+    """The mask token in another row of the embedding."""
+
+    def change(raw, t):
+        embed = t["embed_tokens.weight"].copy()
+        embed[row] = embed[V - 1]
+        raw = {**raw, "dflash_config": {**raw["dflash_config"], "mask_token_id": row}}
+        return raw, {**t, "embed_tokens.weight": embed}
+
+    return change
+
+
 def speculators(kind: str, **keys: Any) -> Change:
     """The layout of speculators; keys: beside those of the layers."""
     outer = {"norm_before_residual": False} if kind == "eagle3" else {}
@@ -223,6 +235,7 @@ BASES = {
     "eagle3 fp8": Base(lambda: both(tensors(widened))(*head()()), EAGLE),
     "eagle3 yarn": Base(lambda: top(rope_scaling=YARN)(*head()()), EAGLE),
     "dflash": Base(block(), BLOCK),
+    "dflash embedding": Base(block(embed=True), BLOCK),
     "dflash reduced": Base(block(draft_vocab=23, draft_vocab_size=23), BLOCK),
     "dflash fp8": Base(lambda: both(tensors(widened))(*block()()), BLOCK),
     "dflash window": Base(block(layer=WINDOW), BLOCK),
