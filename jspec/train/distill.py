@@ -103,7 +103,7 @@ def set_up(learner: Learner, recipe: Recipe, dtype: str) -> DraftSetup:
     target = learner.target
     scores = recipe.length * target.num_heads
     # Arrays of float32: logits of the target, those of the draft with their gradients, and scores of attention.
-    size = 4 * round(3 * target.vocab_size + 5 * learner.logits_per_token(recipe) + 3 * scores)
+    size = 4 * round(3 * target.vocab_size + 8 * learner.logits_per_token(recipe) + 3 * scores)
     return DraftSetup(learner, recipe, dtype, batches.fit_chunk(recipe.batch_tokens, recipe.length, size))
 
 

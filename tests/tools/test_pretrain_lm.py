@@ -14,13 +14,13 @@ pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
+import toy  # noqa: E402
 import train_files  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 from train_files import lines, pretrain, run  # noqa: E402
 
 from jspec.checkpoints import language_model, llama  # noqa: E402
 from jspec.core import tree  # noqa: E402
-from jspec.models import Llama  # noqa: E402
 from jspec.train import batches, trainer  # noqa: E402
 from jspec.train import tokenizer as files  # noqa: E402
 from jspec.train.recipe import Intervals  # noqa: E402
@@ -28,17 +28,8 @@ from jspec.train.trainer import State  # noqa: E402
 from tools.pretrain import lm, model, objective  # noqa: E402
 from tools.pretrain.objective import LmRecipe, LmSetup  # noqa: E402
 
-MODEL = Llama(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_length=32,
-    tie_embeddings=True,
-    qk_norm=True,
+MODEL = dataclasses.replace(
+    toy.TARGET, intermediate_size=48, num_layers=1, head_dim=8, max_length=32, tie_embeddings=True
 )
 DRAFT = dataclasses.replace(MODEL, hidden_size=16, qk_norm=False, tie_embeddings=False)
 RECIPE = LmRecipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)

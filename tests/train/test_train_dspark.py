@@ -12,13 +12,13 @@ pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
+import toy  # noqa: E402
 import train_files  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
 from jspec.checkpoints import language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
-from jspec.models import Llama  # noqa: E402
 from jspec.train import block, distill, draft, tokenizer  # noqa: E402
 from jspec.train.block import BlockLearner  # noqa: E402
 from jspec.train.distill import DraftSetup  # noqa: E402
@@ -26,17 +26,8 @@ from jspec.train.learner import Texts  # noqa: E402
 from jspec.train.recipe import BlockRecipe, BlockShape  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
-TARGET = Llama(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_length=64,
-    tie_embeddings=True,
-    qk_norm=True,
+TARGET = dataclasses.replace(
+    toy.TARGET, intermediate_size=48, num_layers=4, head_dim=8, max_length=64, tie_embeddings=True
 )
 LENGTH = 14
 RECIPE = BlockRecipe(steps=30, batch_tokens=56, length=LENGTH, learning_rate=1e-2, warmup=2, anchors=5, reach=3.0)

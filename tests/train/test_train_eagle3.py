@@ -14,6 +14,7 @@ pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
+import toy  # noqa: E402
 import train_files  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
 from train_files import lines, run  # noqa: E402
@@ -30,17 +31,8 @@ from jspec.train.recipe import DraftRecipe, HeadShape, Intervals  # noqa: E402
 from tools.pretrain import model  # noqa: E402
 
 STEPS = 7
-TARGET = Llama(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_length=64,
-    tie_embeddings=True,
-    qk_norm=True,
+TARGET = dataclasses.replace(
+    toy.TARGET, intermediate_size=48, num_layers=4, head_dim=8, max_length=64, tie_embeddings=True
 )
 RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, warmup=2, ttt_steps=3)
 CONFIG = head.configure(TARGET, HeadShape(capture_layers=(1, 2, 4), draft_vocab_size=40))

@@ -5,22 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import toy
 
-from jspec.models import Llama
 from jspec.train import rows, text
 from tools.pretrain import model
 
-MODEL = Llama(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_length=32,
-    tie_embeddings=True,
-    qk_norm=True,
+MODEL = dataclasses.replace(
+    toy.TARGET, intermediate_size=48, num_layers=1, head_dim=8, max_length=32, tie_embeddings=True
 )
 LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 

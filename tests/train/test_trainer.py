@@ -7,12 +7,12 @@ import types
 import jax
 import numpy as np
 import pytest
+import toy
 
 pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
-from jspec.models import Llama  # noqa: E402
 from jspec.train import distill, trainer  # noqa: E402
 from jspec.train.distill import DraftSetup  # noqa: E402
 from jspec.train.kinds import KINDS  # noqa: E402
@@ -37,7 +37,9 @@ def test_a_training_that_diverges_ends(loss, norm, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-TARGET = Llama(61, 32, 48, 4, 4, 2, 8, 64, tie_embeddings=True)
+TARGET = dataclasses.replace(
+    toy.TARGET, intermediate_size=48, num_layers=4, head_dim=8, max_length=64, tie_embeddings=True
+)
 SHAPES = {"eagle3": {"draft_vocab_size": 40}, "dspark": {"block_size": 4, "markov_rank": 6}}
 
 
