@@ -41,8 +41,9 @@ def main() -> None:
         own = ["--own-prompts", options.prompts, "--temperature", 1, "--sampled-share", 0.5]
         jspec("train", "replies", "--model", options.model, *own, "--max-new-tokens", options.max_new_tokens,
               "--out", replies)  # fmt: skip
+        share = min(0.5, max(0.02, 4 * options.heldout / options.prompts))
         jspec("train", "data", "--tokenizer", options.model, "--chats", replies, "--width", options.width,
-              "--heldout-share", 0.02, "--heldout-prompts", options.heldout, "--out", data)  # fmt: skip
+              "--heldout-share", share, "--heldout-prompts", options.heldout, "--out", data)  # fmt: skip
     shape = ["--draft-vocab-size", options.draft_vocab] if options.kind == "eagle3" else []
     jspec("train", options.kind, "--data", data, "--target", options.model, "--minutes", options.minutes, *shape,
           "--work", work / options.kind, "--out", options.out, *rest)  # fmt: skip
