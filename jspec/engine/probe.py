@@ -37,6 +37,7 @@ class Comparison:
     tokens: the compared ones of each proposal: "first" or "second".
     total: number of compared tokens.
     right, read_right: the target's choices among them, under this reading and under the checkpoint's.
+    least: right ones that a draft for this target has at least.
     overlap, read_overlap: expected acceptance of a sampled draft, from 0 to 1.
     errors: the difference of the two, in standard errors of the mean over positions.
     """
@@ -47,6 +48,7 @@ class Comparison:
     total: int
     right: int
     read_right: int
+    least: int
     overlap: float
     read_overlap: float
     errors: float
@@ -56,23 +58,22 @@ class Comparison:
 class Fit:
     """How a draft fits its target.
 
-    total: compared first tokens; `right` and `overlap` as of `Comparison`.
-    constant: right ones of the best constant guess.
+    total: compared first tokens; `right`, `least` and `overlap` as of `Comparison`.
     others: the neighboring readings.
     seconds: time of all forwards.
     """
 
     total: int
     right: int
+    least: int
     overlap: float
-    constant: int
     others: tuple[Comparison, ...]
     seconds: float
 
     @property
     def better(self) -> Comparison | None:
         """The best reading with a clearly better fit; None: there is none."""
-        clear = [other for other in self.others if other.errors > _CLEARLY and other.right > self.constant]
+        clear = [other for other in self.others if other.errors > _CLEARLY and other.right >= other.least]
         return max(clear, key=lambda other: other.overlap - other.read_overlap, default=None)
 
     def warning(self, name: str) -> str | None:
@@ -84,8 +85,8 @@ class Fit:
             )
             other += better.field and f": check {better.field} in config.json"
             return text.format(name, better.read_right, better.total, better.tokens, other, DOCS)
-        if self.right <= self.constant:
-            other = f"{self.constant} with a constant guess, and no reading fits: is it a draft for this target?"
+        if self.right < self.least:
+            other = f"under {self.least}, and no reading fits better: is it a draft for this target?"
             return text.format(name, self.right, self.total, "first", other, DOCS)
         return None
 
@@ -102,23 +103,22 @@ def probe_fit(params: Params, target: Target, draft: Draft, prompts: Int[np.ndar
     ends = np.isin(choices, list(eos))
     counted = np.cumsum(ends, axis=1) - ends == 0
 
-    def score(view: View) -> tuple[Bool[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-        """Whether each counted token is right, and its overlap."""
-        predicted = predict(view, target, text)
-        count = predicted.tokens.shape[1]
-        right, before_end = np.asarray(predicted.tokens) == choices[:, -count:], counted[:, -count:]
-        return right[before_end], np.asarray(predicted.overlap)[before_end]
+    def score(view: View) -> _Score:
+        out = predict(view, target, text)
+        counts = counted[:, -out.tokens.shape[1] :]
+        proposed, chosen_ids = np.asarray(out.tokens)[counts], choices[:, -counts.shape[1] :][counts]
+        return _Score(proposed == chosen_ids, np.asarray(out.overlap)[counts], _least(proposed, chosen_ids))
 
     read = {False: score(view)}
     others = []
     for reading, other in other_readings(view, target):
         if other.second not in read:
             read[other.second] = score(dataclasses.replace(view, second=other.second))
-        others.append(_compare(reading, "second" if other.second else "first", score(other), read[other.second]))
-    right, overlap = read[False]
-    constant = np.unique(choices[counted], return_counts=True)[1].max()
-    seconds = time.perf_counter() - begin
-    return Fit(right.size, int(right.sum()), float(overlap.mean()), int(constant), tuple(others), seconds)
+        others.append(_compare(reading, other.second, score(other), read[other.second]))
+    first, seconds = read[False], time.perf_counter() - begin
+    return Fit(
+        first.right.size, int(first.right.sum()), first.least, float(first.overlap.mean()), tuple(others), seconds
+    )
 
 
 def make_prompts(tokenizer: Tokenizer | None, vocab_size: int) -> Int[np.ndarray, "B P"]:
@@ -130,21 +130,36 @@ def make_prompts(tokenizer: Tokenizer | None, vocab_size: int) -> Int[np.ndarray
     return np.array([ids[:width] for ids in encoded], np.int32)
 
 
-def _compare(
-    reading: Reading, tokens: str, other: tuple[np.ndarray, np.ndarray], read: tuple[np.ndarray, np.ndarray]
-) -> Comparison:
+@dataclasses.dataclass(frozen=True)
+class _Score:
+    """What a draft proposes: for each counted token whether it is right and its overlap, and `least` as of `Fit`."""
+
+    right: Bool[np.ndarray, " n"]
+    overlap: Float[np.ndarray, " n"]
+    least: int
+
+
+def _least(proposed: Int[np.ndarray, " n"], chosen_ids: Int[np.ndarray, " n"]) -> int:
+    """Right tokens beyond chance: of a draft with these tokens in any other order, but from a tenth to half of all."""
+    size = max(proposed.max(), chosen_ids.max()) + 1
+    share = np.bincount(proposed, minlength=size) @ np.bincount(chosen_ids, minlength=size) / chosen_ids.size**2
+    most = chosen_ids.size * share + _CLEARLY * math.sqrt(chosen_ids.size * share * (1 - share))
+    return math.ceil(min(max(most, chosen_ids.size / 10), chosen_ids.size / 2))
+
+
+def _compare(reading: Reading, second: bool, other: _Score, read: _Score) -> Comparison:
     """Compares position by position: the noise of the text itself is in both."""
-    (right, overlap), (read_right, read_overlap) = other, read
-    gain = overlap - read_overlap
+    gain = other.overlap - read.overlap
     error = float(gain.std(ddof=1)) / math.sqrt(gain.size) if gain.size > 1 else 0.0
     return Comparison(
         name=reading.name,
         field=reading.field,
-        tokens=tokens,
-        total=right.size,
-        right=int(right.sum()),
-        read_right=int(read_right.sum()),
-        overlap=float(overlap.mean()),
-        read_overlap=float(read_overlap.mean()),
+        tokens="second" if second else "first",
+        total=other.right.size,
+        right=int(other.right.sum()),
+        read_right=int(read.right.sum()),
+        least=other.least,
+        overlap=float(other.overlap.mean()),
+        read_overlap=float(read.overlap.mean()),
         errors=float(gain.mean()) / error if error else 0.0,
     )

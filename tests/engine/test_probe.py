@@ -88,6 +88,17 @@ def test_the_command_line_prints_the_warning_and_goes_on(tmp_path, capsys):
     assert "as read" not in capsys.readouterr().err
 
 
+def test_the_doctor_prints_and_writes_every_reading(tmp_path, capsys):
+    directory, path = plant(tmp_path / "draft", "eagle residual"), tmp_path / "doctor.json"
+    assert cli.main(["doctor", "--model", TARGET, "--draft", str(directory), "--json", str(path)]) == 1
+    out, written = capsys.readouterr().out, json.loads(path.read_text())["draft"]
+    assert f"as read: {written['right']} of {written['total']} first tokens are right" in out
+    assert all(f"with {other['name']}" in out for other in written["others"])
+    assert f"\ndraft {directory}: " in out and "check norm_before_residual" in out
+    assert cli.main(["doctor", "--draft", EAGLE]) == 2
+    assert "requires --model" in capsys.readouterr().err
+
+
 # Good drafts
 
 
@@ -142,7 +153,7 @@ def test_a_draft_for_another_target_fits_under_no_reading():
     other = np.random.default_rng(0).permutation(model.target.vocab_size)
     target = dataclasses.replace(model.params.target, embed=model.params.target.embed[other])
     fit = probe_draft(dataclasses.replace(model, params=Params(target, model.params.draft)))
-    assert fit.better is None and "no reading fits: is it a draft for this target?" in fit.warning("it")
+    assert fit.better is None and "no reading fits better: is it a draft for this target?" in fit.warning("it")
 
 
 def test_a_language_model_with_a_shifted_vocabulary_does_not_fit():
