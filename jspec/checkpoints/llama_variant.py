@@ -139,13 +139,16 @@ def parse_config(config: Fields) -> LlamaVariant:
     row = ROWS[kind]
     config = config.with_defaults(row.defaults)
     _refuse_options(config, row)
-    # Heads, windows and rotation.
+    # Heads and rotation.
     heads, kv_heads = llama.read_heads(config)
-    head_dim, windows, count = read_head_dim(config), row.windows(config), read_layer_count(config)
+    head_dim, count = read_head_dim(config), read_layer_count(config)
     if kind == "olmo3":
         rope, window_rope = parse_layer_ropes(config, head_dim, row.theta)
     else:
         rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
+    length = rope.limit(read_length(config))
+    # Windows as long as the context have no effect.
+    windows = tuple(None if window and window >= length else window for window in row.windows(config))
     bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
     factors: dict[str, Any] = {
         name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()
@@ -160,14 +163,14 @@ def parse_config(config: Fields) -> LlamaVariant:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            max_length=rope.limit(read_length(config)),
+            max_length=length,
             rms_norm_eps=read_eps(config),
             rope=rope,
             window_rope=window_rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             attention_bias=bias,
             out_bias=bias and row.bias is None and not row.fields.get("interleaved", False),
-            windows=windows,
+            windows=windows if any(windows) else (),
             resting=_resting_layers(config, count) if kind == "smollm3" else (),
             **row.fields,
             **factors,
@@ -211,8 +214,10 @@ def describe(config: LlamaVariant) -> dict[str, Any]:
         raw["rope_parameters"]["partial_rotary_factor"] = config.rope.share
     if row.windows is _same_windows:
         raw["sliding_window"] = config.windows[0] if config.windows else None
-    elif config.windows:
-        raw |= describe_windows(config.windows) | {"use_sliding_window": any(config.windows)}
+    elif config.windows or row.windows is _listed_windows:
+        raw |= describe_windows(config.windows or (None,) * config.num_layers) | {
+            "use_sliding_window": any(config.windows)
+        }
     if config.window_rope is not None:
         ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope}
         raw["rope_parameters"] = {name: describe_rope(rope) for name, rope in ropes.items()}

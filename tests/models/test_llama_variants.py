@@ -5,6 +5,8 @@ import pytest
 from parity import check_logits, check_output, check_refused, check_saved, check_unused, edit
 
 import jspec
+from jspec.checkpoints import language_model
+from jspec.checkpoints.fields import Fields
 from jspec.drafters import Ngram, Standalone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*long_factor is not used")
@@ -80,6 +82,16 @@ def test_logits_equal_transformers_with_other_options(tmp_path, kind, changes):
 @pytest.mark.parametrize("kind", hf.VARIANTS)
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
     check_saved(tmp_path, pair(kind), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("phi3", {"sliding_window": 512}), ("olmo3", {"sliding_window": 600})])
+def test_windows_as_long_as_the_context_are_none(kind, changes):
+    raw = {**hf.build(kind, **changes).config.to_dict(), "architectures": [type(hf.build(kind)).__name__]}
+    config = language_model.parse_config(Fields(raw))
+    assert config.windows == () and config.max_length == 512
+    described = language_model.describe(config)
+    assert language_model.parse_config(Fields(described)) == config
+    assert set(described.get("layer_types", ["full_attention"])) == {"full_attention"}
 
 
 def test_an_unused_tensor_is_an_error(tmp_path):
