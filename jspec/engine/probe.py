@@ -106,8 +106,8 @@ def probe_fit(params: Params, target: Target, draft: Draft, prompts: Int[np.ndar
     def score(view: View) -> _Score:
         out = predict(view, target, text)
         counts = counted[:, -out.tokens.shape[1] :]
-        proposed, chosen_ids = np.asarray(out.tokens)[counts], choices[:, -counts.shape[1] :][counts]
-        return _Score(proposed == chosen_ids, np.asarray(out.overlap)[counts], _least(proposed, chosen_ids))
+        proposed, target_ids = np.asarray(out.tokens)[counts], choices[:, -counts.shape[1] :][counts]
+        return _Score(proposed == target_ids, np.asarray(out.overlap)[counts], _least(proposed, target_ids))
 
     read = {False: score(view)}
     others = []
@@ -139,12 +139,12 @@ class _Score:
     least: int
 
 
-def _least(proposed: Int[np.ndarray, " n"], chosen_ids: Int[np.ndarray, " n"]) -> int:
+def _least(proposed: Int[np.ndarray, " n"], target_ids: Int[np.ndarray, " n"]) -> int:
     """Right tokens beyond chance: of a draft with these tokens in any other order, but from a tenth to half of all."""
-    size = max(proposed.max(), chosen_ids.max()) + 1
-    share = np.bincount(proposed, minlength=size) @ np.bincount(chosen_ids, minlength=size) / chosen_ids.size**2
-    most = chosen_ids.size * share + _CLEARLY * math.sqrt(chosen_ids.size * share * (1 - share))
-    return math.ceil(min(max(most, chosen_ids.size / 10), chosen_ids.size / 2))
+    size = max(proposed.max(), target_ids.max()) + 1
+    share = np.bincount(proposed, minlength=size) @ np.bincount(target_ids, minlength=size) / target_ids.size**2
+    most = target_ids.size * share + _CLEARLY * math.sqrt(target_ids.size * share * (1 - share))
+    return math.ceil(min(max(most, target_ids.size / 10), target_ids.size / 2))
 
 
 def _compare(reading: Reading, second: bool, other: _Score, read: _Score) -> Comparison:
