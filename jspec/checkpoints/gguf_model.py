@@ -106,6 +106,25 @@ ARCHITECTURES = {
         tensors={"ffn_gate_inp": "mlp.gate"},
         implied=lambda config: {"norm_topk_prob": True},
     ),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", alternates=True),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        keys={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        alternates=True,
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        tensors={
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         keys={

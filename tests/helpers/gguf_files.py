@@ -11,8 +11,14 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
-ALTERNATING = ("llama",)
+ALTERNATING = ("llama", "smollm3", "granite")
 """Architectures whose rows of queries and keys alternate in a file."""
+SCALES = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 OFFSET = ("gemma3",)
 """Architectures whose norms have 1 added in a file."""
 
@@ -55,13 +61,16 @@ def write(
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if "sliding_window" in config:
+    if architecture == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for key, value in SCALES.items():
+        if key in config:
+            writer.add_float32(f"{architecture}.{value}", config[key])
     for key, value in (metadata or {}).items():
         add(writer, key, value)
     for name, tensor in {**_named(directory, architecture, config), **(tensors or {})}.items():
