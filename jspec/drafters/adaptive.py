@@ -37,7 +37,7 @@ MOST_TOKENS = 32
 of a round grows with its tokens."""
 DEPTHS = (1, 3, 5, 8)
 """Depths of the default drafters with a draft."""
-WITHOUT_DRAFT = (Plain(), Ngram(depth=2), Ngram(depth=6))
+WITHOUT_DRAFT = (Plain(), Ngram(depth=3), Ngram(depth=6))
 """The default drafters without one."""
 
 
@@ -58,12 +58,12 @@ class AdaptiveState:
 class Adaptive:
     """Picks the drafter with the most expected tokens per unit of cost, in every round, on the device.
 
-    All sequences of a batch, or of a group of devices, share the choice; finished sequences have no influence, and the
-    farther a sequence is from its limit, the more. Drafters of one draft share its cache, which absorbs the committed
-    tokens of every round, whichever drafter proposed them.
+    All sequences of a batch, or of a group of devices, share the choice. Finished sequences have no influence, and
+    those far from their limit have most. Drafters of one draft share its cache, which absorbs the committed tokens of
+    every round, whichever drafter proposed them.
 
     drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 3, 5 and 8
-      tokens, as far as it goes, by the drafter for the loaded draft; without one, n-grams of 2 and 6 tokens.
+      tokens, as far as it goes, by the drafter for the loaded draft; without one, n-grams of 3 and 6 tokens.
     costs: cost of a round with each drafter, in milliseconds or any other unit: by batch, such as
       {1: (5.6, 6.9), 32: (6.5, 11.2)}, or one sequence for all batches. Interpolated between batches, and constant
       beyond the first or last. `jspec.measure_costs` measures them. None: `jspec.generate`, `jspec.Engine` and what is
@@ -217,7 +217,7 @@ class Adaptive:
         choices, live = self._choices, ~s.done
         acceptance = policy.conditional_acceptance(state.evidence, live, self.prior * choices.quality)
         tokens = policy.expected_tokens(acceptance, self._rows(state), choices)
-        weights = policy.weights(live, s.limit - s.length)
+        weights = policy.weights(live, s.limit - s.length, s.stats.rounds, s.length - s.prompt_length)
         offered = np.isin(np.arange(len(choices.depth)), self.offered(s.length.shape[0]))
         value = jnp.where(offered, weights @ tokens / s.costs, 0.0)
         most = jnp.where(offered, weights.sum() * (choices.depth + 1.0).astype(np.float32) / s.costs, 0.0)

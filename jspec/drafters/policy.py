@@ -7,7 +7,7 @@ and the best drafter has the most of them per unit of cost (goodput: Liu et al.,
 lengths: so evidence about a shallow draft also serves a deeper one. Proposals of several grades, such as copies after a
 long match and after a short one, have averages of their own.
 
-A batch ends with its last sequence, so the tokens of sequences that have most of their way before them weigh most.
+A batch ends with its last sequence, so the tokens of those that need the most rounds weigh most.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ from jspec.core.struct import struct
 
 WEIGHT = 2.0
 """Weight of the prior, in drafts."""
-URGENCY = 4
-"""Exponent of the remaining tokens of a sequence in its weight: the largest remainders decide."""
+URGENCY, STEADY = 6, 8
+"""Exponent of the rounds that a sequence is expected to need, in its weight; tokens of one round each before its first
+round, in its pace."""
 
 
 @struct
@@ -137,10 +138,17 @@ def expected_tokens(acceptance: Float[Array, "G D"], rows: Int[Array, "B F"], ch
     return 1.0 + jnp.where((row >= 0) & (choices.depth > 0)[None], drafts, 0.0)
 
 
-def weights(live: Bool[Array, " B"], remaining: Int[Array, " B"]) -> Float[Array, " B"]:
-    """Weights of sequences by the tokens they may still get: the last one to end decides when a batch ends."""
-    left = jnp.where(live, remaining, 0).astype(jnp.float32)
-    return (left / jnp.maximum(left.max(), 1.0)) ** URGENCY
+def weights(
+    live: Bool[Array, " B"], remaining: Int[Array, " B"], rounds: Int[Array, " B"], tokens: Int[Array, " B"]
+) -> Float[Array, " B"]:
+    """Weights of sequences by the rounds that they need at their pace: the last one to end decides when a batch ends.
+
+    remaining: tokens up to the limit of each.
+    rounds, tokens: the rounds so far, and the tokens from them.
+    """
+    pace = (rounds + STEADY).astype(jnp.float32) / (tokens + STEADY).astype(jnp.float32)
+    needed = jnp.where(live, remaining, 0).astype(jnp.float32) * pace
+    return (needed / jnp.maximum(needed.max(), 1e-6)) ** URGENCY
 
 
 def choose(

@@ -271,7 +271,7 @@ def test_none_means_plain_decoding_and_chains():
     assert (drafter.depth, drafter.max_length) == (8, 512)
     block = Adaptive().bind(toy.TARGET, toy.BLOCK)
     assert [each.depth for each in block.branches] == [0, 1, 3, 5]
-    assert Adaptive().bind(toy.TARGET, None).branches == (Plain(), Ngram(depth=2), Ngram(depth=6))
+    assert Adaptive().bind(toy.TARGET, None).branches == (Plain(), Ngram(depth=3), Ngram(depth=6))
 
 
 def test_every_drafter_is_adapted_to_the_rule():
@@ -349,8 +349,10 @@ def test_the_policy_equals_an_oracle():
     generator = np.random.default_rng(3)
     batch, rate, prior, costs = 3, 0.2, 0.6, np.array([1.0, 1.4, 1.9, 1.5])
     options = dict(hysteresis=0.1, probe=3)
-    live, remaining = np.array([True, False, True]), np.array([5, 9, 10])
-    shares = np.array([0.5**policy.URGENCY, 0, 1])
+    live, remaining, ran, tokens_so_far = (
+        np.array(x) for x in ([True, False, True], [5, 9, 10], [4, 4, 12], [4, 9, 2])
+    )
+    shares = np.array([(5 / (10 * (12 + policy.STEADY) / (2 + policy.STEADY))) ** policy.URGENCY, 0, 1])
     most = shares.sum() * (1 + CHOICES.depth) / costs
 
     @jax.jit
@@ -359,7 +361,8 @@ def test_the_policy_equals_an_oracle():
         evidence = policy.observe(evidence, CHOICES, rows, taken, appended, rate)
         acceptance = policy.conditional_acceptance(evidence, jnp.asarray(live), prior * CHOICES.quality)
         tokens = policy.expected_tokens(acceptance, rows, CHOICES)
-        value = policy.weights(jnp.asarray(live), jnp.asarray(remaining)) @ tokens / costs.astype(np.float32)
+        parts = (jnp.asarray(x) for x in (live, remaining, ran, tokens_so_far))
+        value = policy.weights(*parts) @ tokens / costs.astype(np.float32)
         choice = policy.choose(value, jnp.asarray(most), previous, index, CHOICES, **options)
         return evidence, acceptance, tokens, value, choice
 

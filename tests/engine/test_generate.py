@@ -505,4 +505,4 @@ def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
 def test_auto_is_plain_decoding_or_ngrams_without_a_draft(model, plain):
     out = jspec.generate(replace(model, draft=None), PROMPTS, max_new_tokens=40)
     assert out.tokens == plain.tokens
-    assert [*out.stats.branches.rounds] == ["plain", "Ngram(depth=2)", "Ngram(depth=6)"]
+    assert [*out.stats.branches.rounds] == ["plain", "Ngram(depth=3)", "Ngram(depth=6)"]
