@@ -40,10 +40,15 @@ def test_its_file_has_everything_and_names_nobody(capsys, tmp_path, monkeypatch)
     monkeypatch.setattr(doctor, "_platform_of_a_process", lambda: "cpu")
     monkeypatch.setattr(doctor, "run_tests", lambda root, name: {"passed": 2, "failed": 0, "by": "someone@the-host"})
     monkeypatch.setattr(doctor, "run_bench", lambda name: {"lines": lines})
+    measured = {"target": "Llama", "drafters": "plain | Ngram(depth=6)", "batch": 1, "milliseconds": [1.0, 2.0]}
+    (tmp_path / "jspec-costs-1.json").write_text(json.dumps(measured))
+    (tmp_path / "jspec-costs-2.json").write_text("cut")
+    monkeypatch.setattr(doctor, "programs_directory", lambda: tmp_path)
     path = tmp_path / "out.json"
     assert cli.main(["doctor", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert list(found) == ["versions", "tests", "devices", "kernels", "bench"]
+    assert list(found) == ["versions", "tests", "devices", "kernels", "costs", "bench"]
+    assert found["costs"] == [measured]
     assert found["versions"]["jax"] and found["devices"][0]["platform"] and found["kernels"]["paged_attention"]
     assert found["tests"] == {"passed": 2, "failed": 0, "by": "NAME@NAME"}
     assert found["bench"]["lines"] == [{"metric": "round", "unit": "tokens/s", "values": [1.0], "cache": "PATH"}]

@@ -35,7 +35,9 @@ from jspec.bench.options import BenchOptions
 from jspec.cli import bench
 from jspec.cli.arguments import Commands, check_output, naming_models
 from jspec.core import package
+from jspec.engine import costs
 from jspec.engine.model import load, probe_draft
+from jspec.engine.startup import programs_directory
 from pallas_kernels import dispatch, platform
 from pallas_kernels.dispatch import Operation
 
@@ -90,6 +92,10 @@ def main(options: argparse.Namespace) -> int:
     for number, device in enumerate(report["devices"]):
         _show(f"device {number}", device)
     _show("kernels", report["kernels"])
+    directory = programs_directory()
+    report["costs"] = [] if directory is None else costs.recorded(directory)
+    for number, entry in enumerate(report["costs"]):
+        _show(f"costs {number}", entry)
     report["bench"] = _not_run("--no-bench") if options.no_bench else run_bench(platform.platform())
     if "problem" in report["bench"]:
         _show("bench", report["bench"])

@@ -67,7 +67,7 @@ class Adaptive:
     costs: cost of a round with each drafter, in milliseconds or any other unit: by batch, such as
       {1: (5.6, 6.9), 32: (6.5, 11.2)}, or one sequence for all batches. Interpolated between batches, and constant
       beyond the first or last. `jspec.measure_costs` measures them. None: `jspec.generate`, `jspec.Engine` and what is
-      built on them measure them once (docs/guide/drafts.md); in `jspec.generate_ids`, all rounds cost the same.
+      built on them measure them once (docs/guide/models.md); in `jspec.generate_ids`, all rounds cost the same.
     rate: from 0 to 1: discount of each older observation of a draft; 0.1 is a memory of about 10 rounds.
     prior: conditional acceptance before the first round, from 0 to 1.
     hysteresis: another choice must be better by this share, at least 0.

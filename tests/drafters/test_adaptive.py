@@ -349,9 +349,7 @@ def test_the_policy_equals_an_oracle():
     generator = np.random.default_rng(3)
     batch, rate, prior, costs = 3, 0.2, 0.6, np.array([1.0, 1.4, 1.9, 1.5])
     options = dict(hysteresis=0.1, probe=3)
-    live, remaining, ran, tokens_so_far = (
-        np.array(x) for x in ([True, False, True], [5, 9, 10], [4, 4, 12], [4, 9, 2])
-    )
+    live, remaining, ran, new = map(np.array, ([True, False, True], [5, 9, 10], [4, 4, 12], [4, 9, 2]))
     shares = np.array([(5 / (10 * (12 + policy.STEADY) / (2 + policy.STEADY))) ** policy.URGENCY, 0, 1])
     most = shares.sum() * (1 + CHOICES.depth) / costs
 
@@ -361,8 +359,7 @@ def test_the_policy_equals_an_oracle():
         evidence = policy.observe(evidence, CHOICES, rows, taken, appended, rate)
         acceptance = policy.conditional_acceptance(evidence, jnp.asarray(live), prior * CHOICES.quality)
         tokens = policy.expected_tokens(acceptance, rows, CHOICES)
-        parts = (jnp.asarray(x) for x in (live, remaining, ran, tokens_so_far))
-        value = policy.weights(*parts) @ tokens / costs.astype(np.float32)
+        value = policy.weights(*map(jnp.asarray, (live, remaining, ran, new))) @ tokens / costs.astype(np.float32)
         choice = policy.choose(value, jnp.asarray(most), previous, index, CHOICES, **options)
         return evidence, acceptance, tokens, value, choice
 

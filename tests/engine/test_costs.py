@@ -199,8 +199,8 @@ def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory)
     ]
     assert trial.done and len(list(directory.glob("jspec-costs-*.json"))) == 1
     count = programs.burst._cache_size()
-    again, known = run()
-    assert again == tokens and known.costs == trial.costs
+    again, later = run()
+    assert again == tokens and later.costs == trial.costs
     assert programs.burst._cache_size() == count, "costs compile nothing"
 
 
@@ -219,7 +219,7 @@ def test_a_trial_takes_the_fastest_call_of_each_branch(directory):
 
 def test_drafters_with_costs_of_their_own_want_none(directory, monkeypatch):
     measured = planted(monkeypatch, 1, 2, 3)
-    given = Adaptive((Plain(), Ngram(depth=2)), costs=(1, 1))
-    assert generated([REPEATED], given).tokens == generated([REPEATED], None).tokens
+    drafter = Adaptive((Plain(), Ngram(depth=2)), costs=(1, 1))
+    assert generated([REPEATED], drafter).tokens == generated([REPEATED], None).tokens
     generated([REPEATED], Ngram())
     assert not measured
