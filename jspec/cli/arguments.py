@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
 import os
 import re
@@ -28,7 +29,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exits with status 2."""
         text = printable(" ".join(message.split()))
+        if near := self._nearest(message):
+            text += f"; did you mean {near}?"
         self.exit(2, f"{self.prog}: {text} ({self.prog} --help lists the options)\n")
+
+    def _nearest(self, message: str) -> str | None:
+        """The nearest command or option to a misspelled one in an error message."""
+        wrong = re.match(
+            r"argument (?:COMMAND|command): invalid choice: '([^']+)'|unrecognized arguments: (--[\w-]+)", message
+        )
+        commands = {name: parser for group in self._groups() for name, parser in (group.choices or {}).items()}
+        known = [*commands]
+        if wrong and wrong[2]:
+            known = [option for parser in (self, *commands.values()) for option in parser._option_string_actions]
+        return next(iter(difflib.get_close_matches(wrong[1] or wrong[2], known, 1)), None) if wrong else None
+
+    def _groups(self) -> "list[argparse._SubParsersAction[Any]]":
+        return [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

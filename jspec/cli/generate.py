@@ -57,7 +57,8 @@ class Options(SamplingOptions, ModelOptions, ProcessOptions):
 
     prompt: str | None = option(
         None,
-        "the text to continue, or the message of the user with --chat; - reads it from standard input",
+        "the text to continue, or the message of the user with --chat; - reads it from standard input, without a final "
+        "newline",
         positional=True,
         metavar="PROMPT",
     )
@@ -179,7 +180,9 @@ def _read_prompts(options: Options) -> Sequence[Mapping[str, Any]]:
     """The records of the prompts."""
     if options.prompts is not None:
         return read_prompt_file(options.prompts)
-    text = read_standard_input() if options.prompt == STANDARD_INPUT else options.prompt
+    text = options.prompt
+    if text == STANDARD_INPUT:
+        text = read_standard_input().removesuffix("\n").removesuffix("\r")
     try:
         return [{"prompt": check_text("PROMPT", text)}]
     except ValueError:

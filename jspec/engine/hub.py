@@ -69,8 +69,10 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
         raise CheckpointError(
             f"{argument}={shorten(name)}: cannot be opened ({getattr(error, 'strerror', None) or error})"
         ) from None
-    if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        shown = name if len(name) <= 200 else shorten(name)
+    shown = name if len(name) <= 200 else shorten(name)
+    if Path(source).exists():
+        raise CheckpointError(f"{shown}: is a file; must be a directory, a .gguf file or a hub id")
+    if isinstance(source, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise CheckpointError(f'{shown}: no such directory (and not a hub id of the form "organization/name")')
     # A hub id.
     try:

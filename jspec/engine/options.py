@@ -1,9 +1,10 @@
 """The options of a generation: one frozen value, validated when it is built."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
@@ -234,8 +235,19 @@ def takes(kind: type) -> Callable[[F], F]:
             for field in fields
         ]
         named = list(signature.parameters.values())[:-1]
-        setattr(function, "__signature__", signature.replace(parameters=[*named, *keywords]))  # noqa: B010
-        return function
+        has_sampling = any(field.name == "sampling" for field in fields)
+        misplaced = {field.name for field in dataclasses.fields(Sampling)} if has_sampling else set()
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **keywords_given: Any) -> Any:
+            # Other libraries take sampling parameters here.
+            for name in misplaced & keywords_given.keys():
+                value = shorten(keywords_given[name])
+                raise TypeError(f"{name}={value}: is a sampling parameter: sampling=jspec.Sampling({name}={value})")
+            return function(*arguments, **keywords_given)
+
+        setattr(checked, "__signature__", signature.replace(parameters=[*named, *keywords]))  # noqa: B010
+        return cast(F, checked)
 
     return show
 

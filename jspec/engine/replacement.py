@@ -15,6 +15,12 @@ def check_same_shapes(old: Any, new: Any) -> None:
     Raises:
       ValueError: another structure, shape or dtype, with the path of the leaf.
     """
+    if isinstance(old, Params) and not isinstance(new, Params):
+        kind = type(new).__name__
+        raise ValueError(
+            f"params: is of type {kind}; must be jspec.core.types.Params, such as Params(nnx.state(module)) of the "
+            "weights of a target, or from_module(module).params"
+        )
     # Structure first, then each leaf.
     olds, structure = jax.tree_util.tree_flatten_with_path(old)
     news, other = jax.tree_util.tree_flatten_with_path(new)

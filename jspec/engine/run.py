@@ -330,7 +330,8 @@ def _encode(model: Model, name: str, prompt: object) -> list[int]:
     prompt = _on_host(name, prompt)
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise ValueError(f"{name} is text, but {model.name} has no tokenizer: give token ids")
+            need = "give token ids, as jspec.generate in Python takes them, or add a tokenizer.json"
+            raise ValueError(f"{name} is text, but {model.name} has no tokenizer: {need}")
         prompt = model.tokenizer.encode(check_text(name, prompt))
     wrong = f"{name}: must be text or a flat list of token ids, not "
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence | np.ndarray):
