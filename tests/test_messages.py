@@ -4,12 +4,18 @@ import io
 import sys
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 import toy
 
 import jspec
 from jspec import cli
+from jspec.analysis.contract import run_checks
 from jspec.cli import generate
+from jspec.cli.common import why_slower
+from jspec.engine.result import GenerationStats
+from jspec.text import highlight
 
 
 @pytest.mark.parametrize(
@@ -78,3 +84,34 @@ def test_a_text_without_a_tokenizer_names_both_cures():
     model = jspec.Model("toy", toy.TARGET, toy.params(), None, ())
     with pytest.raises(ValueError, match=r"give token ids, as jspec.generate in Python takes them, or add a tokenizer"):
         jspec.generate(model, "x")
+
+
+@pytest.mark.parametrize("seconds, line", [(2.0, True), (0.5, False)])
+def test_why_drafts_do_not_pay_is_said_with_measured_numbers(seconds, line):
+    counts = np.array([[0, 10]]), np.array([[20]])
+    drafted = GenerationStats(np.array([10]), counts[0], seconds, np.array([0]))
+    plain = GenerationStats(np.array([20]), counts[1], 1.0, np.array([0]))
+    text = f"drafts do not pay on this {jax.devices()[0].platform.upper()}: a round takes 4.0 times as long as a plain "
+    assert why_slower(drafted, plain) == (text + "step and brings 2.0 tokens" if line else None)
+
+
+def test_no_color_leaves_the_text(monkeypatch):
+    sequence = highlight.DisplayedSequence([1, 2], ["a", "b"], [0, 1], heading="", prompt="p")
+    assert "\x1b[" in highlight.to_ansi(sequence, 1)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert highlight.to_ansi(sequence, 1) == "pab" and "\x1b" not in highlight.ansi_legend(2)
+
+
+def test_checks_are_printed_as_they_pass(capsys):
+    def first(case):
+        return "the first holds"
+
+    def second(case):
+        assert "the first holds" in capsys.readouterr().err
+        raise AssertionError("the second does not")
+
+    with pytest.raises(AssertionError, match="it: the second does not"):
+        run_checks("check", "it", None, [first, second], True)
+    capsys.readouterr()
+    assert run_checks("check", "it", None, [first], None) == ("the first holds",)
+    assert capsys.readouterr().err == "", "this is no terminal"

@@ -8,9 +8,9 @@ from typing import Unpack
 import jax
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, in_float32, report, require, run_checks
+from jspec.analysis.contract import abstract_prompts, check_progress, in_float32, report, require, run_checks
 from jspec.core import accept, returned
-from jspec.core.checks import check_flag, check_int, shorten
+from jspec.core.checks import check_int, shorten
 from jspec.core.method import Method
 from jspec.core.prefill import prefill
 from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
@@ -64,7 +64,7 @@ def check_drafter(
     max_new_tokens: int = 24,
     temperature: float = 1.0,
     seed: int = 0,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> DrafterReport:
     """Test a drafter against the contract of `jspec.core.types.Drafter`, in float32.
 
@@ -77,7 +77,7 @@ def check_drafter(
       prompts: None: a few short ones.
       max_new_tokens, seed: as in `jspec.generate`.
       temperature: temperature of the sampled sequences.
-      progress: whether to show a progress bar.
+      progress: whether to print each passed check below a bar; None: in a terminal.
 
     Raises:
       AssertionError: the drafter violates the contract; the message states where and how.
@@ -92,7 +92,7 @@ def check_drafter(
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
-    check_flag("progress", progress)
+    progress = check_progress(progress)
     case = _Case(in_float32(model), _wrap(tested), ids, max_new_tokens, temperature, seed)
     _ = case.options
     name = type(tested.bind(model.target, model.draft)).__name__

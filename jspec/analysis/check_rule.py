@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from tqdm.auto import tqdm
 
-from jspec.analysis.contract import report
+from jspec.analysis.contract import check_progress, hidden, report
 from jspec.core.accept import NEEDS, RULES
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.types import Accept, Acceptance, DraftTree
@@ -78,7 +78,7 @@ class _Case:
 
 
 def check_rule(
-    rule: str | Accept, *, trees: bool = True, sampled: bool | None = None, seed: int = 0, progress: bool = False
+    rule: str | Accept, *, trees: bool = True, sampled: bool | None = None, seed: int = 0, progress: bool | None = None
 ) -> RuleReport:
     """Test that the tokens of an acceptance rule have the target's distribution for any draft.
 
@@ -93,14 +93,14 @@ def check_rule(
       trees: whether the rule takes trees. A rule by name defines this and `sampled` itself.
       sampled: True: only sampled drafts; False: only certain ones; None: both.
       seed: seed of the distributions and of all draws.
-      progress: whether to show a progress bar.
+      progress: whether to show a progress bar; None: in a terminal.
 
     Raises:
       AssertionError: the rule is not lossless; the message states the case and what is wrong.
       ValueError, TypeError: an invalid argument.
     """
     trees, seed = check_flag("trees", trees), check_int("seed", seed, least=0, most=2**31 - 1)
-    progress = check_flag("progress", progress)
+    progress = check_progress(progress)
     if sampled is not None:
         sampled = check_flag("sampled", sampled)
     name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
@@ -113,7 +113,7 @@ def check_rule(
         raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
     means: dict[str, list[float]] = {}
     run: Callable[..., Any] = jax.jit(rule)
-    with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=not progress) as bar:
+    with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=hidden(progress)) as bar:
         for case in bar:
             try:
                 means.setdefault(case.name, []).append(_check(run, case, seed))

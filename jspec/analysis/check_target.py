@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, in_float32, report, require, run_checks
+from jspec.analysis.contract import abstract_prompts, check_progress, in_float32, report, require, run_checks
 from jspec.analysis.target_case import (
     CAPACITY,
     CHUNK,
@@ -23,7 +23,7 @@ from jspec.analysis.target_case import (
     TargetCase,
 )
 from jspec.core import accept, returned
-from jspec.core.checks import check_flag, check_int, check_number
+from jspec.core.checks import check_int, check_number
 from jspec.core.loop import run_rounds
 from jspec.core.method import Method
 from jspec.core.prefill import prefill
@@ -51,7 +51,7 @@ class TargetReport:
         return report(f"{self.target} satisfies the contract", self.checks, summary)
 
 
-def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progress: bool = False) -> TargetReport:
+def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progress: bool | None = None) -> TargetReport:
     """Test a target against the contract of `jspec.core.types.Target`, in float32.
 
     The reference is the logits of whole texts, read at once without a cache. All other ways to read them must give the
@@ -64,7 +64,7 @@ def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progre
         to float32.
       seed: seed of the texts and trees.
       tolerance: largest difference of logits, relative to 1 plus the largest one.
-      progress: whether to show a progress bar.
+      progress: whether to print each passed check below a bar; None: in a terminal.
 
     Raises:
       AssertionError: the target violates the contract; the message states what differs, where and by how much.
@@ -74,7 +74,7 @@ def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progre
     refuse_split(model, "check_target")
     seed = check_int("seed", seed, least=0, most=2**31 - 1)
     tolerance = check_number("tolerance", tolerance, above=0, most=1)
-    progress = check_flag("progress", progress)
+    progress = check_progress(progress)
     name, case = type(model.target).__name__, TargetCase(in_float32(model), seed, tolerance)
     passed = run_checks("check_target", name, case, _CHECKS, progress)
     return TargetReport(name, max(case.differences), passed)

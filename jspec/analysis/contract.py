@@ -1,6 +1,7 @@
 """Shared parts of `check_drafter`, `check_rule` and `check_target`."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from jspec.core import stopping
+from jspec.core.checks import check_flag
 from jspec.core.types import Prompts, RowSampling
 from jspec.engine.model import Model
 
@@ -17,9 +19,11 @@ Out = TypeVar("Out")
 
 
 def run_checks(
-    function: str, name: str, case: Case, checks: Sequence[Callable[[Case], str]], progress: bool
+    function: str, name: str, case: Case, checks: Sequence[Callable[[Case], str]], progress: bool | None
 ) -> tuple[str, ...]:
     """Run the checks of a case in order; returns what each has shown.
+
+    progress: whether to show a bar and to print each passed check; None: in a terminal.
 
     function: the public function, for the notes of errors.
     name: what is checked, for messages.
@@ -28,16 +32,32 @@ def run_checks(
       AssertionError: the first failed check.
     """
     shown = []
-    with tqdm(checks, unit="check", disable=not progress) as bar:
+    with tqdm(checks, unit="check", disable=hidden(progress)) as bar:
         for check in bar:
             try:
                 shown.append(check(case))
+                if not bar.disable:
+                    bar.write(f"  ok  {shown[-1]}", file=sys.stderr)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
             except Exception as error:
                 error.add_note(f"raised in {function}({name}(...)), by {check.__name__}")
                 raise
     return tuple(shown)
+
+
+def check_progress(progress: object) -> bool | None:
+    """Check the option of a checker: a bool, or None for progress in a terminal.
+
+    Raises:
+      TypeError: another value.
+    """
+    return None if progress is None else check_flag("progress", progress)
+
+
+def hidden(progress: bool | None) -> bool | None:
+    """The option `disable` of tqdm."""
+    return None if progress is None else not progress
 
 
 def report(title: str, passed: Sequence[str], *summary: str) -> str:

@@ -51,6 +51,12 @@ class Evaluation:
         """New ids of each prompt."""
         return [generation.tokens for batch in self.generations for generation in batch]
 
+    @property
+    def stats(self) -> GenerationStats:
+        """The counters of all batches."""
+        parts = [out.stats for out in self.generations]
+        return GenerationStats.total(parts, sum(part.seconds for part in parts))
+
     @classmethod
     def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
         """Combine evaluations of one drafter over several sets of prompts."""

@@ -88,7 +88,7 @@ def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, 
     out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
     # Results are written after each case, as a later one may fail.
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
-    with tqdm(cases, unit="case") as bar:
+    with tqdm(cases, unit="case", disable=None) as bar:
         for mode, batch, context in bar:
             bar.set_description(f"{mode} {batch} x {context}")
             out.results.append(measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str))
@@ -121,7 +121,7 @@ def _run_load(options: BenchOptions, subject: Subject, drafters: Mapping[str, Dr
     )
     # A run for each mode and number of slots.
     cases = [(mode, slots) for slots in options.slots for mode in options.mode]
-    with tqdm(cases, unit="case") as bar:
+    with tqdm(cases, unit="case", disable=None) as bar:
         for mode, slots in bar:
             bar.set_description(f"{mode} {slots}")
             rule = None if mode == "plain" else Imposed(options.tokens_per_round)

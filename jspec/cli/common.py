@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jspec import drafters
 from jspec.analysis.records import read_records, read_text
 from jspec.cache.narrow import KV_FORMATS
@@ -19,6 +21,7 @@ from jspec.engine.hub import bundled_draft
 from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model, load, probe_draft
 from jspec.engine.options import MAX_SEED, check_fits
+from jspec.engine.result import GenerationStats
 from jspec.engine.run import Prompt, encode_prompts
 from jspec.models.quantized import FORMATS, WIDE
 
@@ -282,6 +285,17 @@ def chat_prompt(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int
         return model.tokenizer.chat(messages)
     except ValueError as error:
         raise ValueError(f"--chat: {error}") from None
+
+
+def why_slower(stats: GenerationStats, plain: GenerationStats) -> str | None:
+    """Why drafts do not pay on this machine, from measured speeds; None if they do."""
+    if not 0 < stats.tokens_per_second < plain.tokens_per_second:
+        return None
+    cost = stats.seconds / stats.rounds.sum() / (plain.seconds / plain.rounds.sum())
+    return (
+        f"drafts do not pay on this {jax.devices()[0].platform.upper()}: a round takes {cost:.1f} times as long as a "
+        f"plain step and brings {stats.accept_length:.1f} tokens"
+    )
 
 
 def ratio(speed: float, other: float) -> str:

@@ -24,6 +24,7 @@ from jspec.cli.common import (
     load_model,
     make_drafter,
     ratio,
+    why_slower,
 )
 from jspec.core.options import option
 from jspec.core.sampling import Sampling
@@ -127,6 +128,8 @@ def run(options: Options) -> int:
         plain = next(iter(evaluations.values()))
         whole = Evaluation.total([*plain.values()])
         print(_metrics(out, whole, options), flush=True)
+        if reason := why_slower(out.stats, whole.stats):
+            print(f"  {reason}", flush=True)
         lines += _lines(here, model, out, whole, options, parameters)
         if len(parts) > 1:
             print(_table(parts, plain, options), flush=True)

@@ -28,6 +28,7 @@ from jspec.cli.common import (
     make_drafter,
     ratio,
     read_prompt_file,
+    why_slower,
 )
 from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, quiet_unless_first, start_processes
 from jspec.core.checks import check_text
@@ -216,6 +217,8 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
         verdict = f"different samples from the same distribution (--accept {options.accept})"
     speed, other = out.stats.tokens_per_second, plain.stats.tokens_per_second
     print(f"plain: {other:.1f} tokens/s; {verdict}; {ratio(speed, other)}", file=sys.stderr)
+    if reason := why_slower(out.stats, plain.stats):
+        print(f"jspec: {reason}", file=sys.stderr)
     return 0 if same or not options.repeats_plain else 1
 
 

@@ -50,16 +50,32 @@ def describe(drafter: Drafter) -> str:
     if isinstance(drafter, Plain):
         return "plain"
     if not dataclasses.is_dataclass(drafter):
-        return type(drafter).__name__
-    shown = [
-        f"{field.name}={getattr(drafter, field.name)!r}"
-        for field in dataclasses.fields(drafter)
-        if field.name == "depth" or getattr(drafter, field.name) != field.default
-        if isinstance(getattr(drafter, field.name), str | int | float | None)
-    ]
-    if isinstance(drafter, Adaptive) and drafter.drafters is not None:
-        shown = [" | ".join(map(describe, drafter.drafters)), *shown]
+        return type(drafter).__name__ if type(drafter).__repr__ is object.__repr__ else repr(drafter)
+    shown: list[str] = []
+    for field in dataclasses.fields(drafter):
+        value = getattr(drafter, field.name)
+        is_shown = field.name == "depth" or value != field.default or _is_drafter(value)
+        if is_shown and (text := _option(value)) is not None:
+            is_first = isinstance(drafter, Adaptive) and field.name == "drafters"
+            shown.append(text if is_first else f"{field.name}={text}")
     return f"{type(drafter).__name__}({', '.join(shown)})"
+
+
+def _option(value: object) -> str | None:
+    """The value of an option in a report, with those of nested drafters; None for what `bind` sets."""
+    if isinstance(value, tuple):
+        parts = [str(_option(part)) for part in value]
+        return " | ".join(parts) if any(map(_is_drafter, value)) else f"({', '.join(parts)})"
+    if _is_drafter(value):
+        return describe(value)  # pyright: ignore[reportArgumentType]
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    return None if hasattr(value, "vocab_size") or hasattr(value, "forward") else shorten(value)
+
+
+def _is_drafter(value: object) -> bool:
+    # Not `hasattr`, which would evaluate `capture_layers`, and that may raise before `bind`.
+    return all(name in dir(value) for name in DRAFTER_PARTS) and not isinstance(value, type)
 
 
 def resolve(drafter: str | Drafter | None) -> Drafter:
@@ -77,7 +93,6 @@ def resolve(drafter: str | Drafter | None) -> Drafter:
         return DRAFTERS[drafter]()
     if isinstance(drafter, type):
         raise TypeError(f"drafter={drafter.__name__} is not a drafter: give an object, not a class")
-    # Not `hasattr`, which would evaluate `capture_layers`, and that may raise before `bind`.
     missing = [name for name in DRAFTER_PARTS if name not in dir(drafter)]
     if missing:
         raise TypeError(f"drafter={type(drafter).__name__} is not a drafter: it has no {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""Pieces of several sequences as one stream, server-sent events, and work that ends when its client leaves."""
+"""Pieces of several sequences as one stream, server-sent events, and work up to the disconnect of its client."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of all handles with the index of their handle, as they arrive.
 
     Raises:
-      ApiError: the engine failed, or a sequence was cancelled, which the server does when it shuts down.
+      ApiError: the engine failed, or a sequence was cancelled, as in a shutdown.
     """
     arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
@@ -58,9 +58,9 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`; None if the client disconnects first, which cancels the work.
+    """The result of `work`; None if the client disconnects first and cancels it.
 
-    receive: that of a request whose body has been read.
+    receive: of a request after its body.
     """
     tasks = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
@@ -117,17 +117,19 @@ class EventStream(Response):
 async def read_body(request: Request, most: int, seconds: float) -> bytes:
     """The body of a request.
 
-    most: bytes that it may have.
+    most: bytes of the largest one.
     seconds: how long it may take to arrive.
 
     Raises:
       ApiError: it is too large or too slow.
     """
-    # Refuse by the header, without reading.
+    # Refuse by the header, at once where the client waits for an answer.
     close = {"connection": "close"}
     too_large = ApiError(f"body: must be at most {most} bytes", status=413, code="body_too_large", headers=close)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > most:
+        if "expect" not in request.headers:
+            await _drop(request, 2 * most, seconds)
         raise too_large
     # Read, and count; the header may be wrong or absent.
     data = bytearray()
@@ -136,7 +138,20 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
             async for part in request.stream():
                 data += part
                 if len(data) > most:
-                    raise too_large
+                    break
     except TimeoutError:
         raise ApiError(f"body: must arrive within {seconds:g} s", status=408, headers=close) from None
+    if len(data) > most:
+        await _drop(request, most, seconds)
+        raise too_large
     return bytes(data)
+
+
+async def _drop(request: Request, most: int, seconds: float) -> None:
+    """Reads up to `most` bytes: many clients read an answer only after they have sent the whole body."""
+    with contextlib.suppress(TimeoutError, RuntimeError):  # RuntimeError: there is no more
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                most -= len(part)
+                if most < 0:
+                    return

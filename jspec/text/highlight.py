@@ -6,6 +6,7 @@ color of sufficient contrast, for light and dark pages. Orange and blues differ 
 
 import dataclasses
 import html
+import os
 from collections.abc import Iterator, Sequence
 
 from jspec.text.stream import TextStream
@@ -143,6 +144,8 @@ def _span(text: str, origin: int, depth: int, ids: Sequence[int] = ()) -> str:
 
 
 def _paint(text: str, origin: int, depth: int) -> str:
+    if os.environ.get("NO_COLOR"):  # https://no-color.org
+        return text
     background, color = token_colors(origin, depth)
     return f"\x1b[48;5;{_XTERM_COLORS[background]};38;5;{_XTERM_COLORS[color]}m{text}{_RESET}" if text else ""
 
