@@ -175,7 +175,10 @@ def load_model(
             loaded[draft] = model = load(options.model, draft=draft, **values)
         # The bundled draft of a bundled model is known to fit.
         if options.probe and draft == options.draft and model.draft is not None and model.placement is None:
-            warning = probe_draft(model).warning(options.draft or options.model)
+            try:
+                warning = probe_draft(model).warning(options.draft or options.model)
+            except Exception as error:  # A check must not keep a model from running.
+                warning = f"the draft could not be checked ({error}); --no-probe leaves the check out"
             if warning is not None:
                 print(f"jspec: {warning}", file=sys.stderr, flush=True)
     return with_corpus(loaded[draft], texts) if texts and drafter == "suffix" else loaded[draft]

@@ -122,12 +122,29 @@ def probe_fit(params: Params, target: Target, draft: Draft, prompts: Int[np.ndar
 
 
 def make_prompts(tokenizer: Tokenizer | None, vocab_size: int) -> Int[np.ndarray, "B P"]:
-    """Beginnings of `PROMPTS`, of equal length; without a tokenizer, random ids."""
+    """Beginnings of `PROMPTS`, of equal length; without a tokenizer, random ids.
+
+    With a chat template they are a user's messages: drafts of chat models are trained on chats, and predict other texts
+    too badly to tell readings apart.
+    """
     if tokenizer is None:
         return np.random.default_rng(0).integers(0, vocab_size, (len(PROMPTS), _WIDTH), np.int32)
-    encoded = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    width = min(_WIDTH, *map(len, encoded))
-    return np.array([ids[:width] for ids in encoded], np.int32)
+    encoded, before, after = [tokenizer.encode(prompt) for prompt in PROMPTS], 0, 0
+    try:
+        chats = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    except ValueError:  # no template, or one that refuses these chats
+        chats = []
+    if chats and len(set(map(tuple, chats))) == len(PROMPTS):
+        # What the template writes around a message stays whole.
+        encoded, before, after = chats, _shared(chats), _shared([ids[::-1] for ids in chats])
+    width = min(_WIDTH, *(len(ids) - before - after for ids in encoded))
+    return np.array([ids[: before + width] + ids[len(ids) - after :] for ids in encoded], np.int32)
+
+
+def _shared(sequences: Sequence[Sequence[int]]) -> int:
+    """The number of first tokens that all sequences share."""
+    columns = zip(*sequences, strict=False)
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, sequences)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,12 @@ import dataclasses
 import json
 import warnings
 
+import fake_engine
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_files import TEMPLATES
 from eagle_files import write
 from safetensors.numpy import load_file
 
@@ -28,6 +30,20 @@ from jspec.models import BlockHead
 TARGET = "bundled:python-small"
 EAGLE, BLOCK = "bundled:python-eagle3", "bundled:python-block"
 AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def test_prompts_of_chat_models_are_whole_chats_of_one_length():
+    tokenizer = fake_engine.make_tokenizer(TEMPLATES["chatml"])
+    prompts = probe.make_prompts(tokenizer, 1000)
+    for prompt, text in zip(prompts, probe.PROMPTS, strict=True):
+        message = tokenizer.decode(list(prompt)).partition("user\n")[2].partition("<|im_end|>")[0]
+        assert message and text.startswith(message)
+        assert list(prompt) == tokenizer.chat([{"role": "user", "content": message}])
+    # Without a template, with one that refuses, or one that drops the message, they are plain texts.
+    for template in (None, "{{ raise_exception('no') }}", "Hello!"):
+        tokenizer = fake_engine.make_tokenizer(template)
+        texts = [tokenizer.decode(list(prompt)) for prompt in probe.make_prompts(tokenizer, 1000)]
+        assert all(text.startswith(part) for text, part in zip(probe.PROMPTS, texts, strict=True))
 
 
 def pairs_side_by_side(tensors):
