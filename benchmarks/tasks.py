@@ -5,7 +5,7 @@
 
 lm-eval (github.com/EleutherAI/lm-evaluation-harness) asks the server for the likelihood of four answers to each of 48
 questions of general knowledge, and for a greedy answer of eight tokens. The questions are local; no hub is asked.
-`--lm-eval` names the command if it is in an environment of its own. Ten minutes on two cores for a model of 135M.
+`--lm-eval` names the command if it is in an environment of its own. A setting takes minutes on two cores.
 """
 
 import argparse
