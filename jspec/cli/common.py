@@ -127,7 +127,7 @@ class SamplingOptions:
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_SHAPE = {
+SHAPE = {
     "depth": "drafts no tokens",
     "width": "drafts no trees",
     "num_nodes": "drafts no trees",
@@ -135,7 +135,7 @@ _SHAPE = {
     "keep_first": "has no window",
 }
 """Options of the draft's shape and window -> the error message for drafters that do not have them."""
-SHAPE_GROUP = {"shape of the draft:\nThe defaults depend on the drafter.": tuple(_SHAPE)}
+SHAPE_GROUP = {"shape of the draft:\nThe defaults depend on the drafter.": tuple(SHAPE)}
 SAMPLING_GROUP = {
     "sampling:\nDecoding is greedy unless --temperature, --top-k, --top-p or --min-p is given.": (
         *_SAMPLING,
@@ -214,10 +214,10 @@ def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
     drafter = choose_drafter(name, model)
     # Not every drafter has every option.
     fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
-    values = {field: value for field in _SHAPE if (value := getattr(options, field)) is not None}
+    values = {field: value for field in SHAPE if (value := getattr(options, field)) is not None}
     for field in values:
         if field not in fields:
-            raise ValueError(f"{typed(options, field)}: the drafter {drafters.name_of(drafter)} {_SHAPE[field]}")
+            raise ValueError(f"{typed(options, field)}: the drafter {drafters.name_of(drafter)} {SHAPE[field]}")
     # Binding checks the shape against the models.
     shaped: Drafter = dataclasses.replace(drafter, **values)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:

@@ -1,6 +1,8 @@
 """`jspec evaluate`: metrics of drafters on a set of prompts."""
 
 import dataclasses
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from jspec.cli.arguments import Commands, check_output, check_plot
 from jspec.cli.common import (
     COUNT,
     SAMPLING_GROUP,
+    SHAPE,
     SHAPE_GROUP,
     ModelOptions,
     SamplingOptions,
@@ -61,6 +64,11 @@ class Options(SamplingOptions, ModelOptions):
         False, "apply the chat template of the model to each prompt; a conversation has the model's own replies"
     )
     batch: int = option(1, "prompts per batch", bounds=COUNT)
+    sweep: tuple[str, ...] = option(
+        (),
+        "run each drafter with every combination of these values, such as depth=2,4 width=1,3, and end with a table",
+        metavar="NAME=A,B",
+    )
     json: Path | None = option(None, "write each metric to FILE as a line of JSON", metavar="FILE")
     plot: Path | None = option(None, "draw the results; requires matplotlib", metavar="FILE.png")
     command: str | None = None
@@ -72,6 +80,24 @@ class Options(SamplingOptions, ModelOptions):
         if self.plot:
             check_plot(self.plot)
         check_data(self.data, self.batch)
+        self.shapes()
+
+    def shapes(self) -> list["Options"]:
+        """The options for each combination of --sweep; without it, these."""
+        axes: dict[str, list[int]] = {}
+        for text in self.sweep:
+            name, _, values = text.partition("=")
+            name = name.replace("-", "_")
+            if name not in SHAPE or not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", values):
+                names = ", ".join(SHAPE)
+                raise ValueError(f"--sweep {text}: must be NAME=A,B of positive integers, with a NAME of {names}")
+            if name in axes or getattr(self, name) is not None:
+                raise ValueError(f"--sweep {text}: {name} has values already")
+            axes[name] = [int(value) for value in values.split(",")]
+        if not axes:
+            return [self]
+        rows = itertools.product(*axes.values())
+        return [dataclasses.replace(self, sweep=(), **dict(zip(axes, row, strict=True))) for row in rows]
 
 
 def add_command(commands: Commands) -> None:
@@ -99,7 +125,7 @@ def run(options: Options) -> int:
     for name in dict.fromkeys(names):
         if name != "plain":
             drafted = load_model(name, options, names=options.drafter, loaded=loaded)
-            runs.append((drafted, make_drafter(name, options, drafted)))
+            runs += [(drafted, make_drafter(name, shape, drafted)) for shape in options.shapes()]
     # All drafters continue the same prompts.
     generation = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "accept": options.accept}
     prompts = prompt_sets.encode(
@@ -132,9 +158,12 @@ def run(options: Options) -> int:
             print(f"  {reason}", flush=True)
         lines += _lines(here, model, out, whole, options, parameters)
         if len(parts) > 1:
-            print(_table(parts, plain, options), flush=True)
+            print(_table("category", parts, plain, options), flush=True)
             for category, part in parts.items():
                 lines += _lines(here, model, part, plain[category], options, parameters, category)
+    if options.sweep:
+        wholes = {name: Evaluation.total([*parts.values()]) for name, parts in evaluations.items()}
+        print(_table("drafter", wholes, dict.fromkeys(wholes, next(iter(wholes.values()))), options), flush=True)
     if options.json:
         measurement.write(options.json, lines)
     if options.plot:
@@ -162,9 +191,9 @@ def _shares(shares: np.ndarray) -> str:
     return " ".join("-" if np.isnan(share) else f"{share:.2f}" for share in shares) or "-"
 
 
-def _table(parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], options: Options) -> str:
-    """A row for each category."""
-    heads = ("category", "prompts", "accept length", "tokens/s", "of plain", "unlike plain", "conditional acceptance")
+def _table(head: str, parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], options: Options) -> str:
+    """A row for each part. head: what the parts are."""
+    heads = (head, "prompts", "accept length", "tokens/s", "of plain", "unlike plain", "conditional acceptance")
     rows: list[tuple[str, ...]] = [heads]
     for category, out in parts.items():
         before = plain[category]
