@@ -126,7 +126,6 @@ def run(options: Options) -> int:
         if name != "plain":
             drafted = load_model(name, options, names=options.drafter, loaded=loaded)
             runs += [(drafted, make_drafter(name, shape, drafted)) for shape in options.shapes()]
-    # All drafters continue the same prompts.
     generation = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "accept": options.accept}
     prompts = prompt_sets.encode(
         model, groups, chat=options.chat, batch=options.batch, seed=options.seed, generation=generation
