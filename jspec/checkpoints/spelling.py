@@ -45,8 +45,9 @@ STOCK: dict[str, tuple[object, ...]] = {
 
 _HARMLESS = re.compile(
     r"_.*|.*version|.*_name|.*_path|name_or_path|auto_map|architectures|model_type|speculators_(model_type|config)"
-    r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|output_.*|use_cache|cache_implementation"
-    r"|is_(encoder_)?decoder|.*cross_attention.*|tie_.*|chunk_size_feed_forward|pruned_heads|(id2label|label2id)"
+    r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|cache_implementation"
+    r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*"
+    r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|pruned_heads|(id2label|label2id)"
     r"|problem_type|task_specific_params|finetuning_task|prefix|num_labels|max_length|min_length|max_sequence_length"
     r"|attn_implementation|has_(no_defaults_at_init|lm_head)"
     # Sampling of the target, and its special tokens.
@@ -60,12 +61,13 @@ _HARMLESS = re.compile(
     r"|eagle_(report|reuse|offline|enable|use_torch|mix)_.*"
     # Copied from the target: experts, recurrent layers and MTP heads have tensors of their own.
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
-    r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|linear_.*|mtp_.*|mamba_.*"
+    r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mtp_.*|mamba_.*"
+    r"|linear_(attn_config|(conv|key|num|value)_.*)"
     r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit|initial_context_length"
     r"|(use_)?qk_(layer)?norm"
 )
 """Keys without effect on the forward of a draft."""
-_OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(norm|rope|position|residual|embed)).*")
+_OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(anchor|causal|directional|embed|norm|position|residual|rope)).*")
 """Names of options without effect if they are false."""
 
 

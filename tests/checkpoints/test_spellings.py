@@ -289,6 +289,7 @@ REFUSED = [
                 "attention_sink_bias": True,
                 "residual_multiplier": 0.5,
             },
+            **{"output_scale": 2.0, "linear_scale": 2.0, "tie_fc": True, "use_bidirectional_attention": False},
             **{"attn_norm": True, "efficient_lm_head_config": {"rank": 4}, "parallel_drafting": True, "mlp_bias": True},
         }.items()
     ),
