@@ -45,11 +45,11 @@ STOCK: dict[str, tuple[object, ...]] = {
 
 _HARMLESS = re.compile(
     r"_.*|.*version|.*_name|.*_path|name_or_path|auto_map|architectures|model_type|speculators_(model_type|config)"
-    r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|cache_implementation"
-    r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*"
-    r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|pruned_heads|(id2label|label2id)"
-    r"|problem_type|task_specific_params|finetuning_task|prefix|num_labels|max_length|min_length|max_sequence_length"
-    r"|attn_implementation|has_(no_defaults_at_init|lm_head)"
+    r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|cache_implementation|prefix"
+    r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*|id2label"
+    r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|pruned_heads|label2id|problem_type"
+    r"|task_specific_params|finetuning_task|num_labels|(max|min|max_sequence)_length|attn_implementation"
+    r"|has_(lm_head|no_defaults_at_init)"
     # Sampling of the target, and its special tokens.
     r"|do_sample|early_stopping|num_beams?(_groups)?|.*_penalty|temperature|top_[kp]|typical_p|.*no_repeat_ngram_size"
     r"|bad_words_ids|num_return_sequences|remove_invalid_values|(begin_)?suppress_tokens|(bos|eos|pad|sep|mask)_token"
@@ -62,9 +62,8 @@ _HARMLESS = re.compile(
     # Copied from the target: experts, recurrent layers and MTP heads have tensors of their own.
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
     r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mtp_.*|mamba_.*"
-    r"|linear_(attn_config|(conv|key|num|value)_.*)"
+    r"|linear_(attn_config|(conv|key|num|value)_.*)|(use_)?qk_(layer)?norm"
     r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit|initial_context_length"
-    r"|(use_)?qk_(layer)?norm"
 )
 """Keys without effect on the forward of a draft."""
 _OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(anchor|causal|directional|embed|norm|position|residual|rope)).*")
