@@ -27,6 +27,14 @@ MOMENTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def default_interrupts():
+    """In the background of a shell, tests would ignore interrupts, and so would the commands that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts a command without programs compiled before; waits for a text on standard error, then some seconds.

@@ -123,12 +123,12 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     Raises:
       ApiError: it is too large or too slow.
     """
-    # Refuse by the header, at once where the client waits for an answer.
+    # Refuse by the header, at once where the client waits for an answer or announces too much to drop.
     close = {"connection": "close"}
     too_large = ApiError(f"body: must be at most {most} bytes", status=413, code="body_too_large", headers=close)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > most:
-        if "expect" not in request.headers:
+        if "expect" not in request.headers and int(length[:20]) <= 2 * most:
             await _drop(request, 2 * most, seconds)
         raise too_large
     # Read, and count; the header may be wrong or absent.

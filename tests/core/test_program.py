@@ -62,7 +62,8 @@ def test_without_captured_layers_there_are_no_hidden_states_anywhere(name):
     s = jax.eval_shape(functools.partial(one_round, method=greedy(spy)), toy.params(), s)
     assert seen == [None, None], "prefill and a round"
     assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
-    assert isinstance(drafter, Standalone) or s.draft is None
+    floats = [leaf for leaf in jax.tree.leaves(s.draft) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert isinstance(drafter, Standalone) or not floats
 
 
 def lone_pool(name):

@@ -215,7 +215,7 @@ def test_invalid_configurations():
         (dict(windows=(None,)), "windows=.*: must have num_layers=2 entries"),
         (dict(windows=(None, 4)), "a window of 4 positions: must be at least block_size=5"),
         (dict(block_size=0), "block_size=0: must be at least 1"),
-        (dict(mask_token=61), "mask_token=61: must be from 0 to 60"),
+        (dict(mask_token=61, own_embed=False), "mask_token=61: must be from 0 to 60"),
         (dict(markov=None), "markov=None with markov_rank=8"),
         (dict(markov="lstm"), "markov='lstm': must be one of vanilla, gated, rnn"),
         (dict(next_token=False), "markov='rnn': requires next_token"),
