@@ -44,12 +44,11 @@ STOCK: dict[str, tuple[object, ...]] = {
 """Options of other forwards -> the values of a decoder layer of a Llama or Qwen3."""
 
 _HARMLESS = re.compile(
-    r"_.*|.*version|.*_name|.*_path|name_or_path|auto_map|architectures|model_type|speculators_(model_type|config)"
-    r"|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|cache_implementation|prefix"
+    r"_.*|.*version|.*_name|.*_path|auto_map|architectures|model_type|speculators_(model_type|config)|(torch_)?dtype"
+    r"|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|(attn|cache)_implementation|prefix|has_lm_head"
     r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*|id2label"
-    r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|pruned_heads|label2id|problem_type"
-    r"|task_specific_params|finetuning_task|num_labels|(max|min|max_sequence)_length|attn_implementation"
-    r"|has_(lm_head|no_defaults_at_init)"
+    r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|label2id|problem_type|num_labels"
+    r"|has_no_defaults_at_init|task_specific_params|finetuning_task|(max|min|max_sequence)_length|pruned_heads"
     # Sampling of the target, and its special tokens.
     r"|do_sample|early_stopping|num_beams?(_groups)?|.*_penalty|temperature|top_[kp]|typical_p|.*no_repeat_ngram_size"
     r"|bad_words_ids|num_return_sequences|remove_invalid_values|(begin_)?suppress_tokens|(bos|eos|pad|sep|mask)_token"
