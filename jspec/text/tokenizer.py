@@ -93,10 +93,12 @@ class Tokenizer:
           TypeError, ValueError: not a str, or one with lone surrogates.
         """
         ids = self._backend.encode(check_text("text", text), add_special_tokens=special).ids
-        if special and len(ids) > 1 and ids[0] == ids[1]:
-            # A second BOS, as in a rendered chat; both may also be in the text.
-            plain = self._backend.encode(text, add_special_tokens=False).ids
-            return ids[1:] if plain[:1] == ids[:1] and len(plain) < len(ids) else ids
+        frame = self._backend.encode("", add_special_tokens=special).ids
+        for count in range(len(frame), 0, -1):
+            # A second BOS, as in a rendered chat, of one or several tokens; both may also be in the text.
+            if ids[:count] == ids[count : 2 * count] == frame[:count]:
+                plain = self._backend.encode(text, add_special_tokens=False).ids
+                return ids[count:] if plain[:count] == ids[:count] and len(plain) < len(ids) else ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -40,6 +40,17 @@ def test_without_an_added_token_equal_ones_are_those_of_the_text(tokenizer):
     assert tokenizer.encode("<s><s>x") == [0, 0, 1] and tokenizer.encode("x x") == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("x", [0, 2, 1, 0]), ("<s>y x", [0, 2, 1, 0]), ("<s>x", [0, 2, 0, 1, 0]), ("<s>y<s>y x", [0, 2, 0, 2, 1, 0])],
+)
+def test_a_text_may_begin_with_several_tokens_before_and_one_after(tokenizer, text, ids):
+    """As in GLM, whose texts begin with [gMASK]<sop>."""
+    special = [("<s>", 0), ("y", 2)]
+    tokenizer._backend.post_processor = processors.TemplateProcessing(single="<s> y $A <s>", special_tokens=special)
+    assert tokenizer.encode(text) == ids
+
+
 def test_prompts_and_scores_have_one_bos(tokenizer):
     model = jspec.load("bundled:python-tiny")
     model = jspec.Model(model.name, model.target, model.params, tokenizer, ())
