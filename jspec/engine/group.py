@@ -266,5 +266,8 @@ class Group:
 
 
 def clock(groups: Sequence[Group]) -> float:
-    """Seconds, without those in which programs were compiled; groups compile at the same time."""
-    return time.monotonic() - max(group.device.executor.compile_seconds for group in groups)
+    """Seconds, without those in which programs were compiled; groups compile at the same time.
+
+    groups: none in a process that does not lead.
+    """
+    return time.monotonic() - max((group.device.executor.compile_seconds for group in groups), default=0.0)

@@ -162,8 +162,8 @@ def load(
         have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
         "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them, and the
         others are in `dtype`. See docs/quantization.md.
-      kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. Drafted output
-        equals plain output with the same `kv`. See docs/quantization.md.
+      kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. A float that rounds
+        the other way can change a near-tie between drafted and plain output, see docs/quantization.md.
       probe: whether to warn of a draft that does not fit the target, or fits better under a neighboring reading of its
         checkpoint, see `probe_draft`.
 

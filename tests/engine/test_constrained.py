@@ -204,7 +204,7 @@ def test_an_engine_gives_the_tokens_of_generate(model, pages):
     sizes = dict(slots=4, context=96, page_size=8, burst_ms=1.0)
     with jspec.Engine(model, drafter="ngram", pages=pages, **sizes) as engine:
         handles = [
-            engine.submit(prompt, max_new_tokens=40, sampling=sampling, seed=i)
+            engine.submit(prompt, max_new_tokens=40, sampling=sampling, seed=[(0, i)])
             for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         outs = [handle.result() for handle in handles]

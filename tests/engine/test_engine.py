@@ -106,7 +106,7 @@ def test_samples_of_a_prompt_are_items_of_their_own(engine):
     got = engine.generate(PROMPTS[:2], n=3, seed=20, **options)
     assert got.prompt == [PROMPTS[i // 3] for i in range(6)]
     for i, item in enumerate(got):
-        assert item.tokens == engine.generate(PROMPTS[i // 3], seed=20 + i, **options).tokens
+        assert item.tokens == engine.generate(PROMPTS[i // 3], seed=[(20, i)], **options).tokens
     assert len(engine.generate(PROMPTS[0], n=1, max_new_tokens=2)) == 1
     with pytest.raises(ValueError, match="n=0: must be at least 1"):
         engine.generate(PROMPTS[0], n=0)
@@ -450,8 +450,8 @@ def test_text_of_a_bundled_model():
     loaded = jspec.load("bundled:python-tiny")
     prompts = ["def add(a, b):", "import os\n", "class Foo:\n    def __init__(self", "x = ["]
     options = dict(max_new_tokens=24, stop=["\n\n", "return"])
-    with Engine(loaded, slots=2, context=128) as engine:
-        got, wanted = engine.generate(prompts, **options), jspec.generate(loaded, prompts, **options)
+    with Engine(loaded, drafter="ngram", slots=2, context=128) as engine:
+        got, wanted = engine.generate(prompts, **options), jspec.generate(loaded, prompts, drafter="ngram", **options)
         same(got, wanted)
         assert got.text == wanted.text
         assert "".join(piece.text for piece in engine.submit(prompts[0], **options)) == wanted.text[0]

@@ -335,11 +335,13 @@ def test_every_lossless_rule_is_greedy_if_all_sequences_are(model, plain, rule):
 @pytest.mark.slow
 def test_a_sequence_of_a_batch_equals_the_sequence_alone_with_its_seed_and_parameters(model):
     whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=3, max_new_tokens=20)
-    plain = jspec.generate(model, PROMPTS, drafter=None, sampling=MIXED_SAMPLING, seed=[3, 4, 5], max_new_tokens=20)
+    plain = jspec.generate(
+        model, PROMPTS, drafter=None, sampling=MIXED_SAMPLING, seed=[(3, 0), (3, 1), (3, 2)], max_new_tokens=20
+    )
     assert whole.tokens == plain.tokens
     for i, prompt in enumerate(PROMPTS):
         alone = jspec.generate(
-            model, prompt, drafter="ngram", sampling=MIXED_SAMPLING[i], seed=3 + i, max_new_tokens=20
+            model, prompt, drafter="ngram", sampling=MIXED_SAMPLING[i], seed=[(3, i)], max_new_tokens=20
         )
         assert alone.tokens == whole.tokens[i]
     other = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=4, max_new_tokens=20)
