@@ -19,7 +19,7 @@ from jspec.core.types import DraftTree
 
 @dataclasses.dataclass(frozen=True)
 class Both:
-    """Proposes the chains of two drafters, of which the second has no state of its own."""
+    """Proposes the chains of two drafters; its state is the pair of theirs."""
 
     first: Any = jspec.Standalone(depth=4)
     second: Any = jspec.Ngram(n=8, depth=6)
@@ -35,21 +35,22 @@ class Both:
         return Both(self.first.bind(target, draft), self.second.bind(target, draft))
 
     def init(self, params, batch, capacity, page_size):
-        """The state of the first drafter is that of both."""
-        return self.first.init(params, batch, capacity, page_size)
+        """The states of both."""
+        return tuple(part.init(params, batch, capacity, page_size) for part in (self.first, self.second))
 
     def draft(self, params, s):
         """A tree of two branches. Where they begin with the same token, the first one counts."""
-        chain, state = self.first.draft(params, s)
-        copy, _ = self.second.draft(params, s)
+        chain, first = self.first.draft(params, dataclasses.replace(s, draft=s.draft[0]))
+        copy, second = self.second.draft(params, dataclasses.replace(s, draft=s.draft[1]))
         tokens = jnp.concatenate([chain.tokens, copy.tokens[:, 1:]], axis=1)  # one root for both
         parents = [0, *range(self.first.depth), 0, *range(self.first.depth + 1, self.first.depth + self.second.depth)]
         parents = np.broadcast_to(np.array(parents, np.int32), tokens.shape)
-        return DraftTree(tokens, jnp.asarray(parents)), state
+        return DraftTree(tokens, jnp.asarray(parents)), (first, second)
 
     def extend(self, params, s, committed):
-        """The first drafter absorbs the committed tokens."""
-        return self.first.extend(params, s, committed)
+        """Both absorb the committed tokens."""
+        first, second = (dataclasses.replace(s, draft=state) for state in s.draft)
+        return self.first.extend(params, first, committed), self.second.extend(params, second, committed)
 
 
 def main() -> None:

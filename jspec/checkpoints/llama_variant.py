@@ -147,8 +147,10 @@ def parse_config(config: Fields) -> LlamaVariant:
     else:
         rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
     length = rope.limit(read_length(config))
-    # Windows as long as the context have no effect.
-    windows = tuple(None if window and window >= length else window for window in row.windows(config))
+    windows = row.windows(config)
+    # A window of all layers, as long as the context, has no effect. In OLMo 3, layers with windows rotate otherwise.
+    if row.windows is _same_windows:
+        windows = tuple(window for window in windows if window and window < length)
     bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
     factors: dict[str, Any] = {
         name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()
@@ -214,10 +216,10 @@ def describe(config: LlamaVariant) -> dict[str, Any]:
         raw["rope_parameters"]["partial_rotary_factor"] = config.rope.share
     if row.windows is _same_windows:
         raw["sliding_window"] = config.windows[0] if config.windows else None
-    elif config.windows or row.windows is _listed_windows:
-        raw |= describe_windows(config.windows or (None,) * config.num_layers) | {
-            "use_sliding_window": any(config.windows)
-        }
+    elif row.windows is _listed_windows:
+        raw |= describe_windows(config.windows or (None,) * config.num_layers)
+    elif config.windows:
+        raw |= describe_windows(config.windows) | {"use_sliding_window": any(config.windows)}
     if config.window_rope is not None:
         ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope}
         raw["rope_parameters"] = {name: describe_rope(rope) for name, rope in ropes.items()}

@@ -270,15 +270,18 @@ class ChangedByEmptyChunks(Ngram):
     """Proposes wrong tokens after a call of `extend` with length 0."""
 
     def init(self, params, batch, capacity, page_size):
-        return jnp.ones(batch, jnp.int32)
+        return super().init(params, batch, capacity, page_size), jnp.ones(batch, jnp.int32)
 
     def draft(self, params, s):
-        draft_tree, _ = super().draft(params, s)
-        shifted = draft_tree.tokens.at[:, 1:].add(1 - s.draft[:, None]) % 61
+        copy, right = s.draft
+        draft_tree, _ = super().draft(params, dataclasses.replace(s, draft=copy))
+        shifted = draft_tree.tokens.at[:, 1:].add(1 - right[:, None]) % 61
         return dataclasses.replace(draft_tree, tokens=shifted), s.draft
 
     def extend(self, params, s, committed):
-        return s.draft if committed.first else s.draft * jnp.minimum(committed.length, 1)
+        copy, right = s.draft
+        copy = super().extend(params, dataclasses.replace(s, draft=copy), committed)
+        return copy, right if committed.first else right * jnp.minimum(committed.length, 1)
 
 
 @dataclasses.dataclass(frozen=True)

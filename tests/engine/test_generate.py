@@ -334,15 +334,12 @@ def test_every_lossless_rule_is_greedy_if_all_sequences_are(model, plain, rule):
 
 @pytest.mark.slow
 def test_a_sequence_of_a_batch_equals_the_sequence_alone_with_its_seed_and_parameters(model):
-    whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=3, max_new_tokens=20)
-    plain = jspec.generate(
-        model, PROMPTS, drafter=None, sampling=MIXED_SAMPLING, seed=[(3, 0), (3, 1), (3, 2)], max_new_tokens=20
-    )
-    assert whole.tokens == plain.tokens
+    options, seeds = dict(sampling=MIXED_SAMPLING, max_new_tokens=20), [(3, 0), (3, 1), (3, 2)]
+    whole = jspec.generate(model, PROMPTS, drafter="standalone", seed=3, **options)
+    assert whole.tokens == jspec.generate(model, PROMPTS, drafter=None, seed=seeds, **options).tokens
     for i, prompt in enumerate(PROMPTS):
-        alone = jspec.generate(
-            model, prompt, drafter="ngram", sampling=MIXED_SAMPLING[i], seed=[(3, i)], max_new_tokens=20
-        )
+        options["sampling"] = MIXED_SAMPLING[i]
+        alone = jspec.generate(model, prompt, drafter="ngram", seed=[(3, i)], **options)
         assert alone.tokens == whole.tokens[i]
     other = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=4, max_new_tokens=20)
     assert (other.tokens[0] != whole.tokens[0], other.tokens[1]) == (True, whole.tokens[1])

@@ -84,14 +84,13 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
     check_saved(tmp_path, pair(kind), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("phi3", {"sliding_window": 512}), ("olmo3", {"sliding_window": 600})])
-def test_windows_as_long_as_the_context_are_none(kind, changes):
-    raw = {**hf.build(kind, **changes).config.to_dict(), "architectures": [type(hf.build(kind)).__name__]}
+@pytest.mark.parametrize(("kind", "windows"), [("phi3", 0), ("olmo3", 4)])
+def test_a_window_of_all_layers_as_long_as_the_context_is_none(kind, windows):
+    """In OLMo 3, layers with windows rotate otherwise, so theirs stay."""
+    raw = {**hf.build(kind, sliding_window=512).config.to_dict(), "architectures": [type(hf.build(kind)).__name__]}
     config = language_model.parse_config(Fields(raw))
-    assert config.windows == () and config.max_length == 512
-    described = language_model.describe(config)
-    assert language_model.parse_config(Fields(described)) == config
-    assert set(described.get("layer_types", ["full_attention"])) == {"full_attention"}
+    assert sum(map(bool, config.windows)) == windows and config.max_length == 512
+    assert language_model.parse_config(Fields(language_model.describe(config))) == config
 
 
 def test_an_unused_tensor_is_an_error(tmp_path):
