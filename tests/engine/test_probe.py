@@ -139,7 +139,7 @@ def good(request, tmp_path_factory):
     return jspec.load(TARGET, draft=directory)
 
 
-@pytest.mark.slow(unless="0-eagle speculators")
+@pytest.mark.slow(unless="eagle speculators-0")
 @pytest.mark.parametrize("seed", range(6))
 def test_a_good_draft_is_not_warned_of(good, seed, monkeypatch):
     """With the texts of the probe, and with beginnings of held-out texts in their place."""
