@@ -1,7 +1,7 @@
 """Trains a draft for a chat model, from nothing but the model, and measures its accept length.
 
-The model writes its training text itself: questions, and answers to them. On one H100 and a model of 135M parameters,
-the defaults take about 35 minutes, of which 30 are the training.
+The model writes its training text itself: questions, and answers to them. Writing them takes some minutes of a GPU
+before the training does (benchmarks/notes/2026-11-26-a-draft-for-a-real-model.md).
 
 pip install "jspec-decoding[train]"
 python examples/train_a_draft.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out head --minutes 30
