@@ -61,9 +61,11 @@ class Row:
     fields: of its configurations.
     defaults: what keys mean that are missing.
     bias: whether the projections to heads have biases; None: as the key `attention_bias` states.
-    supported: further options -> their supported values.
+    out_bias: whether `attention_bias` holds for the projection from heads, too.
     windows: the windows of the layers.
     scales: field -> key of a factor.
+    window_rope: whether layers with windows rotate otherwise.
+    rests: whether some layers have no positions.
     share: of rotated dimensions, if it is not stated; None: all, always.
     theta: base of the rotation, if it is not stated.
     """
@@ -72,9 +74,11 @@ class Row:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bias: bool | None = None
-    supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    out_bias: bool = True
     windows: Callable[[Fields], Windows] = _no_windows
     scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    window_rope: bool = False
+    rests: bool = False
     share: float | None = None
     theta: float = 10_000.0
 
@@ -104,11 +108,17 @@ ROWS = {
     "smollm3": Row(
         "SmolLM3ForCausalLM",
         defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
+        rests=True,
         theta=2e6,
     ),
     "olmo2": Row("Olmo2ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5}),
     "olmo3": Row(
-        "Olmo3ForCausalLM", _OLMO, {"rms_norm_eps": 1e-5, "sliding_window": 4096}, windows=_listed_windows, theta=5e5
+        "Olmo3ForCausalLM",
+        _OLMO,
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        windows=_listed_windows,
+        window_rope=True,
+        theta=5e5,
     ),
     "phi3": Row(
         "Phi3ForCausalLM",
@@ -119,8 +129,14 @@ ROWS = {
         share=1.0,
     ),
     "granite": Row("GraniteForCausalLM", scales=_SCALES),
-    "glm": Row("GlmForCausalLM", _GLM, _GLM_DEFAULTS, share=0.5),
-    "glm4": Row("Glm4ForCausalLM", {**_GLM, "norms": "both"}, {**_GLM_DEFAULTS, "attention_bias": True}, share=0.5),
+    "glm": Row("GlmForCausalLM", _GLM, _GLM_DEFAULTS, out_bias=False, share=0.5),
+    "glm4": Row(
+        "Glm4ForCausalLM",
+        {**_GLM, "norms": "both"},
+        {**_GLM_DEFAULTS, "attention_bias": True},
+        out_bias=False,
+        share=0.5,
+    ),
 }
 """model_type -> its family."""
 ARCHITECTURES = {row.architecture: kind for kind, row in ROWS.items()}
@@ -142,13 +158,13 @@ def parse_config(config: Fields) -> LlamaVariant:
     # Heads and rotation.
     heads, kv_heads = llama.read_heads(config)
     head_dim, count = read_head_dim(config), read_layer_count(config)
-    if kind == "olmo3":
+    if row.window_rope:
         rope, window_rope = parse_layer_ropes(config, head_dim, row.theta)
     else:
         rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
     length = rope.limit(read_length(config))
     windows = row.windows(config)
-    # A window of all layers, as long as the context, has no effect. In OLMo 3, layers with windows rotate otherwise.
+    # A window of all layers, as long as the context, has no effect.
     if row.windows is _same_windows:
         windows = tuple(window for window in windows if window and window < length)
     bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
@@ -171,16 +187,16 @@ def parse_config(config: Fields) -> LlamaVariant:
             window_rope=window_rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             attention_bias=bias,
-            out_bias=bias and row.bias is None and not row.fields.get("interleaved", False),
+            out_bias=bias and row.bias is None and row.out_bias,
             windows=windows if any(windows) else (),
-            resting=_resting_layers(config, count) if kind == "smollm3" else (),
+            resting=_resting_layers(config, count) if row.rests else (),
             **row.fields,
             **factors,
         )
 
 
 def _refuse_options(config: Fields, row: Row) -> None:
-    wrong = config.unsupported({"mlp_bias": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,), **row.supported})
+    wrong = config.unsupported({"mlp_bias": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,)})
     if row.bias is not None and config.read_flag("attention_bias", row.bias) != row.bias:
         wrong.append(config.describe("attention_bias"))
     if row.fields.get("fused") and config.section("quantization_config").keys():
@@ -223,7 +239,7 @@ def describe(config: LlamaVariant) -> dict[str, Any]:
     if config.window_rope is not None:
         ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope}
         raw["rope_parameters"] = {name: describe_rope(rope) for name, rope in ropes.items()}
-    if config.kind == "smollm3":
+    if row.rests:
         raw["no_rope_layers"] = [int(index not in config.resting) for index in range(config.num_layers)]
     if isinstance(config.rope.scaling, LongRope):
         raw["original_max_position_embeddings"] = config.rope.scaling.original_length
