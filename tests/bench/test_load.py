@@ -199,7 +199,7 @@ def test_a_load_of_the_tiny_preset(capsys, tmp_path, needs):
     files = ("--json", tmp_path / "load.jsonl", "--plot", tmp_path / "load.png")
     shape = ("--depth", 2, "--width", 2, "--num-nodes", 5, "--tokens-per-round", 2, "--slots", 2, "--repeats", 1)
     status, out, err = run(capsys, "--preset", "tiny", "--load", "--requests", 8, *shape, *files)
-    assert status == 0 and "3/3" in err
+    assert status == 0 and not err, "a progress bar in a file"
     lines = measurement.read(tmp_path / "load.jsonl")
     assert len({line.id for line in lines}) == len(lines) == 3 * 8
     values = {(line.mode, line.metric): line.values[0] for line in lines}
