@@ -160,15 +160,15 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
 def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> DecodeState:
     """Counts a round, also for `branch` if the drafter has branches."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
-    length, branch_counts = decision.appended.length, s.stats.branch_counts
-    appended = (slots == length[:, None] - 1).astype(jnp.int32)
+    length, branch_counts = jnp.where(s.done, 0, decision.accepted.length), s.stats.branch_counts
+    accepted = (slots == length[:, None] - 1).astype(jnp.int32)
     if branch is not None and branch_counts is not None:
         taken = np.arange(branch_counts.shape[1]) == branch
-        branch_counts = branch_counts + appended[:, None] * taken[None, :, None].astype(np.int32)
+        branch_counts = branch_counts + accepted[:, None] * taken[None, :, None].astype(np.int32)
     stats = Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
-        s.stats.accept_counts + appended,
-        s.stats.dropped + jnp.where(s.done, 0, decision.accepted.length - length),
+        s.stats.accept_counts + accepted,
+        s.stats.dropped + length - decision.appended.length,
         branch_counts,
     )
     return dataclasses.replace(s, round_index=s.round_index + 1, stats=stats)

@@ -140,11 +140,11 @@ class Stats:
     rounds: Int[Array, " B"]
     """Rounds in which the sequence was active."""
     accept_counts: Int[Array, "B A"]
-    """accept_counts[b, i]: rounds that appended i + 1 tokens."""
+    """accept_counts[b, i]: rounds with i accepted drafts, those of `dropped` included."""
     dropped: Int[Array, " B"]
-    """Tokens accepted in the last round, but after the end of the text or beyond the limit."""
+    """Tokens of the last round after the end of the text or beyond the limit, its bonus token included."""
     branch_counts: Int[Array, "B K A"] | None = None
-    """branch_counts[b, k, i]: rounds in branch k that appended i + 1 tokens; None: the drafter has no branches."""
+    """branch_counts[b, k, i]: rounds in branch k with i accepted drafts; None: the drafter has no branches."""
 
 
 @struct

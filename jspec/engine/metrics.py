@@ -41,8 +41,8 @@ class Metrics:
     requests_finished: requests by finish reason.
     preemptions: requests preempted because pages ran out.
     rounds, device_rounds: rounds, counted once per sequence; counted once per group.
-    drafted, accepted: draft tokens of these rounds, as the longest chain; accepted ones.
-    accepted_by_position: accepted draft tokens at each position of the chain.
+    drafted, accepted: draft tokens of these rounds and accepted ones, as in `GenerationStats`.
+    accepted_by_position: accepted draft tokens at each position of the chain; `accepted` is their sum.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
     """
 

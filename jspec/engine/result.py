@@ -42,7 +42,7 @@ class Branches:
 
     drafters: the drafters in a few words.
     depths: tokens of the longest chain of each.
-    counts: [B, K, depth + 1]; counts[b, k, i] is the number of rounds of drafter k with i + 1 new tokens.
+    counts: [B, K, depth + 1]; counts[b, k, i] is the number of rounds of drafter k with i accepted drafts.
     """
 
     drafters: tuple[str, ...]
@@ -92,11 +92,11 @@ class GenerationStats:
     """Counters of a generation of B sequences. The first token of each comes from prefill, not from a round.
 
     rounds: [B] rounds in which each sequence was active.
-    accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds with i + 1 new tokens.
+    accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds with i accepted drafts, `dropped` ones
+      included. A round appends i + 1 tokens, the last one without `dropped`.
     seconds: wall time of all rounds, without prefill and compilation; where sequences take turns, in an engine or of
       more than 64 prompts, it includes the prefills between rounds.
-    dropped: [B] accepted tokens of the last round of each sequence after the end of the text or beyond the limit; not
-      part of `accept_counts`.
+    dropped: [B] tokens of the last round of each sequence, bonus token included, after the end of the text or limit.
     branches: the counters by drafter, where each round took one of several; None for other drafters.
     """
 
@@ -118,13 +118,13 @@ class GenerationStats:
 
     @property
     def accept_rate(self) -> float:
-        """Share of accepted drafts of the longest chains; 0 for plain decoding.
+        """Share of accepted drafts of the longest chains: `accepted / drafted`; 0 for plain decoding."""
+        return self.accepted / max(self.drafted, 1)
 
-        The last round counts with all accepted drafts, including the `dropped` ones.
-        """
-        rounds = int(self.rounds.sum())
-        accepted = self._tokens_of_rounds - rounds + int(self.dropped.sum())
-        return accepted / max(self.drafted, 1)
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted by the rule, those after the end of the text or beyond the limit included."""
+        return int((self.accept_counts * np.arange(self.depth + 1)).sum())
 
     @property
     def drafted(self) -> int:
@@ -190,7 +190,7 @@ class GenerationStats:
 
     @property
     def _tokens_of_rounds(self) -> int:
-        return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
+        return self.accepted + int(self.rounds.sum()) - int(self.dropped.sum())
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)

@@ -208,14 +208,11 @@ class Answer:
             "total_tokens": self._prompt_tokens + self._new_tokens,
         }
         if stats:
-            # Each round adds one token without a draft.
-            rounds = sum(int(one.rounds.sum()) for one in stats)
-            accepted = sum(one.new_tokens for one in stats) - len(stats) - rounds
-            drafted = sum(one.drafted for one in stats)
+            accepted = sum(one.accepted for one in stats)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-                "rounds": rounds,
+                "rejected_prediction_tokens": sum(one.drafted for one in stats) - accepted,
+                "rounds": sum(int(one.rounds.sum()) for one in stats),
             }
         return usage
 

@@ -155,18 +155,18 @@ def test_sampled_drafts_report_the_distribution_after_their_own_path(files):
 @pytest.mark.slow(unless="chain")
 @pytest.mark.parametrize(("name", "config"), (("block", toy.FILL_IN), ("block_tree", toy.BLOCK)), ids=("chain", "tree"))
 def test_the_rounds_are_those_of_the_oracle(files, name, config):
-    """How many tokens each round appends, with drafts of the oracle and greedy choices of plain decoding."""
+    """How many drafts each round accepts, with drafts of the oracle and greedy choices of plain decoding."""
     drafter = toy.bound_drafters()[name]
     s = toy.run(drafter, weights_of(config), toy.start(drafter, weights_of(config)))
-    for b, text in enumerate(toy.generated(s)):
+    for b, text in enumerate(toy.plain_tokens().tolist()):
         counts, length = [0] * (drafter.depth + 1), int(toy.LENGTHS[b]) + 1
-        while length < len(text):
+        while length < s.limit[b]:
             tokens = text[:length]
             nodes = drafter.num_nodes or drafter.depth + 1
             dist = drafted_by_hand(files, config, tokens)
             drafts, parents = best_first_by_hand(dist, tokens[-1], drafter.depth, drafter.width, nodes)
             node, accepted = 0, 0
-            while length + accepted + 1 < len(text):
+            while True:
                 below = [
                     i for i in range(1, len(drafts)) if parents[i] == node and drafts[i] == text[length + accepted]
                 ]

@@ -38,7 +38,7 @@ class Device:
         self.target, self.draft = [None] * (count * size), [None] * (count * size)
         self.states = None
         """Snapshots by place, if the target is recurrent."""
-        self.version, self.events = 0, Counter()
+        self.version, self.events, self.dropped = 0, Counter(), Counter()
 
     def release(self, slots):
         for slot in slots:
@@ -156,9 +156,10 @@ class Device:
                     self.events["holds"] += 1
                     continue
                 still = False
-                kept = self.append(slot, self.rng.randint(1, self.depth + 1))
+                accepted = self.rng.randint(1, self.depth + 1)
+                self.dropped[slot.request] = accepted - self.append(slot, accepted)
                 slot.rounds += 1
-                slot.counts[kept - 1] += 1
+                slot.counts[accepted - 1] += 1
                 self.write(slot, flight.table[index], len(slot.tokens) - 1)
             if still or (flight.stop_early and ended != [slot.ended for slot in slots]):
                 break
@@ -168,5 +169,5 @@ class Device:
     def report(self, slot, output):
         new, slot.reported = slot.tokens[slot.reported :], len(slot.tokens)
         code = (3 if len(slot.tokens) == slot.limit else 1) if slot.ended else 0
-        counts = [slot.counts[kept] for kept in range(self.depth + 1)]
+        counts = [slot.counts[accepted] for accepted in range(self.depth + 1)]
         return output(len(slot.tokens), new, code, slot.rounds, counts)

@@ -112,7 +112,7 @@ def assert_counted(s, prompt=toy.LENGTHS):
     counts = np.array(s.stats.accept_counts)
     np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
     in_rounds = np.maximum(np.array(s.length) - prompt - 1, 0)
-    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), in_rounds)
+    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1) - s.stats.dropped, in_rounds)
 
 
 def paged_caches(s):
