@@ -3,6 +3,7 @@
 Each function asks for one member, and nothing else asks for members beyond `jspec.core.types.Drafter`.
 
 - `adapt(needs) -> Drafter`: the drafter to use with an acceptance rule; ValueError if it cannot meet its needs.
+- `continuous() -> Drafter`: the drafter to use where sequences come and go, as in an engine.
 - `max_length: int`: tokens of the context of its own model; may raise before `bind`.
 - `ahead: int`: lookahead of a row of its caches, how many later tokens the row depends on. A drafter with a cache and
   without this member shares no prefixes.
@@ -27,6 +28,12 @@ def adapted(drafter: Drafter, needs: DraftNeeds) -> Drafter:
     """The drafter to use with a rule of these needs; itself if it drafts alike for all rules."""
     adapt = getattr(drafter, "adapt", None)
     return drafter if adapt is None else adapt(needs)
+
+
+def continuous(drafter: Drafter) -> Drafter:
+    """The drafter to use where sequences come and go; itself if it drafts alike in a batch that ends with its last."""
+    adapt = getattr(drafter, "continuous", None)
+    return drafter if adapt is None else adapt()
 
 
 def max_length(drafter: Drafter) -> int | None:

@@ -58,9 +58,8 @@ class AdaptiveState:
 class Adaptive:
     """Picks the drafter with the most expected tokens per unit of cost, in every round, on the device.
 
-    All sequences of a batch, or of a group of devices, share the choice. Finished sequences have no influence, and
-    those far from their limit have most. Drafters of one draft share its cache, which absorbs the committed tokens of
-    every round, whichever drafter proposed them.
+    All sequences of a batch, or of a group of devices, share the choice; finished ones have no influence. Drafters of
+    one draft share its cache, which absorbs the committed tokens of every round, whichever drafter proposed them.
 
     drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 3, 5 and 8
       tokens, as far as it goes, by the drafter for the loaded draft; without one, n-grams of 3 and 6 tokens.
@@ -75,6 +74,8 @@ class Adaptive:
     watch: whether drafters with the attribute `reads_tokens_alone`, such as `Ngram`, are judged in every round, by
       comparing their drafts with the tokens appended. So repetitive text is noticed at once and without probes, for a
       lookup per round.
+    urgency: how much more those sequences count that need the most rounds to their limit, at least 0: a batch ends with
+      its last one. An engine takes 0, since other requests take the places of those that end.
     one_depth: whether programs have one drafter of each kind only, which saves the time of compiling the others: the
       deepest whose round verifies at most 32 tokens of all sequences, or the shallowest.
     target: the configuration of the target; set by `bind`.
@@ -87,6 +88,7 @@ class Adaptive:
     hysteresis: float = 0.03
     probe: int = 32
     watch: bool = True
+    urgency: float = 12.0
     one_depth: bool = False
     target: Target | None = None
 
@@ -101,6 +103,7 @@ class Adaptive:
             hysteresis=check_number("hysteresis", self.hysteresis, least=0.0, owner="Adaptive"),
             probe=check_int("probe", self.probe, least=2, owner="Adaptive"),
             watch=check_flag("watch", self.watch, owner="Adaptive"),
+            urgency=check_number("urgency", self.urgency, least=0.0, owner="Adaptive"),
             one_depth=check_flag("one_depth", self.one_depth, owner="Adaptive"),
         )
         if self.drafters is not None and self.costs is not None:
@@ -167,6 +170,10 @@ class Adaptive:
             raise ValueError("Adaptive(drafters=None): name the drafters for this acceptance rule")
         return dataclasses.replace(self, drafters=tuple(optional.adapted(drafter, needs) for drafter in self.drafters))
 
+    def continuous(self) -> "Adaptive":
+        """With equal sequences: where others take the places of those that end, all tokens count the same."""
+        return dataclasses.replace(self, urgency=0.0)
+
     # The state
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> AdaptiveState:
@@ -213,13 +220,19 @@ class Adaptive:
         """Chooses the drafter of this round; returns it with the new state."""
         state: AdaptiveState = s.draft
         assert s.costs is not None
-        # Expected tokens per cost, over live sequences.
-        choices, live = self._choices, ~s.done
-        acceptance = policy.conditional_acceptance(state.evidence, live, self.prior * choices.quality)
-        tokens = policy.expected_tokens(acceptance, self._rows(state), choices)
-        weights = policy.weights(live, s.limit - s.length, s.stats.rounds, s.length - s.prompt_length)
+        choices, live, rows = self._choices, ~s.done, self._rows(state)
         offered = np.isin(np.arange(len(choices.depth)), self.offered(s.length.shape[0]))
-        value = jnp.where(offered, weights @ tokens / s.costs, 0.0)
+
+        def tokens_of(weight: Array) -> Array:
+            """The expected tokens of each sequence with each drafter, by the evidence of some sequences."""
+            acceptance = policy.conditional_acceptance(state.evidence, weight, self.prior * choices.quality)
+            return jnp.where(offered, policy.expected_tokens(acceptance, rows, choices), 0.0)
+
+        # Expected tokens per cost, over live sequences.
+        likely = tokens_of(live.astype(jnp.float32)).max(1)
+        progress = s.limit - s.length, s.stats.rounds, s.length - s.prompt_length
+        weights = policy.weights(live, *progress, likely, self.urgency)
+        value = weights @ tokens_of(weights) / s.costs
         most = jnp.where(offered, weights.sum() * (choices.depth + 1.0).astype(np.float32) / s.costs, 0.0)
         previous = jnp.where(live, state.best, 0).max() - 1
         evidence = value, most, previous, s.round_index, choices

@@ -7,7 +7,8 @@ and the best drafter has the most of them per unit of cost (goodput: Liu et al.,
 lengths: so evidence about a shallow draft also serves a deeper one. Proposals of several grades, such as copies after a
 long match and after a short one, have averages of their own.
 
-A batch ends with its last sequence, so the tokens of those that need the most rounds weigh most.
+A batch ends with its last sequence, so those that need the most rounds weigh most: their tokens, and what was observed
+in them. Sequences with accepted drafts are ahead of the others, whose rounds they do not shorten.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,8 @@ from jspec.core.struct import struct
 
 WEIGHT = 2.0
 """Weight of the prior, in drafts."""
-URGENCY, STEADY = 6, 8
-"""Exponent of the rounds that a sequence is expected to need, in its weight; tokens of one round each before its first
-round, in its pace."""
+STEADY = 8
+"""Rounds at the expected tokens of the next one, counted into the pace of a sequence."""
 
 
 @struct
@@ -111,13 +111,14 @@ def judge(
 
 
 def conditional_acceptance(
-    evidence: Evidence, live: Bool[Array, " B"], prior: Float[np.ndarray, " G"]
+    evidence: Evidence, weight: Float[Array, " B"], prior: Float[np.ndarray, " G"]
 ) -> Float[Array, "G D"]:
-    """Estimates the probability of accepting each draft if all before it are accepted, over all live sequences.
+    """Estimates the probability of accepting each draft if all before it are accepted, over all sequences.
 
+    weight: of each sequence; 0 for those that are done.
     prior: probability of the first draft before any round. The prior of a deeper draft is the estimate before it.
     """
-    reached, accepted = (jnp.where(live[:, None, None], x, 0.0).sum(0) for x in (evidence.reached, evidence.accepted))
+    reached, accepted = ((weight[:, None, None] * x).sum(0) for x in (evidence.reached, evidence.accepted))
     before, estimates = jnp.asarray(prior, jnp.float32), []
     for position in range(reached.shape[1]):
         before = (accepted[:, position] + WEIGHT * before) / (reached[:, position] + WEIGHT)
@@ -139,16 +140,23 @@ def expected_tokens(acceptance: Float[Array, "G D"], rows: Int[Array, "B F"], ch
 
 
 def weights(
-    live: Bool[Array, " B"], remaining: Int[Array, " B"], rounds: Int[Array, " B"], tokens: Int[Array, " B"]
+    live: Bool[Array, " B"],
+    remaining: Int[Array, " B"],
+    rounds: Int[Array, " B"],
+    tokens: Int[Array, " B"],
+    expected: Float[Array, " B"],
+    urgency: float,
 ) -> Float[Array, " B"]:
     """Weights of sequences by the rounds that they need at their pace: the last one to end decides when a batch ends.
 
     remaining: tokens up to the limit of each.
     rounds, tokens: the rounds so far, and the tokens from them.
+    expected: tokens of the next round, where drafts bring most.
+    urgency: exponent of the rounds that a sequence needs, as a share of the most; 0: all weigh the same.
     """
-    pace = (rounds + STEADY).astype(jnp.float32) / (tokens + STEADY).astype(jnp.float32)
+    pace = (rounds + STEADY).astype(jnp.float32) / (tokens.astype(jnp.float32) + STEADY * expected)
     needed = jnp.where(live, remaining, 0).astype(jnp.float32) * pace
-    return (needed / jnp.maximum(needed.max(), 1e-6)) ** URGENCY
+    return jnp.where(live, (needed / jnp.maximum(needed.max(), 1e-6)) ** urgency, 0.0)
 
 
 def choose(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jspec.core import optional
 from jspec.core.accept import greedy
 from jspec.core.sampling import each_of, per_row
 from jspec.core.types import RowSampling
@@ -51,7 +52,9 @@ def assemble(
     # The method of a round. Some request may sample, so the rule is chosen for sampling.
     any_row, accept = RowSampling(temperature=jnp.zeros(1)), options.accept
     drafter = choose_drafter(options.drafter, model)
-    method, _ = choose_method(model.target, model.draft, drafter, accept, any_row, placement=model.placement)
+    method, _ = choose_method(
+        model.target, model.draft, optional.continuous(drafter), accept, any_row, placement=model.placement
+    )
     if lacking := without_slots(model.params, method):
         raise ValueError(
             f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "

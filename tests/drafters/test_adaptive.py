@@ -307,12 +307,12 @@ def oracle_evidence(rounds, rate):
     return reached, accepted
 
 
-def oracle_acceptance(reached, accepted, live, prior):
+def oracle_acceptance(reached, accepted, weight, prior):
     found = np.zeros((3, 3))
     for row, before in enumerate((prior, prior / 2, prior)):
         for position in range(3):
-            tried = sum(reached[b, row, position] for b in range(len(live)) if live[b])
-            right = sum(accepted[b, row, position] for b in range(len(live)) if live[b])
+            tried = sum(weight[b] * reached[b, row, position] for b in range(len(weight)))
+            right = sum(weight[b] * accepted[b, row, position] for b in range(len(weight)))
             before = (right + 2 * before) / (tried + 2)
             found[row, position] = before
     return found
@@ -350,16 +350,19 @@ def test_the_policy_equals_an_oracle():
     batch, rate, prior, costs = 3, 0.2, 0.6, np.array([1.0, 1.4, 1.9, 1.5])
     options = dict(hysteresis=0.1, probe=3)
     live, remaining, ran, new = map(np.array, ([True, False, True], [5, 9, 10], [4, 4, 12], [4, 9, 2]))
-    shares = np.array([(5 / (10 * (12 + policy.STEADY) / (2 + policy.STEADY))) ** policy.URGENCY, 0, 1])
+    expected, urgency, steady = np.array([1.5, 9.0, 1.2]), 3.0, policy.STEADY
+    first, _, last = remaining * (ran + steady) / (new + steady * expected)
+    shares = np.array([(first / last) ** urgency, 0, 1])
     most = shares.sum() * (1 + CHOICES.depth) / costs
 
     @jax.jit
     def follow(evidence, taken, appended, grades, previous, index):
         rows = CHOICES.rows(grades)
         evidence = policy.observe(evidence, CHOICES, rows, taken, appended, rate)
-        acceptance = policy.conditional_acceptance(evidence, jnp.asarray(live), prior * CHOICES.quality)
+        weights = policy.weights(*map(jnp.asarray, (live, remaining, ran, new, expected)), urgency)
+        acceptance = policy.conditional_acceptance(evidence, weights, prior * CHOICES.quality)
         tokens = policy.expected_tokens(acceptance, rows, CHOICES)
-        value = policy.weights(*map(jnp.asarray, (live, remaining, ran, new))) @ tokens / costs.astype(np.float32)
+        value = weights @ tokens / costs.astype(np.float32)
         choice = policy.choose(value, jnp.asarray(most), previous, index, CHOICES, **options)
         return evidence, acceptance, tokens, value, choice
 
@@ -376,7 +379,7 @@ def test_the_policy_equals_an_oracle():
         reached, accepted = oracle_evidence(rounds, rate)
         np.testing.assert_allclose(evidence.reached, reached, rtol=1e-5)
         np.testing.assert_allclose(evidence.accepted, accepted, rtol=1e-5)
-        wanted = oracle_acceptance(reached, accepted, live, prior)
+        wanted = oracle_acceptance(reached, accepted, shares, prior)
         np.testing.assert_allclose(acceptance, wanted, rtol=1e-5)
         each = np.array([oracle_tokens(wanted, one) for one in grades])
         np.testing.assert_allclose(tokens, each, rtol=1e-5)
@@ -491,22 +494,6 @@ def test_watched_drafts_are_judged_by_every_round():
     np.testing.assert_allclose(s.draft.evidence.accepted[:, 1:], accepted, rtol=1e-5)
     np.testing.assert_allclose(s.draft.evidence.reached[:, 0], heads, rtol=1e-5)
     assert accepted.any() and (accepted < reached).any()
-
-
-def test_watched_drafters_need_no_probes():
-    choices = policy.Choices(np.array([-1, 0, 1]), np.array([0, 2, 3]), np.array([False, True]), np.array([1, 1]))
-    value = jnp.array([1.0, 3.0, 2.0])
-
-    def chosen(index, most=(1.0, 9.0, 9.0)):
-        options = {"hysteresis": 0.0, "probe": 2}
-        return int(policy.choose(value, jnp.array(most), jnp.int32(-1), jnp.int32(index), choices, **options)[0])
-
-    assert [chosen(index) for index in range(8)] == [1] * 8
-    choices = dataclasses.replace(choices, watched=np.array([False, False]))
-    assert [chosen(index) for index in range(8)] == [1, 1, 1, 2, 1, 1, 1, 2]
-    assert [chosen(index, most=(1.0, 9.0, 2.9)) for index in range(8)] == [1] * 8, (
-        "what cannot be the best is not probed"
-    )
 
 
 @pytest.mark.parametrize("parents", (None, [0, 0, 0, 1, 2]))

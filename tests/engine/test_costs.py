@@ -77,8 +77,8 @@ def test_the_choice_follows_the_costs_and_the_tokens_are_those_of_plain_decoding
     assert (rounds(out)[0] > 0) or not taken[0]
 
 
-def choice(s, table):
-    drafter = DRAFTER.bind(toy.TARGET, None)
+def choice(s, table, drafter=DRAFTER):
+    drafter = drafter.bind(toy.TARGET, None)
     return int(drafter.choose(None, dataclasses.replace(s, costs=jnp.array(table, jnp.float32)))[0])
 
 
@@ -88,13 +88,16 @@ def matched(s, lengths):
     return dataclasses.replace(s, draft=dataclasses.replace(s.draft, states=(plain, copy)))
 
 
-def test_a_round_without_a_match_is_plain_and_one_sequence_with_a_match_is_enough():
+def test_a_round_without_a_match_is_plain():
     s = jax.tree.map(jnp.asarray, toy.start(DRAFTER.bind(toy.TARGET, None), toy.params()))
-    table = (1.0, 1.05, 1.1)
-    assert choice(matched(s, [0, 0, 0]), table) == 0
-    assert choice(matched(s, [3, 0, 0]), table) == 2
-    assert choice(matched(s, [1, 0, 0]), (1.0, 1.6, 2.0)) == 0, "a short match is not worth as much"
-    assert choice(matched(s, [3, 3, 3]), (1.0, 9.0, 9.0)) == 0
+    table, engine = (1.0, 1.05, 1.1), DRAFTER.continuous()
+    for drafter in (DRAFTER, engine):
+        assert choice(matched(s, [0, 0, 0]), table, drafter) == 0
+        assert choice(matched(s, [3, 3, 3]), table, drafter) == 2
+        assert choice(matched(s, [3, 3, 3]), (1.0, 9.0, 9.0), drafter) == 0
+    assert choice(matched(s, [3, 0, 0]), table, engine) == 2, "one sequence with a match is enough in an engine"
+    assert choice(matched(s, [3, 0, 0]), table) == 0, "the others are those that the batch will wait for"
+    assert choice(matched(s, [1, 0, 0]), (1.0, 1.6, 2.0), engine) == 0, "a short match is not worth as much"
 
 
 def test_the_sequence_with_most_rounds_to_go_decides():
