@@ -55,6 +55,14 @@ def test_its_file_has_everything_and_names_nobody(capsys, tmp_path, monkeypatch)
     assert "paged_attention" in capsys.readouterr().out
 
 
+def test_bandwidths_are_compared_with_what_is_expected():
+    lines = [{"metric": f"{name} bandwidth", "median": speed} for name, speed in (("copy", 3000.0), ("gemv", 1500.0))]
+    expected = "1500 GB/s (50% of copy; expected: 80% or more, since a round reads weights like this)"
+    assert doctor.bandwidths({"lines": lines}, "gpu") == {"copy": "3000 GB/s", "gemv": expected}
+    assert "time of a call" in doctor.bandwidths({"lines": lines}, "cpu")["gemv"]
+    assert doctor.bandwidths({"lines": lines[:1]}, "gpu") == doctor.bandwidths({"problem": "x"}, "gpu") == {}
+
+
 @pytest.mark.parametrize(
     ("tests", "bench"), (({"failed": 1}, {"lines": []}), ({"problem": "x"}, {"lines": []}), ({}, {"problem": "x"}))
 )

@@ -49,6 +49,8 @@ _TESTS_ELSEWHERE = ("tests/engine/test_accelerator.py", "tests/kernels")
 _PRESETS = {"cpu": "tiny"}
 """What is measured, by platform; on all others a model of 1.2 billion parameters."""
 _PRESET_ELSEWHERE = "llama-3.2-1b"
+_GEMV_SHARE = 0.8
+"""Least bandwidth of a gemv, as a share of a copy, in all measurements on a GPU."""
 _TEST_SECONDS = 3600
 _PATH = re.compile(r"(?<![\w.~-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`,;:()<>|\[\]{}]+)")
 
@@ -99,6 +101,8 @@ def main(options: argparse.Namespace) -> int:
     report["bench"] = _not_run("--no-bench") if options.no_bench else run_bench(platform.platform())
     if "problem" in report["bench"]:
         _show("bench", report["bench"])
+    if speeds := bandwidths(report["bench"], platform.platform()):
+        _show("memory", speeds)
     _write(report, options.json)
     failed = report["tests"].get("failed", 0) or "problem" in report["bench"] or "problem" in report["tests"]
     return int(bool(failed))
@@ -235,6 +239,18 @@ def run_bench(platform_name: str) -> dict[str, Any]:
             return {"problem": f"{type(error).__name__}: {error}"[:2000], "options": measured}
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {"options": measured, "lines": lines}
+
+
+def bandwidths(measured: Mapping[str, Any], platform_name: str) -> dict[str, str]:
+    """The measured bandwidths, beside what to expect; empty if nothing was measured."""
+    lines = {line["metric"]: line.get("median") for line in measured.get("lines", [])}
+    copy, gemv = (lines.get(f"{name} bandwidth") for name in ("copy", "gemv"))
+    if not copy or not gemv:
+        return {}
+    expected = f"{gemv / copy:.0%} of copy; expected: {_GEMV_SHARE:.0%} or more, since a round reads weights like this"
+    if platform_name == "cpu":
+        expected = "of a small matrix: mostly the time of a call"
+    return {"copy": f"{copy:.0f} GB/s", "gemv": f"{gemv:.0f} GB/s ({expected})"}
 
 
 def _not_run(reason: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_file import is_gguf
@@ -78,4 +79,7 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
-        raise CheckpointError(f"{name}: no such directory, and the download from the hub failed ({error})") from error
+        problem, reason = "and the download from the hub failed", error
+        if isinstance(error, LocalEntryNotFoundError):  # Its cause is the hub's reason.
+            problem, reason = "not in the hub's cache, and the hub cannot be reached", error.__cause__ or error
+        raise CheckpointError(f"{name}: no such directory, {problem} ({reason})") from error

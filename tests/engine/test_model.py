@@ -62,6 +62,13 @@ def test_a_failed_download_is_an_error(monkeypatch):
         jspec.load("somebody/target")
 
 
+def test_a_hub_out_of_reach_is_an_error_with_its_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="not in the hub's cache, and the hub cannot be reached .*HF_HUB_OFFLINE"):
+        jspec.load("somebody/target")
+
+
 def test_each_directory_is_opened_once(directories, monkeypatch):
     opened, read_fields = [], source.read_fields
     monkeypatch.setattr(source, "read_fields", lambda path: opened.append(path) or read_fields(path))

@@ -11,10 +11,18 @@ DRAFTERS = {
     "ngram": jspec.Ngram(depth=4),
     "suffix": jspec.Suffix(depth=6),
     "suffix-tree": jspec.Suffix(depth=4, width=3, num_nodes=12),
+    "default": "auto",
     "adaptive": jspec.Adaptive(),
     "standalone": jspec.Standalone(depth=4),
     "standalone-tree": jspec.Standalone(depth=3, width=2, num_nodes=8),
 }
+HEADS = {
+    "eagle": ("smollm2-eagle", jspec.Eagle(depth=5)),
+    "eagle-tree": ("smollm2-eagle", jspec.Eagle(depth=4, width=4, num_nodes=16)),
+    "block": ("smollm2-block", jspec.Block()),
+}
+"""Trained drafts of SmolLM2, from directories beside its file if they are there, such as of
+`examples/train_a_draft.py`."""
 SEEDS = [11, 12, 13, 14]
 """One per prompt. With some others, such as 3, Gemma's two best tokens are 1e-5 apart, noise included: a near-tie."""
 MODES = {
@@ -58,10 +66,28 @@ def test_drafted_equals_plain(real, plain, mode, drafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_is_its_prompts(real, plain, mode):
-    for index, ids in enumerate(real.ids):
-        options = {"max_new_tokens": NEW_TOKENS, "sampling": MODES[mode], "drafter": jspec.Ngram(depth=4)}
-        assert jspec.generate(real.model, ids, seed=SEEDS[index], **options).tokens == plain(mode).tokens[index]
+@pytest.mark.parametrize("head", HEADS)
+def test_trained_drafts(chat_model, mode, head):
+    folder, drafter = HEADS[head]
+    path = chat_model.path.parent / folder
+    if not path.is_dir():
+        pytest.skip(f"no trained draft in {path}")
+    model = jspec.load(chat_model.path, draft=path, dtype="float32")
+    out = generate(chat_model, drafter, mode, model)
+    assert out.tokens == generate(chat_model, "plain", mode, chat_model.model).tokens
+    assert out.stats.accept_length > (1.8 if mode == "greedy" else 1.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", (1, 3, 8))
+def test_a_batch_is_its_prompts(real, plain, mode, batch):
+    drafter, order = jspec.Ngram(depth=4), [*range(len(real.ids))] * 2
+    for start in range(0, len(order) if batch > 1 else len(real.ids), batch):
+        part = order[start : start + batch]
+        ids, seeds = ([values[index] for index in part] for values in (real.ids, SEEDS))
+        options = {"max_new_tokens": NEW_TOKENS, "sampling": MODES[mode], "drafter": drafter, "seed": seeds}
+        assert jspec.generate(real.model, ids, **options).tokens == [plain(mode).tokens[index] for index in part]
 
 
 @pytest.mark.slow
@@ -102,11 +128,15 @@ def server(chat_model):
         running.join()
 
 
-def test_chats_over_http(server, chat_model):
+@pytest.mark.slow(unless=("0",))
+@pytest.mark.parametrize("temperature", (0, 0.8))
+def test_chats_over_http(server, chat_model, temperature):
+    sampling = jspec.Sampling(temperature=temperature)
     for prompt, ids in zip(chat_model.prompts[:2], chat_model.ids, strict=False):
-        body = {"model": "fake", "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 40}
+        messages = [{"role": "user", "content": prompt}]
+        body = {"model": "fake", "messages": messages, "temperature": temperature, "seed": 5, "max_tokens": 40}
         answer = server.post("/v1/chat/completions", body, timeout=300).json()
-        expected = jspec.generate(chat_model.model, ids, max_new_tokens=40)
+        expected = jspec.generate(chat_model.model, ids, max_new_tokens=40, sampling=sampling, seed=5)
         (choice,) = answer["choices"]
         assert choice["message"]["content"] == expected.text
         assert choice["finish_reason"] == ("stop" if expected.finish_reason == "eos" else "length")

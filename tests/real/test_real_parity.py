@@ -102,6 +102,12 @@ def test_contexts_beyond_the_window(windowed):
     assert {layer.window for layer in windowed.model.target.attention} == {window, None}
     ids = windowed.model.tokenizer.encode("".join(f"Item {i} costs {i * 7 % 50} dollars. " for i in range(65)))
     assert len(ids) > window + 100
-    for drafter in ("plain", jspec.Ngram(depth=4)):
+    expected = continuation(windowed, ids, 24)
+    for drafter in ("plain", jspec.Ngram(depth=4), jspec.Suffix(depth=6), "auto"):
         out = jspec.generate(windowed.model, ids, max_new_tokens=24, drafter=drafter, ignore_eos=True)
-        assert out.tokens == continuation(windowed, ids, 24)
+        assert out.tokens == expected
+    with jspec.Engine(
+        windowed.model, drafter=jspec.Ngram(depth=4), slots=2, context=1024, prefill_tokens=128
+    ) as engine:
+        (out,) = engine.generate([ids], max_new_tokens=24, ignore_eos=True)
+        assert out.tokens == expected
