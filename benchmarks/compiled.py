@@ -5,7 +5,9 @@ Everything is made from shapes, so neither the weights nor a TPU are needed.
 
 import dataclasses
 import math
+import pathlib
 import re
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +31,7 @@ from jspec.core.types import Drafter
 from jspec.models.sizes import tree_bytes
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_LAUNCHES = "*.thunk_sequence_after_thunk_passes.txt"
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -81,12 +84,14 @@ class Programs:
     """The two programs of a case, with the seconds from tracing to the executable, and the shapes of their state.
 
     prefill: None if only the loop was compiled.
+    launches: what the host starts to run the loop, as XLA writes it; "" for a TPU.
     """
 
     prefill: Compiled | None
     decode: Compiled
     seconds: Mapping[str, float]
     state: Any
+    launches: str = ""
 
 
 def compile_case(
@@ -139,8 +144,8 @@ def compile_programs(
     made: dict[str, Compiled] = {}
     seconds: dict[str, float] = {}
 
-    def finish(name: str, began: float, lowered: Lowered) -> None:
-        made[name] = lowered.compile()
+    def finish(name: str, began: float, lowered: Lowered, options: dict[str, str | bool] | None = None) -> None:
+        made[name] = lowered.compile(options)
         seconds[name] = time.perf_counter() - began
 
     with jax.default_device(device):
@@ -154,8 +159,11 @@ def compile_programs(
             finish("prefill", began, prefill)
         report("compiling decode")
         began = time.perf_counter()
-        finish("decode", began, lower_rounds(setup, method, state))
-    return Programs(made.get("prefill"), made["decode"], seconds, state)
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder} if device.platform != "tpu" else None
+            finish("decode", began, lower_rounds(setup, method, state), dump)
+            launches = "\n".join(path.read_text() for path in sorted(pathlib.Path(folder).glob(_LAUNCHES)))
+    return Programs(made.get("prefill"), made["decode"], seconds, state, launches)
 
 
 def memory_of(program: Compiled) -> Memory:

@@ -79,3 +79,17 @@ def test_all_checks_hold():
 def test_a_check_fails_alone(change, check, message):
     found = problems(**change)
     assert found.keys() == {check} and (message or "") in found[check]
+
+
+@pytest.mark.parametrize(
+    ("thunks", "message"),
+    (
+        ("000: kCommandBuffer [source]\n    001: kCustomKernel\n    002: kWhile\n        003: kWhile", ""),
+        ("000: kWhile [source]\n    001: kCommandBuffer", "['kWhile'], and inside of these ['kCommandBuffer']"),
+        ("000: kCommandBuffer\n    001: kWhile\n002: kMemcpy", "['kCommandBuffer', 'kMemcpy']"),
+        ("000: kCommandBuffer\n    001: kCustomKernel", "inside of these ['kCustomKernel']"),
+    ),
+)
+def test_a_loop_is_one_graph(thunks, message):
+    problem = loop_checks.launch_problem(thunks)
+    assert message in problem and bool(message) == bool(problem)
