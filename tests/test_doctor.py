@@ -121,7 +121,7 @@ def test_kernels_are_those_of_the_platform(monkeypatch):
     assert {operation.name for operation in doctor.operations()} >= {"paged_attention", "kv_compact", "topk"}
     monkeypatch.setattr(platform, "platform", lambda: "tpu")
     found = doctor.kernels()
-    assert found["paged_attention"] == "mosaic_tpu" and found["add_norm"] == "xla (no kernel for this platform)"
+    assert found["paged_attention"] == "mosaic_tpu" and found["residual_norm"] == "xla (no kernel for this platform)"
     monkeypatch.setattr(dispatch, "unavailable", lambda operation, name: "not available in this version of JAX: x")
     assert doctor.kernels()["kv_compact"] == "xla (mosaic_tpu is not available in this version of JAX: x)"
 

@@ -339,7 +339,7 @@ class Assistant:
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def _add(self, x, branch, weight, following, factor=None) -> tuple[Array, Array]:
-        stream, normed = residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps)
+        stream, normed = residual_norm(x, branch, (weight, following), factor, eps=self.rms_norm_eps, wide=True)
         assert normed is not None
         return stream, normed
 

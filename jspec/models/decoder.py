@@ -17,6 +17,7 @@ from jspec.core.sharding import gather_last
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
 from jspec.models import layers, weights
 from jspec.models.moe import Routed
+from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
 from pallas_kernels.exact_matmul import exact_matmul
 
@@ -32,8 +33,10 @@ class Decoder(abc.ABC):
     intermediate_size: int
     num_layers: int
     num_heads: int
+    head_dim: int
     max_length: int
     rms_norm_eps: float
+    rope: Rope
     mtp_layers: int = 0
     """MTP heads in its checkpoint."""
     tensor: int = 1
@@ -70,14 +73,6 @@ class Decoder(abc.ABC):
         """The keys and values read by a layer: its own, or those it shares with another layer."""
 
     @abc.abstractmethod
-    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
-        """How those keys are rotated at each position, see `Rope.rotation`."""
-
-    @abc.abstractmethod
-    def layer_scale(self, layer: int) -> float:
-        """The factor on the products of queries and those keys."""
-
-    @abc.abstractmethod
     def run_layers(
         self,
         params: PyTree,
@@ -97,6 +92,14 @@ class Decoder(abc.ABC):
         """
 
     # Defaults
+
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position, see `Rope.rotation`."""
+        return self.rope.rotation(positions, self.head_dim, dtype)
+
+    def layer_scale(self, layer: int) -> float:
+        """The factor on the products of queries and those keys."""
+        return self.head_dim**-0.5
 
     def param_shapes(self, dtype: DTypeLike) -> PyTree:
         """The weights as `jax.ShapeDtypeStruct`s."""

@@ -376,7 +376,8 @@ class Gemma4(Decoder):
 
     def _add(self, x, branch, weight, following=None, factor=None):
         """The stream plus a branch, whose output is normed, and the normed input of the next branch."""
-        return residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps, exact=self.exact)
+        norms, eps = (weight, following), self.rms_norm_eps
+        return residual_norm(x, branch, norms, factor, eps=eps, wide=True, exact=self.exact)
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""

@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 from jspec.core.sharding import TENSOR, sum_over_devices
 from jspec.models.quantized import Quantized, quantized_product
 from pallas_kernels import norm, rotary
-from pallas_kernels.add_norm import add_norm
 from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.platform import exactness, platform, result_alone
+from pallas_kernels.residual_norm import residual_norm
 
 GEMV_MAX_WEIGHTS = {"gpu": 10_000_000, "tpu": math.inf}
 """Size of a matrix below which XLA, on a platform, lowers its product with a single row to a sum over columns,
@@ -119,7 +119,7 @@ def rms_norm(
     x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float, *, exact: bool = False
 ) -> Float[Array, "*batch E"]:
     """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32; `exact` as in `linear`."""
-    return add_norm(x, None, weight, eps=eps)[1] if exact else norm.rms_norm(x, weight, eps)
+    return _add_norm(x, None, weight, eps)[1] if exact else norm.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -135,18 +135,22 @@ def add_rms_norm(
     exact: as in `linear`; the branch may then come from `divided_linear`.
     """
     if exact:
-        return add_norm(x, branch, weight, eps=eps)
+        return _add_norm(x, branch, weight, eps)
     x = x + branch
     return x, norm.rms_norm(x, weight, eps)
+
+
+def _add_norm(x, branch, weight, eps: float, *, wide: bool = False) -> tuple[Array, Array]:
+    stream, normed = residual_norm(x, branch, (None, weight), eps=eps, wide=wide, exact=True)
+    assert normed is not None
+    return stream, normed
 
 
 def wide_rms_norm(
     x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float, *, exact: bool = False
 ) -> Float[Array, "*batch E"]:
     """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as in Gemma."""
-    if exact:
-        return add_norm(x, None, weight, eps=eps, wide=True)[1]
-    return norm.wide_rms_norm(x, weight, eps)
+    return _add_norm(x, None, weight, eps, wide=True)[1] if exact else norm.wide_rms_norm(x, weight, eps)
 
 
 def layer_norm(

@@ -276,17 +276,6 @@ class Qwen3Next(Decoder):
             raise ValueError(f"layer {layer} keeps a state and has no keys")
         return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
-    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
-        """How those keys are rotated at each position.
-
-        A head's dimensions are reordered when checkpoints are read, so that those at rest are pairs too.
-        """
-        return self.rope.rotation(positions, self.head_dim, dtype)
-
-    def layer_scale(self, layer: int) -> float:
-        """The factor on the products of queries and those keys."""
-        return self.head_dim**-0.5
-
     def run_layers(
         self,
         params: PyTree,

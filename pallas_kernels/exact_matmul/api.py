@@ -30,7 +30,7 @@ def exact_matmul(
       activation: of a gated MLP, whose matrix has the columns of the gate first, then the others: the result is
         activation(gate) * other, rounded once, M = N / 2. None: the products themselves, M = N.
       parts: the result may also be the sums over the parts of the contraction, [P, T, N] in float32: added in order,
-        then rounded to the dtype of `x`, they are the product. `add_norm` and `split_heads` read them as they are,
+        then rounded to the dtype of `x`, they are the product. `residual_norm` and `split_heads` read them as they are,
         which saves a pass over them. Not with an activation.
       backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform for the arguments. Bits differ between backends.

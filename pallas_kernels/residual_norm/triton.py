@@ -12,7 +12,10 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
+from pallas_kernels.parts import add_parts
 from pallas_kernels.residual_norm import reference
+
+Norms = tuple[jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ TUNING = {"NVIDIA H100": Tuning(elements_per_warp=512, max_warps=16)}
 
 
 def default_config(*, width: int) -> Config:
-    """The configuration for tokens of `width` elements."""
+    """The configuration for tokens of `width` elements; it does not depend on the number of tokens."""
     tuning = platform.for_device_kind(TUNING)
     return Config(min(max(pl.next_power_of_2(width) // tuning.elements_per_warp, 1), tuning.max_warps))
 
@@ -47,70 +50,70 @@ def supported(*args: object, interpret: bool | None = None, **options: object) -
 
 def residual_norm(
     x: jax.Array,
-    branch: jax.Array,
-    weight: jax.Array,
-    following: jax.Array | None,
+    branch: jax.Array | None,
+    norms: Norms,
     factor: jax.Array | None,
     *,
     eps: float,
+    wide: bool = False,
     exact: bool = False,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Arguments as in `api.residual_norm` and `dispatch.Operation`; always exact."""
     config = config or default_config(width=x.shape[-1])
-    return _residual_norm(eps, config, platform.resolve_interpret(interpret), x, branch, weight, following, factor)
+    return _residual_norm(eps, wide, config, platform.resolve_interpret(interpret), x, branch, norms, factor)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _residual_norm(
     eps: float,
+    wide: bool,
     config: Config,
     interpret: bool,
     x: jax.Array,
-    branch: jax.Array,
-    weight: jax.Array,
-    following: jax.Array | None,
+    branch: jax.Array | None,
+    norms: Norms,
     factor: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     width = x.shape[-1]
     tokens = x.size // width
-    row = pl.BlockSpec((None, width), lambda token: (token, 0))
-    whole = pl.BlockSpec((width,), lambda token: (0,))
-    out_shape = [jax.ShapeDtypeStruct((tokens, width), x.dtype)] * (1 if following is None else 2)
-    results = call(
-        functools.partial(_kernel, eps=eps),
-        out_shape=out_shape,
+    # The part of each array for a token.
+    row, weight = pl.BlockSpec((None, width), lambda token: (token, 0)), pl.BlockSpec((width,), lambda token: (0,))
+    added = row
+    if branch is not None and branch.ndim > x.ndim:
+        added = pl.BlockSpec((len(branch), None, width), lambda token: (0, token, 0))
+        branch = branch.reshape(-1, tokens, width)
+    elif branch is not None:
+        branch = branch.reshape(tokens, width)
+    results = (branch is not None) + (branch is None or norms[1] is not None)
+    out = call(
+        functools.partial(_kernel, eps=eps, wide=wide),
+        out_shape=[jax.ShapeDtypeStruct((tokens, width), x.dtype)] * results,
         grid=(tokens,),
         in_specs=[
             row,
-            row,
-            whole,
-            None if following is None else whole,
+            None if branch is None else added,
+            *(None if norm is None else weight for norm in norms),
             None if factor is None else pl.BlockSpec((1,), lambda token: (0,)),
         ],
-        out_specs=[row] * len(out_shape),
+        out_specs=[row] * results,
         num_warps=config.num_warps,
         interpret=interpret,
         name="residual_norm",
-    )(
-        x.reshape(tokens, width),
-        branch.reshape(tokens, width),
-        weight,
-        following,
-        None if factor is None else factor.reshape(1),
-    )
-    stream, *normed = (result.reshape(x.shape) for result in results)
-    return stream, normed[0] if normed else None
+    )(x.reshape(tokens, width), branch, *norms, None if factor is None else factor.reshape(1))
+    out = [result.reshape(x.shape) for result in out]
+    stream = x if branch is None else out.pop(0)
+    return stream, out[0] if out else None
 
 
-def _forward(eps, config, interpret, *operands):
-    return _residual_norm(eps, config, interpret, *operands), operands
+def _forward(eps, wide, config, interpret, *operands):
+    return _residual_norm(eps, wide, config, interpret, *operands), operands
 
 
-def _backward(eps, config, interpret, operands, gradients):
+def _backward(eps, wide, config, interpret, operands, gradients):
     """The gradients of the reference: launch overhead does not matter in training."""
-    return jax.vjp(functools.partial(reference.residual_norm, eps=eps), *operands)[1](gradients)
+    return jax.vjp(functools.partial(reference.residual_norm, eps=eps, wide=wide), *operands)[1](gradients)
 
 
 _residual_norm.defvjp(_forward, _backward)
@@ -118,29 +121,41 @@ _residual_norm.defvjp(_forward, _backward)
 
 def _kernel(
     x_ref: Ref,  # [E]
-    branch_ref: Ref,  # [E]
-    weight_ref: Ref,  # [E]
-    following_ref: Ref | None,  # [E]
+    branch_ref: Ref | None,  # [E], or [P, E] of parts
+    branch_norm_ref: Ref | None,  # [E]
+    norm_ref: Ref | None,  # [E]
     factor_ref: Ref | None,  # [1]
-    *out_refs: Ref,  # [E]; and [E], if there is a following norm
+    *out_refs: Ref,  # [E], the stream, if there is a branch; and [E], its norm, if it is computed
     eps: float,
+    wide: bool,
 ) -> None:
     (width,) = x_ref.shape
     place = jnp.arange(pl.next_power_of_2(width))
     inside = place < width
 
-    def load(ref):
-        return pltriton.load(ref.at[place], mask=inside, other=0)
+    def load(ref, *lead):
+        return pltriton.load(ref.at[*lead, place], mask=inside, other=0)
 
-    def norm(values, ref):
-        wide = values.astype(jnp.float32)
-        scaled = wide * lax.rsqrt((wide * wide).sum() / width + eps)
-        return (load(ref).astype(jnp.float32) * scaled).astype(values.dtype)
+    def norm(stream, weight):
+        values = stream.astype(jnp.float32)
+        scaled = values * lax.rsqrt((values * values).sum() / width + eps)
+        if weight is None:
+            return scaled.astype(stream.dtype)
+        if wide:
+            return (weight.astype(jnp.float32) * scaled).astype(stream.dtype)
+        return weight * scaled.astype(stream.dtype)
 
-    # Rounds where the reference rounds.
-    stream = load(x_ref) + norm(load(branch_ref), weight_ref)
-    if factor_ref is not None:
-        stream = stream * factor_ref[0].astype(stream.dtype)
-    pltriton.store(out_refs[0].at[place], stream, mask=inside)
-    if following_ref is not None:
-        pltriton.store(out_refs[1].at[place], norm(stream, following_ref), mask=inside)
+    # Rounds where the reference rounds. Weights are read before the sums over the row, which they would wait for.
+    stream = load(x_ref)
+    branch_weight, weight = (None if ref is None else load(ref) for ref in (branch_norm_ref, norm_ref))
+    if branch_ref is not None:
+        if len(branch_ref.shape) == 1:
+            branch = load(branch_ref)
+        else:
+            branch = add_parts([load(branch_ref, index) for index in range(branch_ref.shape[0])], stream.dtype)
+        stream = stream + (branch if branch_weight is None else norm(branch, branch_weight))
+        if factor_ref is not None:
+            stream = stream * factor_ref[0].astype(stream.dtype)
+        pltriton.store(out_refs[0].at[place], stream, mask=inside)
+    if len(out_refs) > (branch_ref is not None):
+        pltriton.store(out_refs[-1].at[place], norm(stream, weight), mask=inside)

@@ -82,10 +82,8 @@ def example(package):
         case "packed_matmul":
             words = (1e9 * normal(64, 8)).astype(jnp.int32)
             return (normal(6, 512), words, normal(4, 8) / 64), {"group": 128}
-        case "add_norm":
-            return (normal(1, 2, 8), normal(1, 2, 8), normal(8)), {"eps": 1e-5}
         case "residual_norm":
-            return (normal(1, 2, 8), normal(1, 2, 8), normal(8), normal(8), None), {"eps": 1e-5}
+            return (normal(1, 2, 8), normal(1, 2, 8), (normal(8), normal(8)), None), {"eps": 1e-5}
     raise NotImplementedError(package)
 
 

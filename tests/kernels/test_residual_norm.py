@@ -11,7 +11,7 @@ from backends import each_backend
 from crosslower import cross_lower
 
 from pallas_kernels import platform
-from pallas_kernels.residual_norm import OPERATION, residual_norm
+from pallas_kernels.residual_norm import OPERATION, residual_norm, triton
 
 backends = each_backend(OPERATION)
 EPS = 1e-6
@@ -48,10 +48,12 @@ def inputs(case: Case):
     x, branch = (rng.normal(size=(case.batch, case.nodes, case.width)).astype(dtype) for _ in range(2))
     norms = [rng.uniform(0.5, 2, case.width).astype(dtype) for _ in range(2)]
     factor = np.asarray(rng.uniform(0.5, 2), dtype) if case.factor else None
-    return x, 3 * branch, norms[0], norms[1] if case.following else None, factor
+    return x, 3 * branch, (norms[0], norms[1] if case.following else None), factor
 
 
-def oracle(x, branch, weight, following, factor):
+def oracle(x, branch, norms, factor):
+    weight, following = norms
+
     def norm(values, weights):
         return values / np.sqrt((values**2).mean(-1, keepdims=True) + EPS) * weights.astype(np.float64)
 
@@ -62,7 +64,7 @@ def oracle(x, branch, weight, following, factor):
 
 @cache
 def program(backend):
-    return jax.jit(partial(residual_norm, eps=EPS, backend=backend))
+    return jax.jit(partial(residual_norm, eps=EPS, wide=True, backend=backend))
 
 
 @cases
@@ -87,14 +89,14 @@ def test_the_kernel_rounds_where_the_reference_does(case):
 
 def test_gradients_equal_those_of_the_reference():
     case = CASES[0]
-    arguments = tuple(map(jnp.asarray, inputs(case)))
+    arguments = jax.tree.map(jnp.asarray, inputs(case))
 
     def loss(backend, arguments):
-        stream, normed = residual_norm(*arguments, eps=EPS, backend=backend)
+        stream, normed = residual_norm(*arguments, eps=EPS, wide=True, backend=backend)
         return (jnp.sin(stream) + jnp.cos(normed)).sum()
 
     ours, theirs = (jax.jit(jax.grad(partial(loss, backend)))(arguments) for backend in ("triton", "xla"))
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -102,13 +104,22 @@ def test_gradients_equal_those_of_the_reference():
 def test_lowers_for_cuda(case, monkeypatch):
     monkeypatch.setattr(platform, "interpret", lambda: False)
     arrays = jax.tree.map(jnp.asarray, inputs(case))
-    lowered = cross_lower(lambda *arrays: residual_norm(*arrays, eps=EPS, backend="triton"), "cuda", *arrays)
+    lowered = cross_lower(lambda *arrays: residual_norm(*arrays, eps=EPS, wide=True, backend="triton"), "cuda", *arrays)
     assert "gpu.triton" in lowered
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_without_a_norm_of_the_branch_lower_for_cuda(dtype):
+    x = jnp.zeros((3, 4096), dtype)
+    divided, weight = jnp.zeros((2, 3, 4096), jnp.float32), x[0]
+    for branch, norm, wide in ((x, weight, False), (divided, weight, False), (x, weight, True), (None, None, True)):
+        run = partial(triton.residual_norm, factor=None, eps=EPS, wide=wide, interpret=False)
+        assert "residual_norm" in cross_lower(run, "cuda", x, branch, (None, norm))
+
+
 def test_arguments_that_do_not_fit_are_errors():
-    x, branch, weight, following, factor = map(jnp.asarray, inputs(CASES[0]))
-    with pytest.raises(ValueError, match="branch is bfloat16: must be float32, the dtype of x"):
-        residual_norm(x, branch.astype(jnp.bfloat16), weight, eps=EPS)
+    x, branch, norms, factor = jax.tree.map(jnp.asarray, inputs(CASES[0]))
+    with pytest.raises(ValueError, match=r"branch is bfloat16\[2, 3, 16\]: must be float32\[2, 3, 16\], as x is$"):
+        residual_norm(x, branch.astype(jnp.bfloat16), norms, eps=EPS)
     with pytest.raises(ValueError, match="backend='mosaic_tpu'"):
-        residual_norm(x, branch, weight, following, factor, eps=EPS, backend="mosaic_tpu")
+        residual_norm(x, branch, norms, factor, eps=EPS, backend="mosaic_tpu")

@@ -13,12 +13,13 @@ from backends import FAST_COMPILE, HERE, each_backend, interpreted, skip_interpr
 from cases import ATTENTION_CASES, Case, attention_inputs, normal, page_table, pool, rng_of, tree_mask
 from crosslower import cross_lower
 
-from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul, parts, residual_norm, split_heads
-from pallas_kernels.add_norm import triton as norm_triton
+from pallas_kernels import exact_attention, exact_matmul, grouped_matmul, parts, split_heads
 from pallas_kernels.attention import BLOCK, SEGMENT
 from pallas_kernels.exact_attention import triton as attention_triton
 from pallas_kernels.exact_matmul import triton as matmul_triton
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.residual_norm import OPERATION as NORM
+from pallas_kernels.residual_norm import residual_norm
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -375,13 +376,14 @@ def test_a_row_of_a_grouped_product_has_the_same_bits_among_any_rows(dtype, back
 
 
 @pytest.mark.slow(unless=("float32-xla", "bfloat16-triton"))
-@each_backend(add_norm.OPERATION)
+@each_backend(NORM)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_sum_and_its_norm(dtype, backend):
     rng = np.random.default_rng(0)
     x, branch = (rng.normal(size=(5, 7, 96)).astype(jnp.dtype(dtype)) for _ in range(2))
     weight = rng.normal(size=96).astype(jnp.dtype(dtype))
-    run = jitted(partial(add_norm.add_norm, eps=1e-5, backend=backend), backend)
+    options = {"eps": 1e-5, "exact": True, "backend": backend}
+    run = jitted(lambda x, branch, weight: residual_norm(x, branch, (None, weight), **options), backend)
     stream, normed = run(x, branch, weight)
     wide = np.asarray(stream).astype(np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
@@ -401,7 +403,7 @@ def test_a_sum_and_its_norm(dtype, backend):
 
 
 @pytest.mark.slow(unless=("float32-xla", "bfloat16-triton"))
-@each_backend(add_norm.OPERATION)
+@each_backend(NORM)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_wide_norms_and_normed_branches(dtype, backend):
     rng = np.random.default_rng(0)
@@ -410,9 +412,9 @@ def test_wide_norms_and_normed_branches(dtype, backend):
     factor = jnp.asarray(0.7, dtype)
 
     def run(x, branch):
-        options = {"eps": 1e-5, "backend": backend}
-        alone = [add_norm.add_norm(x, None, each, wide=True, **options)[1] for each in (weight, None)]
-        return *alone, *residual_norm.residual_norm(x, branch, weight, following, factor, exact=True, **options)
+        options = {"eps": 1e-5, "wide": True, "exact": True, "backend": backend}
+        alone = [residual_norm(x, None, (None, norm), **options)[1] for norm in (weight, None)]
+        return *alone, *residual_norm(x, branch, (weight, following), factor, **options)
 
     run = jitted(run, backend)
     normed, plain, stream, after = run(x, branch)
@@ -432,8 +434,10 @@ def test_wide_norms_and_normed_branches(dtype, backend):
     for part in (np.s_[1:2, 3:4], np.s_[2:5, :2]):
         for ours, theirs in zip(run(x[part], branch[part]), (normed, plain, stream, after), strict=True):
             assert same_bits(ours, theirs[part])
-    with pytest.raises(ValueError, match="weight=None: requires wide=True"):
-        add_norm.add_norm(jnp.asarray(x), None, None, eps=1e-5)
+    with pytest.raises(ValueError, match=r"norms=\(None, None\): requires a branch, or wide=True"):
+        residual_norm(jnp.asarray(x), None, (None, None), eps=1e-5)
+    with pytest.raises(ValueError, match="branch=None: requires no norm of the branch and factor=None"):
+        residual_norm(jnp.asarray(x), None, (weight, following), eps=1e-5)
 
 
 @pytest.mark.slow(unless="float32-xla")
@@ -462,7 +466,7 @@ def test_parts_of_another_type_or_shape_are_refused():
         (jnp.zeros((2, 8), jnp.float32), r"branch is float32\[2, 8\]: must be float16\[2, 8\], as x is$"),
     ):
         with pytest.raises(ValueError, match=message):
-            add_norm.add_norm(x, branch, weight, eps=1e-5)
+            residual_norm(x, branch, (None, weight), eps=1e-5)
     with pytest.raises(ValueError, match=r"qkv is float16\[2, 1, 1, 3, 8\]: parts must be float32"):
         angles = jnp.zeros((1, 1, 4), jnp.float16)
         split_heads.split_heads(jnp.zeros((2, 1, 1, 3, 8), jnp.float16), angles, angles, kv_heads=1, eps=1e-5)
@@ -625,7 +629,7 @@ def test_attention_with_windows_and_sinks_lowers_for_a_gpu(heads, kv_heads, dim,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_products_and_norms_lower_for_a_gpu(dtype):
+def test_products_lower_for_a_gpu(dtype):
     for rows in (1, 384):
         for inner, columns, options in (
             (4096, 6144, {}),
@@ -637,7 +641,3 @@ def test_products_and_norms_lower_for_a_gpu(dtype):
             weight = jnp.zeros((columns, inner) if options.get("transposed") else (inner, columns), dtype)
             run = partial(matmul_triton.exact_matmul, interpret=False, **options)
             assert "exact_matmul" in cross_lower(run, "cuda", x, weight)
-    x = jnp.zeros((3, 4096), dtype)
-    for weight, options in ((x[0], {}), (x[0], {"wide": True}), (None, {"wide": True})):
-        run = partial(norm_triton.add_norm, eps=1e-5, interpret=False, **options)
-        assert "add_norm" in cross_lower(run, "cuda", x, x, weight)
