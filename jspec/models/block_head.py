@@ -8,24 +8,23 @@ prediction, and a confidence head.
 
 import dataclasses
 from functools import partial
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, LayerKeys, MhaCache
+from jspec.cache import HybridCache, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.checks import check_int
 from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers, weights
-from jspec.models.decoder import Decoder
-from jspec.models.llama_layer import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
 from jspec.models.rope import Rope
-from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.sizes import tree_bytes
+from jspec.models.stack import DraftShape, LayerParams, decoder_layer, empty_cache, layer_weights
 from jspec.models.weights import interleaved, linear, plain
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
@@ -70,7 +69,7 @@ class BlockParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockHead:
+class BlockHead(DraftShape):
     """The configuration of a block draft: static and hashable by value. Its methods take the weights as arguments.
 
     vocab_size: the target's.
@@ -119,7 +118,6 @@ class BlockHead:
     drafter: ClassVar[str] = "block"
     """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = True
-    follows_target: ClassVar[bool] = False
 
     def __post_init__(self):
         # Layers: one window and one direction each.
@@ -156,14 +154,6 @@ class BlockHead:
         """The draft in a few words."""
         kind = "DFlash" if self.markov is None and not self.next_token else "DSpark"
         return f"{kind} block draft of {self.depth} tokens"
-
-    def split(self, devices: int) -> Self:
-        """The configuration with layers, LM head and cache split over devices.
-
-        Raises:
-          ValueError: the number does not divide the heads or the width of the MLP.
-        """
-        return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
 
     def param_shapes(self, dtype: DTypeLike) -> BlockParams:
         """The weights as `jax.ShapeDtypeStruct`s, without the optional `mask_embed`."""
@@ -229,9 +219,7 @@ class BlockHead:
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by the forward of a block, and by each generation after it: the Markov head once."""
         draft: BlockParams = params.draft
-        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
-        head = shared if draft.lm_head is None else draft.lm_head
-        return tree_bytes((draft.layers, draft.norm, head, self._step_markov(draft)))
+        return tree_bytes((draft.layers, draft.norm, self._step_markov(draft))) + self.head_bytes(params)
 
     def _step_markov(self, draft: BlockParams) -> PyTree:
         return None if draft.markov is None else (draft.markov.out, draft.markov.mix, draft.markov.mix_bias)
@@ -246,27 +234,9 @@ class BlockHead:
             (draft.fc, draft.hidden_norm)
         )
 
-    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
-        return keys_bytes(self._layer_keys(), context, itemsize, self.tensor)
-
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, the positions a row sees, its own included; None: all."""
-        return self.windows
-
     def init_cache(self, params: BlockParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
-        if not any(self.windows):
-            return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
-        keys = [layer.split(self.tensor) for layer in self._layer_keys()]
-        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=params.fc.dtype)
-
-    def _layer_keys(self) -> list[LayerKeys]:
-        return [LayerKeys(self.num_kv_heads, self.head_dim, window) for window in self.windows]
-
-    def ids(self, params: BlockParams) -> Int[Array, " Vd"] | None:
-        """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
-        return params.ids
+        return empty_cache(self, batch, capacity, page_size, params.fc.dtype, self.windows)
 
     @property
     def _queries(self) -> int:
@@ -327,7 +297,8 @@ class BlockHead:
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             mask = None if self.causal[index] else both_ways
             options = {"start": start, "mask": mask, "scale": self.head_dim**-0.5, "positions": positions}
-            x, _ = decoder_layer(self, layer, x, normed, rotation, partial(cache.attend, index, **options), None)
+            reading = layers.Reading(partial(cache.attend, index, **options))
+            x, _ = decoder_layer(self, layer, x, normed, rotation, reading)
         return layers.rms_norm(x, draft.norm, self.rms_norm_eps)
 
     def _embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:

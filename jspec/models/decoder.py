@@ -13,42 +13,23 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jspec.cache import LayerKeys
 from jspec.cache.narrow import check_kv
 from jspec.core import tree
-from jspec.core.sharding import gather_last
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
 from jspec.models import layers, weights
 from jspec.models.moe import Routed
-from jspec.models.rope import Rope
 from jspec.models.sizes import keys_bytes, tree_bytes
-from pallas_kernels.exact_matmul import exact_matmul
+from jspec.models.stack import LayerShape
 
 
-class Decoder(abc.ABC):
+class Decoder(LayerShape, abc.ABC):
     """A language model. A family is a frozen dataclass of hyperparameters with these methods; weights are arguments.
 
     The defaults suit weights with `embed`, `layers`, `norm` and `lm_head` (None if the embedding is the LM head).
     """
 
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
     max_length: int
-    rms_norm_eps: float
-    rope: Rope
     mtp_layers: int = 0
     """MTP heads in its checkpoint."""
-    tensor: int = 1
-    """Devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model."""
-    exact: bool = False
-    """Whether the bits of a token's logits depend on its own context alone, see `exactly`. A family with such a
-    forward has this field.
-    """
-    kv: str | None = None
-    """The format in which caches keep keys and values, see `with_kv`; None: the precision of the weights. A family
-    whose caches have such a format has this field.
-    """
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = False
@@ -175,20 +156,11 @@ class Decoder(abc.ABC):
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The family's norm of the residual stream, such as the one between the last layer and the LM head."""
-        return layers.rms_norm(x, weight, self.rms_norm_eps, exact=self.exact)
-
-    def lm_head(self, params: PyTree) -> Float[Array, "E V"]:
-        """The matrix of the LM head."""
-        return params.embed.T if params.lm_head is None else params.lm_head
+        return self.ops.rms_norm(x, weight, self.rms_norm_eps)
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
-        if self.exact and params.lm_head is None:
-            # The kernel reads the embedding as it is stored; a transposed operand would be a copy.
-            flat = exact_matmul(normed.reshape(-1, normed.shape[-1]), params.embed, transposed=True)
-            return flat.reshape(*normed.shape[:-1], -1).astype(jnp.float32)
-        logits = layers.linear(normed, self.lm_head(params), exact=self.exact)
-        return gather_last(logits, self.vocab_size).astype(jnp.float32)
+        return self.ops.unembed(normed, params.embed, params.lm_head, self.vocab_size)
 
     def mtp_layer(self) -> "Decoder":
         """The layer of an MTP head as a decoder of its own.
@@ -329,9 +301,7 @@ class Decoder(abc.ABC):
         """
         # Embed, and bind the cache to this round.
         embedded = self.embed(params, tokens)
-        attend = partial(cache.attend, start=start, mask=mask)
-        if self.exact:
-            attend = partial(attend, exact=True)
+        attend = self.ops.attend(partial(cache.attend, start=start, mask=mask))
         rows, states = [], [embedded]
         # The last layer's output is needed for all tokens if it is captured.
         selected = None

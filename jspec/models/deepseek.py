@@ -8,7 +8,6 @@ its attention reads.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -21,7 +20,7 @@ from jspec.cache import DsaCache, LayerKeys, MlaCache
 from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
 from jspec.cache.narrow import stored_dtype
-from jspec.core.sharding import check_split, sum_over_devices
+from jspec.core.sharding import check_split
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -31,7 +30,6 @@ from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
 from jspec.models.rope import Rope, YarnRope
 from jspec.models.weights import fused, linear, plain
-from pallas_kernels import parts
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of queries and latents; independent of the other norms' epsilon."""
@@ -301,27 +299,17 @@ class Deepseek(Decoder):
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, ...]]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = self.layer_rotation(0, positions, x.dtype)
-        for index, layer in enumerate(params.layers):
-            layer_earlier = None if earlier is None else earlier[index]
-            here_selected = selected if index + 1 == self.num_layers else None
-            x, rows = self.layer(layer, x, rotation, partial(attend, index), layer_earlier, here_selected)
+        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
+        for layer, reading in zip(params.layers, readings, strict=True):
+            x, rows = self._layer(layer, x, rotation, reading)
             yield x, rows
 
-    def layer(
-        self,
-        layer: DeepseekLayerParams,
-        x: Float[Array, "B N E"],
-        rotation: layers.Rotation,
-        attend: Callable[..., Array],
-        earlier: tuple[Float[Array, "B M _"], ...] | None,
-        selected: layers.SelectedToken | None = None,
-    ) -> tuple[Float[Array, "B N E"], tuple[Float[Array, "B M _"], ...]]:
+    def _layer(
+        self, layer: DeepseekLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: layers.Reading
+    ) -> tuple[Float[Array, "B M E"], tuple[Float[Array, "B R _"], ...]]:
         """Attention, then the MLP, each added to the residual stream `x`.
 
-        rotation: the angles of each token, see `rotation`.
-        attend: the cache's `attend` for this layer.
-        earlier: this round's earlier rows.
-        selected: the tokens whose stream is returned, [B, 1, E]; rows are returned for all tokens.
+        rotation: the angles of each token.
 
         Returns the residual stream, and the rows of this round including `earlier`, followed by the keys of the indexer
         if there is one.
@@ -329,48 +317,38 @@ class Deepseek(Decoder):
         # Queries and the row of the cache.
         normed = self.norm(x, layer.attention_norm)
         q, row, middle = self._project(layer, normed, rotation)
-        rows: tuple[Array, ...] = (row,)
-        query = None
-        # The indexer's query and key.
-        if layer.indexer is not None:
+        # Rows of this round; with an indexer its keys, and what they are compared with.
+        options = {}
+        if layer.indexer is None:
+            rows = reading.rows(row)
+        else:
             query, key = self._index(layer.indexer, normed, middle, rotation)
-            rows = (row, key)
-        # Rows of this round; only the selected token goes on.
-        if earlier is not None:
-            rows = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
-        if selected is not None:
-            x, q, query = jax.tree.map(lambda array: layers.take_token(array, selected.token), (x, q, query))
-            attend = partial(attend, mask=selected.mask)
+            rows = reading.rows(row, key)
+            options = {"keys": rows[1], "query": jax.tree.map(reading.take, query)}
         # Attention.
-        row, *keys = rows
-        if query is not None:
-            attend = partial(attend, keys=keys[0], query=query)
-        seen = attend(q, row, layer.up, scale=self.layer_scale(0))
-        x = x + sum_over_devices(self._linear(seen.reshape(*x.shape[:2], -1), layer.o), self.tensor)
+        x, ops = reading.take(x), self.ops
+        seen = reading.attend(q, rows[0], layer.up, scale=self.layer_scale(0), **options)
+        x = x + ops.sum(ops.linear(seen.reshape(*x.shape[:2], -1), layer.o))
         # MLP.
-        mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts, exact=self.exact)
-        return x + sum_over_devices(parts.whole(mlp, x.ndim, x.dtype), self.tensor), rows
-
-    def _linear(self, x, weight):
-        return layers.linear(x, weight, exact=self.exact)
+        return ops.add(x, layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts, ops)), rows
 
     def _project(self, layer: DeepseekLayerParams, normed, rotation):
         """Queries [B, N, H, P + R], rows [B, N, C + R], and the input of the queries' second step."""
         sizes = self.latent
         # Split the joined projection: queries, latent, rotary part.
-        down = self._linear(normed, layer.down_projection)
+        down = self.ops.linear(normed, layer.down_projection)
         q, latent, shared = jnp.split(down, [down.shape[-1] - sizes.width, down.shape[-1] - sizes.rope_dim], axis=-1)
         middle = None
         # The second step of queries.
         if layer.query is not None:
             assert layer.query_norm is not None
-            middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS, exact=self.exact)
-            q = self._linear(middle, layer.query)
+            middle = self.ops.rms_norm(q, layer.query_norm, LATENT_EPS)
+            q = self.ops.linear(middle, layer.query)
         # Rotate, and normalize the latent.
         q = q.reshape(*q.shape[:2], self.num_heads // self.tensor, -1)
         q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], rotation)[:, :, 0]
-        latent = layers.rms_norm(latent, layer.latent_norm, LATENT_EPS, exact=self.exact)
+        latent = self.ops.rms_norm(latent, layer.latent_norm, LATENT_EPS)
         return q, jnp.concatenate([latent, shared], axis=-1), middle
 
     def _index(self, indexer: IndexerParams, normed, middle, rotation) -> tuple[IndexQuery, Float[Array, "B N I"]]:

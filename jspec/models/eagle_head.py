@@ -8,23 +8,22 @@ the head's own output replaces the feature.
 import dataclasses
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jspec.cache import HybridCache, LayerKeys, MhaCache
+from jspec.cache import HybridCache, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers, weights
-from jspec.models.decoder import Decoder
-from jspec.models.llama_layer import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
 from jspec.models.rope import Rope
-from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.sizes import tree_bytes
+from jspec.models.stack import DraftShape, LayerParams, decoder_layer, empty_cache, layer_weights
 from jspec.models.weights import interleaved, linear, plain
 
 
@@ -64,7 +63,7 @@ class HeadOutput:
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleHead:
+class EagleHead(DraftShape):
     """The configuration of a head: static and hashable by value. Its methods take the weights as arguments.
 
     version: 3, or 1 for EAGLE-1 and EAGLE-2 (with the same weights).
@@ -99,20 +98,10 @@ class EagleHead:
     tensor: int = 1
     drafter: ClassVar[str] = "eagle"
     """Name of the drafter for this kind of draft."""
-    at_once: ClassVar[bool] = False
-    follows_target: ClassVar[bool] = False
 
     def summary(self) -> str:
         """The draft in a few words."""
         return f"EAGLE-{self.version} head"
-
-    def split(self, devices: int) -> Self:
-        """The configuration with layers, LM head and cache split over devices.
-
-        Raises:
-          ValueError: the number does not divide the heads or the width of the MLP.
-        """
-        return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
         """The weights as `jax.ShapeDtypeStruct`s, without optional ones, such as biases.
@@ -187,11 +176,9 @@ class EagleHead:
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
         draft: EagleParams = params.draft
-        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
-        head = shared if draft.lm_head is None else draft.lm_head
         # EAGLE-1 applies `fc` in every step, EAGLE-3 only to captured hidden states.
         every_step = (draft.fc, draft.fc_bias) if self.version == 1 else None
-        return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
+        return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step)) + self.head_bytes(params)
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights read by the head after a round: those of a step and of the fusion of hidden states."""
@@ -199,30 +186,11 @@ class EagleHead:
         fusing = (draft.fc, draft.fc_bias, draft.fc_norms, draft.input_norm) if self.version == 3 else None
         return self.step_bytes(params) + tree_bytes(fusing)
 
-    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
-        return keys_bytes(self._layer_keys(), context, itemsize, self.tensor)
-
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, the positions a token sees, its own included; None: all."""
-        return self.windows or (None,) * self.num_layers
-
     def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         norm = params.layers[0].mlp_norm
         assert norm is not None
-        dtype = norm.dtype
-        if not any(self.windows):
-            return empty_cache(self, batch, capacity, page_size, dtype)
-        keys = [layer.split(self.tensor) for layer in self._layer_keys()]
-        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
-
-    def _layer_keys(self) -> list[LayerKeys]:
-        return [LayerKeys(self.num_kv_heads, self.head_dim, window) for window in self.layer_windows()]
-
-    def ids(self, params: EagleParams) -> Int[Array, " Vd"] | None:
-        """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
-        return params.ids
+        return empty_cache(self, batch, capacity, page_size, norm.dtype, self.windows)
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
         """The feature computed from captured hidden states; in EAGLE-1, the hidden states themselves."""
@@ -266,16 +234,15 @@ class EagleHead:
         x, first = self._read(head, self.embed(params, target, tokens), feature)
         rotation = self.rope.rotation(positions, self.head_dim, x.dtype)
         rows, selected = [], layers.SelectedToken.from_index(select, mask, tokens, earlier)
-        # Layers; the last one goes on with the selected token only.
-        for index, layer in enumerate(head.layers):
+        attend = partial(cache.attend, start=start, mask=mask, scale=self.head_dim**-0.5)
+        # Layers.
+        readings = layers.Reading.of_layers(len(head.layers), attend, earlier, selected)
+        for index, (layer, reading) in enumerate(zip(head.layers, readings, strict=True)):
             normed = first
             if index:
                 assert layer.attention_norm is not None
                 normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
-            layer_earlier = None if earlier is None else earlier[index]
-            attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
-            last = index + 1 == len(head.layers)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, layer_earlier, selected if last else None)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, reading)
             rows.append(pair)
         # Logits, and the feature of the next step.
         if select is not None and x.shape[1] > 1:

@@ -24,7 +24,7 @@ def mlp_weights(prefix: str, inner: int, width: int) -> dict[str, Any]:
 def layer_mlp_weights(
     routed: Routed | None, prefix: str, inner: int, width: int, shared: str = "shared_expert."
 ) -> dict[str, Any]:
-    """The fields of `MlpParams`: `gate_up` and `down` of a layer, or its `experts`.
+    """The fields that `moe.layer_mlp` reads: `gate_up` and `down` of a layer, or its `experts`.
 
     inner: width of an MLP without experts.
     width: the model's.

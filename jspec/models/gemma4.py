@@ -10,22 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Self
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys
-from jspec.core.sharding import check_split, held_heads, sum_over_devices
+from jspec.core.sharding import check_split, held_heads
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.expert_weights import mlp_weights
-from jspec.models.moe import Routed, experts_mlp, router_logits
+from jspec.models.moe import Routed, experts_mlp
 from jspec.models.rope import Rope
 from jspec.models.sizes import tree_bytes
 from jspec.models.weights import heads, linear, plain, scalar, stacked
-from pallas_kernels import parts
-from pallas_kernels.residual_norm import residual_norm
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 
@@ -327,23 +324,19 @@ class Gemma4(Decoder):
         # Each add computes the norm of the next branch.
         normed = self.norm(x, params.layers[0].attention_norm)
         following = [*(layer.attention_norm for layer in params.layers[1:]), None]
-        for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
+        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, None)
+        for index, (layer, kind, reading) in enumerate(zip(params.layers, self.attention, readings, strict=True)):
             # Rows: those of the layer, or of the layer it shares with.
             q, layer_rows = self._project(layer, kind, normed, rotations[kind])
-            if layer_rows is not None and earlier is not None:
-                before = earlier[index]
-                assert before is not None
-                layer_rows = (
-                    jnp.concatenate([before[0], layer_rows[0]], axis=1),
-                    jnp.concatenate([before[1], layer_rows[1]], axis=1),
-                )
+            if layer_rows is not None:
+                k, v = reading.rows(*layer_rows)
+                layer_rows = k, v
             rows.append(layer_rows)
             pair = rows[self.kv_source_layer(index)]
             assert pair is not None
             # Attention.
-            seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
-            out = self._linear(seen.reshape(*x.shape[:2], -1), layer.o)
-            out = sum_over_devices(out, self.tensor)
+            seen = reading.attend(q, *pair, scale=self.layer_scale(index), positions=positions)
+            out = self.ops.sum(self.ops.linear(seen.reshape(*x.shape[:2], -1), layer.o))
             x, normed = self._add(x, out, layer.attention_out_norm, layer.mlp_norm)
             # MLP, and experts.
             branch, norm = self._mlp(layer, x, normed), layer.mlp_out_norm
@@ -351,15 +344,15 @@ class Gemma4(Decoder):
             if layer.per_layer is not None:
                 assert inputs is not None
                 x, _ = self._add(x, branch, norm)
-                gate = layers.gelu(self._linear(x, layer.per_layer.gate))
-                branch = self._linear(gate * inputs[:, :, index], layer.per_layer.out)
+                gate = layers.gelu(self.ops.linear(x, layer.per_layer.gate))
+                branch = self.ops.linear(gate * inputs[:, :, index], layer.per_layer.out)
                 norm = layer.per_layer.norm
             x, normed = self._add(x, branch, norm, following[index], layer.scalar)
             yield x, layer_rows
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None) -> Float[Array, "*batch E"]:
         """The norm of the residual stream and of heads; weight None: 1."""
-        return layers.wide_rms_norm(x, weight, self.rms_norm_eps, exact=self.exact)
+        return self.ops.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def norm_values(self, v: Float[Array, "B N K D"]) -> Float[Array, "B N K D"]:
         """The norm of values, without a weight."""
@@ -367,17 +360,11 @@ class Gemma4(Decoder):
 
     def _scaled(self, rows: Float[Array, "B N E"], width: int) -> Float[Array, "B N E"]:
         """Rows of an embedding times sqrt(width), rounded to the embedding's precision before the product."""
-        rows = rows * jnp.float32(width**0.5).astype(rows.dtype)
-        # A compiler merges this product with a sum in some shapes.
-        return lax.optimization_barrier(rows) if self.exact else rows
-
-    def _linear(self, x, weight):
-        return layers.linear(x, weight, exact=self.exact)
+        return self.ops.apart(rows * jnp.float32(width**0.5).astype(rows.dtype))
 
     def _add(self, x, branch, weight, following=None, factor=None):
         """The stream plus a branch, whose output is normed, and the normed input of the next branch."""
-        norms, eps = (weight, following), self.rms_norm_eps
-        return residual_norm(x, branch, norms, factor, eps=eps, wide=True, exact=self.exact)
+        return self.ops.residual_norm(x, branch, (weight, following), factor, self.rms_norm_eps)
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
@@ -391,13 +378,13 @@ class Gemma4(Decoder):
             return None
         shape = (*tokens.shape, self.num_layers, size)
         token = self._scaled(jnp.take(inputs.embed, tokens, axis=0, mode="clip"), size).reshape(shape)
-        context = _times(self._linear(x, inputs.projection), self.hidden_size**-0.5).reshape(shape)
+        context = _times(self.ops.linear(x, inputs.projection), self.hidden_size**-0.5).reshape(shape)
         return _times(self.norm(context, inputs.norm) + token, 2**-0.5)
 
     def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, rotation):
         """The queries, and the new keys and values of a layer; None if it shares another layer's."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(kind.kv_heads, self.tensor) // self.tensor
-        qkv = self._linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
+        qkv = self.ops.linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
         q = layers.rotate(self.norm(qkv[:, :, :heads], layer.q_norm), rotation)
         if layer.k_norm is None:
             return q, None
@@ -407,8 +394,7 @@ class Gemma4(Decoder):
 
     def _mlp(self, layer: Gemma4LayerParams, x, normed):
         """The MLP, plus the experts in parallel to it."""
-        out = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu, exact=self.exact)
-        out = sum_over_devices(parts.whole(out, x.ndim, x.dtype), self.tensor)
+        out = self.ops.whole(self.ops.mlp(normed, layer.gate_up, layer.down, layers.gelu), x)
         if layer.experts is None:
             return out
         routed = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)
@@ -420,13 +406,12 @@ class Gemma4(Decoder):
         # Route by a norm with a scale of its own.
         flat = x.reshape(-1, x.shape[-1])
         routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
-        logits = router_logits(routed, experts.router, exact=self.exact)
-        ids, weights = self.experts.router.route(logits, exact=self.exact)
+        logits = self.ops.linear_transposed(routed, experts.router)
+        ids, weights = self.experts.router.route(logits, None, self.ops)
         weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
         # The experts.
         normed, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
-        out = experts_mlp(normed, ids, weights, *matrices, layers.gelu, exact=self.exact)
-        return sum_over_devices(out, self.tensor).reshape(x.shape)
+        return self.ops.sum(experts_mlp(normed, ids, weights, *matrices, layers.gelu, self.ops)).reshape(x.shape)
 
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:

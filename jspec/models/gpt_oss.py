@@ -6,7 +6,6 @@ biases, and the experts' gate is clamped. YaRN scales the rotary positions of al
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,13 +16,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys
 from jspec.cache.mha import Rows
-from jspec.core.sharding import added_once, sum_over_devices
+from jspec.core.sharding import added_once
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama_layer import attention_branch, attention_weights, split_layers
-from jspec.models.moe import Routed, grouped, router_logits, weighted_sum
+from jspec.models.moe import Routed
 from jspec.models.rope import Rope
+from jspec.models.stack import attention_branch, attention_weights, split_layers
 from jspec.models.weights import fused, linear, plain
 from pallas_kernels.group_rows import group_rows
 
@@ -63,6 +62,10 @@ class GptOssLayerParams:
     @property
     def k_norm(self) -> None:
         """There are no norms of heads."""
+
+    @property
+    def kv_scales(self) -> None:
+        """There are no scales of keys and values."""
 
 
 @struct
@@ -210,19 +213,14 @@ class GptOss(Decoder):
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         # Rotation, once for all layers.
         rotation = self.layer_rotation(0, positions, x.dtype)
-        for index, layer in enumerate(params.layers):
-            # The last layer goes on with the selected token only.
-            last, at = index + 1 == self.num_layers, positions
-            if last and selected is not None:
-                at = layers.take_token(jnp.broadcast_to(positions, tokens.shape), selected.token)
-            here = partial(attend, index, scale=self.layer_scale(index), sinks=layer.sinks, positions=at)
-            layer_earlier = None if earlier is None else earlier[index]
+        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
+        for index, (layer, reading) in enumerate(zip(params.layers, readings, strict=True)):
+            seen = reading.positions(positions, tokens)
+            reading = reading.bound(scale=self.layer_scale(index), sinks=layer.sinks, positions=seen)
             normed = self.norm(x, layer.attention_norm)
-            only = selected if last else None
-            branch, pair = attention_branch(self, layer, normed, rotation, here, layer_earlier, only, exact=self.exact)
-            x = x if only is None else layers.take_token(x, only.token)
-            x, normed = layers.add_rms_norm(x, branch, layer.mlp_norm, self.rms_norm_eps, exact=self.exact)
-            x = x + sum_over_devices(self._mlp(layer.experts, normed), self.tensor)
+            branch, pair = attention_branch(self, layer, normed, rotation, reading)
+            x, normed = self.ops.add_norm(reading.take(x), branch, layer.mlp_norm, self.rms_norm_eps)
+            x = x + self.ops.sum(self._mlp(layer.experts, normed))
             yield x, pair
 
     def _mlp(self, params: BiasedExperts, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
@@ -231,25 +229,25 @@ class GptOss(Decoder):
         Several devices have parts of it; the caller adds them up.
         """
         # Route.
-        flat, exact = x.reshape(-1, x.shape[-1]), self.exact
-        logits = router_logits(flat.astype(jnp.float32), params.router, exact=exact) + params.router_bias[None]
-        ids, weights = self.experts.router.route(logits, exact=exact)
+        flat, ops = x.reshape(-1, x.shape[-1]), self.ops
+        logits = ops.linear_transposed(flat.astype(jnp.float32), params.router) + params.router_bias[None]
+        ids, weights = self.experts.router.route(logits, None, ops)
         # Sort rows by expert.
         order, place, sizes = group_rows(ids, self.experts.router.count)
         expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(order)), side="right", method="compare_all")
         # Gate, up and their biases.
-        products = grouped(flat, params.gate_up, sizes, rows=order, exact=exact).astype(jnp.float32)
+        products = ops.grouped(flat, params.gate_up, sizes, rows=order).astype(jnp.float32)
         inner = clamped_gate(
             products + jnp.take(params.gate_up_bias, expert, axis=0, mode="clip").astype(jnp.float32),
             self.gate_limit,
             self.gate_slope,
         )
         # Down, in the order of the tokens.
-        out = grouped(inner.astype(x.dtype), params.down, sizes, exact=exact)
+        out = ops.grouped(inner.astype(x.dtype), params.down, sizes)
         out = jnp.take(out, place, axis=0, mode="clip")
         bias = added_once(jnp.take(params.down_bias, ids, axis=0, mode="clip"), self.tensor)
         biased = out.astype(jnp.float32) + bias.astype(jnp.float32)
-        return weighted_sum(weights, biased, exact=exact).astype(x.dtype).reshape(x.shape)
+        return ops.weighted_sum(weights, biased).astype(x.dtype).reshape(x.shape)
 
 
 def _filled(blocks: Any, rows: int, columns: int) -> Any:

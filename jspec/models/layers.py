@@ -1,4 +1,4 @@
-"""Norms, linear layers and the gated MLP.
+"""How a layer reads a round, norms, linear layers and the gated MLP.
 
 Weights are stored [in, out], the transpose of checkpoints: with the contracted dimension first, XLA on CPU multiplies
 five rows by them 2.5 times faster (docs/decisions.md).
@@ -6,7 +6,9 @@ five rows by them 2.5 times faster (docs/decisions.md).
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 from jspec.core.sharding import TENSOR, sum_over_devices
 from jspec.models.quantized import Quantized, quantized_product
 from pallas_kernels import norm, rotary
-from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.platform import exactness, platform, result_alone
-from pallas_kernels.residual_norm import residual_norm
 
 GEMV_MAX_WEIGHTS = {"gpu": 10_000_000, "tpu": math.inf}
 """Size of a matrix below which XLA, on a platform, lowers its product with a single row to a sum over columns,
@@ -65,20 +65,63 @@ def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped
     return jnp.take_along_axis(x, token.reshape(-1, *[1] * (x.ndim - 1)), axis=1, mode="clip")
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How one layer reads the tokens of a round.
+
+    attend_all: the cache's `attend` for the layer.
+    earlier: the layer's rows of this round from earlier forwards; None: there are none.
+    selected: the tokens whose stream is needed after the layer, [B, 1, E]; None: all of them. Rows are those of all.
+    """
+
+    attend_all: Callable[..., Array]
+    earlier: Any = None
+    selected: SelectedToken | None = None
+
+    @classmethod
+    def of_layers(
+        cls, count: int, attend: Callable[..., Array], earlier: Any, selected: SelectedToken | None
+    ) -> "Iterator[Reading]":
+        """Those of `count` layers. Only the last one goes on with the selected tokens.
+
+        attend: the cache's, with all arguments bound but those of the layer.
+        earlier: the rows of all layers.
+        """
+        for index in range(count):
+            before = None if earlier is None else earlier[index]
+            yield cls(partial(attend, index), before, selected if index + 1 == count else None)
+
+    def bound(self, **options: Any) -> "Reading":
+        """With options of `attend`."""
+        return dataclasses.replace(self, attend_all=partial(self.attend_all, **options))
+
+    def rows(self, *rows: Shaped[Array, "B N ..."]) -> tuple[Shaped[Array, "B R ..."], ...]:
+        """The rows of this round after the earlier ones."""
+        if self.earlier is None:
+            return rows
+        return tuple(jnp.concatenate(pair, axis=1) for pair in zip(self.earlier, rows, strict=True))
+
+    def take(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "B M *rest"]:
+        """The part of the selected tokens, or of all."""
+        return x if self.selected is None else take_token(x, self.selected.token)
+
+    def positions(self, positions: Int[Array, "#B #N"], tokens: Int[Array, "B N"]) -> Int[Array, "#B #M"]:
+        """Their positions."""
+        return positions if self.selected is None else self.take(jnp.broadcast_to(positions, tokens.shape))
+
+    def attend(self, q: Float[Array, "B N H D"], *rows: Any, **options: Any) -> Float[Array, "B M H _"]:
+        """The attention of these tokens to the cache and the rows of this round."""
+        if self.selected is not None:
+            options["mask"] = self.selected.mask
+        return self.attend_all(self.take(q), *rows, **options)
+
+
 def linear(
     x: Float[Array, "*batch in"],
     weight: Float[Array, "in out"] | Quantized,
     bias: Float[Array, " out"] | None = None,
-    *,
-    exact: bool = False,
 ) -> Float[Array, "*batch out"]:
-    """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32.
-
-    exact: a token's result does not depend on the other tokens, to the bit; not for a quantized weight.
-    """
-    if exact:
-        out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight))
-        return add_bias(out.reshape(*x.shape[:-1], -1), bias)
+    """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32."""
     # Double a single row: XLA lowers its product to a slow sum over columns.
     alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS.get(platform(), 0)
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
@@ -91,66 +134,21 @@ def linear(
     return add_bias(result_alone(out), bias)
 
 
-def divided_linear(
-    x: Float[Array, "*batch in"], weight: Float[Array, "in out"] | Quantized
-) -> Float[Array, "*batch out"] | Float[Array, "P *batch out"]:
-    """The exact product, or the sums over parts of its contraction, for `add_rms_norm` and `split_heads` to add up."""
-    out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight), parts=True)
-    return out.reshape(*out.shape[:-2], *x.shape[:-1], -1)
-
-
-def require_wide(weight: Float[Array, "*stack in out"] | Quantized) -> Float[Array, "*stack in out"]:
-    """The weight of an exact product.
-
-    Raises:
-      ValueError: it is quantized.
-    """
-    if isinstance(weight, Quantized):
-        raise ValueError("exact=True: no exact products of quantized weights yet; load the model with weights='wide'")
-    return weight
-
-
 def add_bias(x: Float[Array, "*batch out"], bias: Float[Array, " out"] | None) -> Float[Array, "*batch out"]:
     """x + bias; `x` itself if there is none."""
     return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
-def rms_norm(
-    x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float, *, exact: bool = False
-) -> Float[Array, "*batch E"]:
-    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32; `exact` as in `linear`."""
-    return _add_norm(x, None, weight, eps)[1] if exact else norm.rms_norm(x, weight, eps)
-
-
-def add_rms_norm(
-    x: Float[Array, "*batch E"],
-    branch: Float[Array, "*batch E"] | Float[Array, "P *batch E"],
-    weight: Float[Array, " E"],
-    eps: float,
-    *,
-    exact: bool = False,
-) -> tuple[Float[Array, "*batch E"], Float[Array, "*batch E"]]:
-    """The residual stream with a branch added, and its `rms_norm`.
-
-    exact: as in `linear`; the branch may then come from `divided_linear`.
-    """
-    if exact:
-        return _add_norm(x, branch, weight, eps)
-    x = x + branch
-    return x, norm.rms_norm(x, weight, eps)
-
-
-def _add_norm(x, branch, weight, eps: float, *, wide: bool = False) -> tuple[Array, Array]:
-    stream, normed = residual_norm(x, branch, (None, weight), eps=eps, wide=wide, exact=True)
-    assert normed is not None
-    return stream, normed
+def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*batch E"]:
+    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
+    return norm.rms_norm(x, weight, eps)
 
 
 def wide_rms_norm(
-    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float, *, exact: bool = False
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
 ) -> Float[Array, "*batch E"]:
     """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as in Gemma."""
-    return _add_norm(x, None, weight, eps, wide=True)[1] if exact else norm.wide_rms_norm(x, weight, eps)
+    return norm.wide_rms_norm(x, weight, eps)
 
 
 def layer_norm(
@@ -186,17 +184,8 @@ def gated_mlp(
     gate_up: Float[Array, "E F2"] | Quantized,
     down: Float[Array, "F E"] | Quantized,
     activation: Callable[[Array], Array] = jax.nn.silu,
-    *,
-    exact: bool = False,
-) -> Float[Array, "*batch E"] | Float[Array, "P *batch E"]:
-    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product.
-
-    exact: as in `linear`; the result may then be divided, as in `divided_linear`.
-    """
-    # The exact forward: a fixed order of additions.
-    if exact:
-        inner = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(gate_up), activation=activation)
-        return divided_linear(inner.reshape(*x.shape[:-1], -1), down)
+) -> Float[Array, "*batch E"]:
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
     # The fused kernel reads wide weights.
     if isinstance(gate_up, Quantized) or x.size == x.shape[-1]:
         gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)

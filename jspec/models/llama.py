@@ -7,7 +7,6 @@ scan over stacked layers makes a decoding step take 2.8 times as long (docs/deci
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Self
 
 from jax.typing import DTypeLike
@@ -15,20 +14,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.mha import Rows
-from jspec.cache.narrow import stored_dtype
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama_layer import (
-    LayerParams,
-    decoder_layer,
-    empty_cache,
-    layer_branches,
-    layer_weights,
-    split_layers,
-)
 from jspec.models.moe import Routed
 from jspec.models.rope import Rope
+from jspec.models.stack import LayerParams, decoder_layer, empty_cache, layer_branches, layer_weights, split_layers
 from jspec.models.weights import linear, plain
 
 
@@ -113,7 +104,7 @@ class Llama(Decoder):
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        return empty_cache(self, batch, capacity, page_size, stored_dtype(self.kv, dtype))
+        return empty_cache(self, batch, capacity, page_size, dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
@@ -132,16 +123,15 @@ class Llama(Decoder):
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = self.layer_rotation(0, positions, x.dtype)
         norms = [layer.attention_norm for layer in params.layers]
-        normed = layers.rms_norm(x, norms[0], self.rms_norm_eps, exact=self.exact)
-        for index, layer in enumerate(params.layers):
-            layer_earlier = None if earlier is None else earlier[index]
-            here = partial(attend, index, scale=self.layer_scale(index))
-            options = {"routed": self.experts, "exact": self.exact, "kv": self.kv}
+        normed = self.norm(x, norms[0])
+        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
+        for index, (layer, reading) in enumerate(zip(params.layers, readings, strict=True)):
+            context = (rotation, reading.bound(scale=self.layer_scale(index)), self.experts)
             if index + 1 < self.num_layers:
-                x, branch, pair = layer_branches(self, layer, x, normed, rotation, here, layer_earlier, **options)
-                x, normed = layers.add_rms_norm(x, branch, norms[index + 1], self.rms_norm_eps, exact=self.exact)
+                x, branch, pair = layer_branches(self, layer, x, normed, *context)
+                x, normed = self.ops.add_norm(x, branch, norms[index + 1], self.rms_norm_eps)
             else:
-                x, pair = decoder_layer(self, layer, x, normed, rotation, here, layer_earlier, selected, **options)
+                x, pair = decoder_layer(self, layer, x, normed, *context)
             yield x, pair
 
 

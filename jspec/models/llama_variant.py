@@ -5,25 +5,21 @@ They are Qwen2, Mistral, SmolLM3, OLMo 2 and 3, Phi-3 and Phi-4-mini, Granite, G
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.mha import Rows
-from jspec.core.sharding import sum_over_devices
 from jspec.models import layers
 from jspec.models.llama import Llama, LlamaParams
-from jspec.models.llama_layer import LayerParams, attention_branch
 from jspec.models.moe import layer_mlp
 from jspec.models.rope import Rope
+from jspec.models.stack import LayerParams, attention_branch, empty_cache
 from jspec.models.weights import joined, plain, reordered_heads
-from pallas_kernels import parts
 
 NORMS = {
     "before": {"attention_norm": "input", "mlp_norm": "post_attention"},
@@ -113,10 +109,7 @@ class LlamaVariant(Llama):
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        if not any(self.windows):
-            return super().empty_cache(batch, capacity, page_size, dtype)
-        keys = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
-        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
+        return empty_cache(self, batch, capacity, page_size, dtype, self.windows)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
@@ -162,41 +155,34 @@ class LlamaVariant(Llama):
         ropes = {self.layer_rope(index): index for index in range(self.num_layers)}
         rotations = {rope: self.layer_rotation(index, positions, x.dtype) for rope, index in ropes.items()}
         following = [*(layer.attention_norm for layer in params.layers[1:]), None]
-        first, eps = params.layers[0].attention_norm, self.rms_norm_eps
-        normed = x if first is None else layers.rms_norm(x, first, eps, exact=self.exact)
-        for index, layer in enumerate(params.layers):
-            # Attention; the last layer goes on with the selected token only.
-            only, at = selected if index + 1 == self.num_layers else None, positions
-            if only is not None:
-                at = layers.take_token(jnp.broadcast_to(positions, tokens.shape), only.token)
-            here = partial(attend, index, scale=self.layer_scale(index), positions=at)
-            before, rotation = None if earlier is None else earlier[index], rotations[self.layer_rope(index)]
-            scales = None if self.kv is None or layer.kv_scales is None else (self.kv, layer.kv_scales)
-            options = {"exact": self.exact, "scaled": scales}
-            branch, pair = attention_branch(self, layer, normed, rotation, here, before, only, **options)
-            x = x if only is None else layers.take_token(x, only.token)
-            x, normed = self._add(x, branch, layer.attention_out_norm, layer.mlp_norm)
+        first = params.layers[0].attention_norm
+        normed = x if first is None else self.norm(x, first)
+        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
+        for index, (layer, reading) in enumerate(zip(params.layers, readings, strict=True)):
+            # Attention.
+            rotation, seen = rotations[self.layer_rope(index)], reading.positions(positions, tokens)
+            reading = reading.bound(scale=self.layer_scale(index), positions=seen)
+            branch, pair = attention_branch(self, layer, normed, rotation, reading)
+            x, normed = self._add(reading.take(x), branch, layer.attention_out_norm, layer.mlp_norm)
             # MLP.
-            branch = sum_over_devices(layer_mlp(normed, layer, None, exact=self.exact), self.tensor)
+            branch = layer_mlp(normed, layer, None, self.ops)
             x, normed = self._add(x, branch, layer.mlp_out_norm, following[index])
             yield x, pair
 
     def _add(self, x, branch, norm, following) -> tuple[Array, Array]:
         """The stream plus a branch, and the input of the next branch: its norm, if there is one."""
         if norm is not None or self.residual_scale != 1:
-            branch = parts.whole(branch, x.ndim, x.dtype)
+            branch = self.ops.whole(branch, x)
             if norm is not None:
-                branch = layers.rms_norm(branch, norm, self.rms_norm_eps, exact=self.exact)
+                branch = self.norm(branch, norm)
             branch = self._scaled(branch, self.residual_scale)
         if following is not None:
-            return layers.add_rms_norm(x, branch, following, self.rms_norm_eps, exact=self.exact)
-        x = x + parts.whole(branch, x.ndim, x.dtype)
+            return self.ops.add_norm(x, branch, following, self.rms_norm_eps)
+        x = self.ops.add(x, branch)
         return x, x
 
     def _scaled(self, x, factor: float) -> Array:
         """A product with a factor in float32."""
         if factor == 1:
             return x
-        out = (x.astype(jnp.float32) * np.float32(factor)).astype(x.dtype)
-        # A compiler merges this product with a sum in some shapes.
-        return lax.optimization_barrier(out) if self.exact else out
+        return self.ops.apart((x.astype(jnp.float32) * np.float32(factor)).astype(x.dtype))

@@ -1,23 +1,18 @@
 """Mixture of experts: a router chooses a few MLPs for each token (Shazeer et al., arXiv 1701.06538)."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import leaf, struct
-from jspec.models import layers
+from jspec.models.ops import Branch, Ops
 from jspec.models.quantized import Quantized
 from jspec.models.router import Router
-from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.group_rows import group_rows
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.platform import exactness
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,73 +58,36 @@ class RoutedParams:
     """Gate on the output of the shared experts."""
 
 
-class MlpParams(Protocol):
-    """The weights of a layer's MLP: `gate_up` and `down`, or `experts`; the others are None."""
-
-    @property
-    def gate_up(self) -> Float[Array, "E F2"] | None:
-        """Gate and up projections, fused."""
-        ...
-
-    @property
-    def down(self) -> Float[Array, "F E"] | None:
-        """The down projection."""
-        ...
-
-    @property
-    def experts(self) -> RoutedParams | None:
-        """Experts and their router."""
-        ...
-
-
-def layer_mlp(
-    x: Float[Array, "*batch E"], layer: MlpParams, routed: Routed | None, *, exact: bool = False
-) -> Float[Array, "*batch E"] | Float[Array, "P *batch E"]:
+def layer_mlp(x: Float[Array, "*batch E"], layer: PyTree, routed: Routed | None, ops: Ops) -> Branch:
     """The output of a layer's MLP, or of its experts, for each token.
 
+    layer: weights with `gate_up` and `down`, or with `experts`; the others are None.
     routed: describes the experts; ignored if the layer has none.
-    exact: as in `layers.gated_mlp`.
     """
     if layer.experts is None:
-        assert layer.gate_up is not None and layer.down is not None
-        return layers.gated_mlp(x, layer.gate_up, layer.down, exact=exact)
+        return ops.mlp(x, layer.gate_up, layer.down)
     assert routed is not None
-    return routed_mlp(x, layer.experts, routed, exact=exact)
+    return ops.sum(routed_mlp(x, layer.experts, routed, ops))
 
 
 def routed_mlp(
-    x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed, *, exact: bool = False
+    x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed, ops: Ops
 ) -> Float[Array, "*batch E"]:
-    """The sum of the experts the router chooses for each token and of the shared ones, as gated MLPs.
-
-    exact: as in `layers.linear`.
-    """
+    """The sum of the experts the router chooses for each token and of the shared ones, as gated MLPs."""
     # Route.
     flat = x.reshape(-1, x.shape[-1])
-    logits = router_logits(flat.astype(jnp.float32), experts.router, exact=exact)
-    ids, weights = routed.router.route(logits, experts.bias, exact=exact)
+    logits = ops.linear_transposed(flat.astype(jnp.float32), experts.router)
+    ids, weights = routed.router.route(logits, experts.bias, ops)
     # Shared experts follow the routed ones, with one weight for all.
     if routed.shared:
         gate = jnp.ones((1, 1), jnp.float32)
         if experts.shared_gate is not None:
             # Without the barrier XLA recomputes this product, in one thread, for each element of the weights below.
-            logit = lax.optimization_barrier(layers.linear(flat, experts.shared_gate, exact=exact))
+            logit = lax.optimization_barrier(ops.linear(flat, experts.shared_gate))
             gate = jax.nn.sigmoid(logit.astype(jnp.float32))
         weights = jnp.concatenate([weights, jnp.broadcast_to(gate, (len(flat), routed.shared))], axis=1)
-    out = experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu, exact=exact)
+    out = experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu, ops)
     return out.reshape(x.shape)
-
-
-def router_logits(x: Float[Array, "T E"], router: Float[Array, "X E"], *, exact: bool = False) -> Float[Array, "T X"]:
-    """Router logits, [tokens, experts].
-
-    Its weights are [out, in], unlike all other weights here: the product with one token is then a single GPU kernel.
-
-    exact: as in `layers.linear`.
-    """
-    if exact:
-        return exact_matmul(x, router, transposed=True)
-    return jnp.matmul(x, router.T, precision=exactness(x))
 
 
 def experts_mlp(
@@ -139,49 +97,14 @@ def experts_mlp(
     gate_up: Float[Array, "Y E F2"] | Quantized,
     down: Float[Array, "Y F E"] | Quantized,
     activation: Callable[[Array], Array],
-    *,
-    exact: bool = False,
+    ops: Ops,
 ) -> Float[Array, "T E"]:
     """The weighted sum, in float32, of the outputs of the experts `ids` and of the last a - k, the shared experts.
 
     Tokens are sorted by expert, and each expert has one block of a grouped product.
-
-    exact: as in `layers.linear`.
     """
     always = weights.shape[1] - ids.shape[1]
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
-    inner = grouped(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
-    out = jnp.take(grouped(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
-    return weighted_sum(weights, out, exact=exact).astype(x.dtype)
-
-
-def weighted_sum(
-    weights: Float[Array, "T a"], out: Float[Array, "T a E"], *, exact: bool = False
-) -> Float[Array, "T E"]:
-    """The outputs of a token's experts times their weights, added in float32; `exact` as in `layers.linear`."""
-    weighted = weights[:, :, None] * out.astype(jnp.float32)
-    if not exact:
-        return weighted.sum(1)
-    # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.
-    weighted = lax.optimization_barrier(weighted)
-    return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])])
-
-
-def grouped(
-    x: Float[Array, "T E"],
-    weight: Float[Array, "Y E F"] | Quantized,
-    sizes: Int[Array, " Y"],
-    *,
-    exact: bool = False,
-    rows: Int[Array, " S"] | None = None,
-    activation: Callable[[Array], Array] | None = None,
-) -> Float[Array, "S M"]:
-    """`grouped_matmul` with the matrices of experts, quantized or not."""
-    options: dict[str, Any] = {"rows": rows, "activation": activation, "exact": exact}
-    if not isinstance(weight, Quantized):
-        return grouped_matmul(x, weight, sizes, **options)
-    if exact:
-        layers.require_wide(weight)
-    codes = None if weight.filling is None else weight.codes
-    options |= {"scale": weight.scale, "group": weight.group, "codes": codes, "zero": weight.zero}
-    return grouped_matmul(x, weight.narrow, sizes, **options)
+    inner = ops.grouped(x, gate_up, sizes, rows=order, activation=activation)
+    out = jnp.take(ops.grouped(inner, down, sizes), place, axis=0, mode="clip")
+    return ops.weighted_sum(weights, out).astype(x.dtype)

@@ -8,7 +8,6 @@ differ only in how checkpoints lay out the projections of delta nets; both are r
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
-from jspec.core.sharding import check_split, held_heads, sum_over_devices
+from jspec.core.sharding import check_split, held_heads
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -288,45 +287,30 @@ class Qwen3Next(Decoder):
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | RecurrentRows]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = self.layer_rotation(0, positions, x.dtype)
-        for index, layer in enumerate(params.layers):
-            before = None if earlier is None else earlier[index]
-            here_selected = selected if index + 1 == self.num_layers else None
-            x, rows = self.layer(layer, x, rotation, partial(attend, index), before, here_selected)
+        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
+        for layer, reading in zip(params.layers, readings, strict=True):
+            x, rows = self._layer(layer, x, rotation, reading)
             yield x, rows
 
-    def layer(
-        self,
-        layer: Qwen3NextLayerParams,
-        x: Float[Array, "B N E"],
-        rotation: layers.Rotation,
-        attend: Callable[..., Any],
-        earlier: PyTree,
-        selected: layers.SelectedToken | None = None,
-    ) -> tuple[Float[Array, "B N E"], Pair | RecurrentRows]:
-        """The residual stream after one layer, and its rows of this round including `earlier`.
-
-        attend: a cache's `attend` for this layer.
-        selected: the tokens whose stream is returned, [B, 1, E]; rows are returned for all tokens.
-        """
+    def _layer(
+        self, layer: Qwen3NextLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: layers.Reading
+    ) -> tuple[Float[Array, "B M E"], Pair | RecurrentRows]:
+        """The residual stream after one layer, and its rows of this round including earlier ones."""
         # Mixer: recurrence or attention.
         normed = self.norm(x, layer.mixer_norm)
         if isinstance(layer.mixer, DeltaParams):
-            mixed, rows = self._recur(layer.mixer, normed, attend, earlier)
-            if selected is not None:
-                x, mixed = layers.take_token(x, selected.token), layers.take_token(mixed, selected.token)
+            mixed, rows = self._recur(layer.mixer, normed, reading)
         else:
-            mixed, rows = self._attend(layer.mixer, normed, rotation, attend, earlier, selected)
-            x = x if selected is None else layers.take_token(x, selected.token)
+            mixed, rows = self._attend(layer.mixer, normed, rotation, reading)
         # MLP.
-        x = x + sum_over_devices(mixed, self.tensor)
-        mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts)
-        return x + sum_over_devices(mlp, self.tensor), rows
+        x = reading.take(x) + self.ops.sum(mixed)
+        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts, self.ops), rows
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The norm of the residual stream, and of query and key heads."""
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
-    def _recur(self, mixer: DeltaParams, normed, attend, earlier: RecurrentRows | None):
+    def _recur(self, mixer: DeltaParams, normed, reading: layers.Reading):
         """The output of a gated delta net, of a device's heads if they are split, and its rows."""
         # Split the joined projection.
         state = self.state.split(self.tensor)
@@ -338,26 +322,21 @@ class Qwen3Next(Decoder):
         g = -jnp.exp(mixer.log_rate)[None, None] * step
         beta = jax.nn.sigmoid(b).astype(jnp.float32)
         # The recurrence, then its gated norm.
-        out, rows = attend(inputs, mixer.conv, g, beta, earlier=earlier)
+        out, rows = reading.attend_all(inputs, mixer.conv, g, beta, earlier=reading.earlier)
         out = layers.rms_norm(out.astype(normed.dtype), mixer.norm, self.rms_norm_eps)
         out = out.astype(jnp.float32) * jax.nn.silu(z.reshape(shape).astype(jnp.float32))
-        return layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.o), rows
+        return reading.take(layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.o)), rows
 
-    def _attend(self, mixer: AttentionParams, normed, rotation, attend, earlier: Pair | None, selected):
+    def _attend(self, mixer: AttentionParams, normed, rotation, reading: layers.Reading):
         """The output of gated attention, of a device's heads if they are split, and its keys and values."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(self.num_kv_heads, self.tensor) // self.tensor
         # Queries, keys, values and gate; rotate.
         projected = layers.linear(normed, mixer.qkv).reshape(*normed.shape[:2], -1, self.head_dim)
         q, k, v, gate = jnp.split(projected, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=2)
         q, k = (rotate(self.norm(x, norm), *rotation) for x, norm in ((q, mixer.q_norm), (k, mixer.k_norm)))
-        # Rows of this round; only the selected token goes on.
-        if earlier is not None:
-            k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
-        if selected is not None:
-            q, gate = layers.take_token(q, selected.token), layers.take_token(gate, selected.token)
-            attend = partial(attend, mask=selected.mask)
+        k, v = reading.rows(k, v)
         # Attention.
-        out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
+        out = reading.attend(q, k, v, scale=self.layer_scale(0)) * jax.nn.sigmoid(reading.take(gate))
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.models.ops import Ops
 from pallas_kernels.topk import topk
 
 
@@ -47,21 +48,20 @@ class Router:
             )
 
     def route(
-        self, logits: Float[Array, "T X"], bias: Float[Array, " X"] | None = None, *, exact: bool = False
+        self, logits: Float[Array, "T X"], bias: Float[Array, " X"] | None, ops: Ops
     ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """The experts of each token, best first, and their weights in float32.
 
         bias: added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        exact: as in `layers.linear`.
         """
         logits = logits.astype(jnp.float32)
-        if not exact and not self.sigmoid and bias is None and self.kept_groups == self.groups:
+        if not ops.exact and not self.sigmoid and bias is None and self.kept_groups == self.groups:
             # A softmax keeps the order of the logits, so it is only computed for the chosen ones.
             best, ids, total = topk(logits, self.chosen)
             weights = jax.nn.softmax(best, axis=-1) if self.normalize else jnp.exp(best - total[:, None])
             return ids, weights * self.scale
         # Scores, of the best groups only.
-        scores = jax.nn.sigmoid(logits) if self.sigmoid else _softmax(logits, exact)
+        scores = jax.nn.sigmoid(logits) if self.sigmoid else ops.softmax(logits)
         choice = scores if bias is None else scores + bias[None]
         if self.kept_groups < self.groups:
             choice = jnp.where(self._kept(choice), choice, -jnp.inf)
@@ -69,7 +69,7 @@ class Router:
         _, ids, _ = topk(choice, self.chosen)
         weights = jnp.take_along_axis(scores, ids, axis=1, mode="clip")
         if self.normalize:
-            weights = weights / (_sum(weights, exact) + 1e-20)
+            weights = weights / (ops.sum_columns(weights) + 1e-20)
         return ids, weights * self.scale
 
     def _kept(self, choice: Float[Array, "T X"]) -> Bool[Array, "T X"]:
@@ -86,20 +86,3 @@ class Router:
         before = (number[None, :] < number[:, None])[None]
         rank = ((other > one) | (other == one) & before).sum(-1)
         return jnp.repeat(rank < self.kept_groups, size, axis=1)
-
-
-def _softmax(x: Float[Array, "T X"], exact: bool) -> Float[Array, "T X"]:
-    if not exact:
-        return jax.nn.softmax(x, axis=-1)
-    powers = jnp.exp(x - x.max(-1, keepdims=True))
-    return powers / _sum(powers, exact)
-
-
-def _sum(x: Float[Array, "T X"], exact: bool) -> Float[Array, "T 1"]:
-    """The sum of each row; `exact`: by halves, each an operation on elements, which no compiler reorders."""
-    if not exact:
-        return x.sum(-1, keepdims=True)
-    while x.shape[-1] > 1:
-        half = -(-x.shape[-1] // 2)
-        x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[-1])))
-    return x

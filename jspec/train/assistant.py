@@ -227,7 +227,7 @@ def init_params(config: Assistant, target: Decoder, params: PyTree, key: Key[Arr
     head = model.init_matrix(next(keys), width, config.vocab_size).T
     if width == outer:
         norm, post = params.norm.astype(jnp.float32), jnp.eye(width, dtype=jnp.float32)
-        head = jnp.array(target.lm_head(params).T, jnp.float32)
+        head = jnp.array(params.embed if params.lm_head is None else params.lm_head.T, jnp.float32)
     return AssistantParams(
         # Embeddings may be much smaller than hidden states; scaling gives both the same weight.
         pre_projection=model.init_matrix(next(keys), 2 * outer, width) / spreads[:, None],

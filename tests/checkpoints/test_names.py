@@ -18,9 +18,9 @@ from jspec.checkpoints import named as named_arrays
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import LIBRARIES
 from jspec.models.llama import LlamaParams
-from jspec.models.llama_layer import LayerParams
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.router import Router
+from jspec.models.stack import LayerParams
 
 LLAMA = dataclasses.replace(toy.TARGET, qk_norm=False)
 TIED = dataclasses.replace(toy.TARGET, tie_embeddings=True)

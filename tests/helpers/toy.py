@@ -26,7 +26,7 @@ from jspec.models import (
     MtpParams,
 )
 from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
-from jspec.models.llama_layer import LayerParams
+from jspec.models.stack import LayerParams
 
 TARGET = Llama(
     vocab_size=61,

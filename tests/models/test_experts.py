@@ -1,6 +1,7 @@
 """Routers against a loop over tokens, and Qwen3-MoE against `transformers`: logits, output, checkpoints."""
 
 import json
+from functools import partial
 
 import hf
 import jax
@@ -14,6 +15,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.models.moe import Routed
+from jspec.models.ops import Ops
 from jspec.models.router import Router
 
 ROUTERS = {
@@ -49,7 +51,7 @@ def test_a_router_equals_a_loop_over_tokens(router, biased):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(40, router.count)).astype(np.float32)
     bias = rng.normal(size=router.count).astype(np.float32) if biased else None
-    ids, weights = router.route(jnp.asarray(logits), None if bias is None else jnp.asarray(bias))
+    ids, weights = router.route(jnp.asarray(logits), None if bias is None else jnp.asarray(bias), Ops())
     assert weights.dtype == jnp.float32
     for wanted, chosen, given in zip(oracle(router, logits, bias), np.asarray(ids), np.asarray(weights), strict=True):
         assert list(wanted) == chosen.tolist()
@@ -58,13 +60,13 @@ def test_a_router_equals_a_loop_over_tokens(router, biased):
 
 def test_of_equal_groups_the_first_is_used():
     router = Router(count=8, chosen=2, groups=4, kept_groups=1)
-    ids, _ = router.route(jnp.zeros((1, 8)))
+    ids, _ = router.route(jnp.zeros((1, 8)), None, Ops())
     assert ids.tolist() == [[0, 1]]
 
 
 def test_a_router_does_not_sort():
     for router in ROUTERS.values():
-        program = jax.jit(router.route).lower(jnp.zeros((4, router.count)))
+        program = jax.jit(partial(router.route, bias=None, ops=Ops())).lower(jnp.zeros((4, router.count)))
         assert "sort" not in program.as_text().replace("sorted", "")
 
 

@@ -23,7 +23,7 @@ import jspec  # noqa: E402
 from jspec.checkpoints import drafts, language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
-from jspec.models.llama_layer import LayerParams  # noqa: E402
+from jspec.models.stack import LayerParams  # noqa: E402
 from jspec.train import batches, distill, draft, head, text, tokenizer, trainer, ttt  # noqa: E402
 from jspec.train.distill import DraftSetup  # noqa: E402
 from jspec.train.head import HeadLearner  # noqa: E402

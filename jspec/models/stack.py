@@ -1,0 +1,282 @@
+"""Stacks of decoder layers in targets and drafts, each attention and an MLP: sizes, weights and forward."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from jspec.cache import HybridCache, LayerKeys, MhaCache
+from jspec.cache.narrow import divided, multiplied, stored_dtype
+from jspec.core.sharding import check_split, held_heads
+from jspec.core.struct import leaf, struct
+from jspec.core.types import Params
+from jspec.models import layers
+from jspec.models.expert_weights import layer_mlp_weights
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.ops import Branch, ExactOps, Ops
+from jspec.models.rope import Rope
+from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.weights import heads, linear, plain
+
+
+@struct
+class LayerParams:
+    """Weights of one layer, [in, out]; norms of heads are of each head, or of all heads (D is then their width).
+
+    HD = H * D, QKV = (H + 2 K) * D, F is the width of the MLP, F2 = 2 * F.
+    """
+
+    attention_norm: Float[Array, " E"] | None
+    """None in the first layer of an EAGLE-1 head."""
+    qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
+    qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1)
+    q_norm: Float[Array, " D"] | None
+    k_norm: Float[Array, " D"] | None
+    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
+    o_bias: Float[Array, " E"] | None
+    mlp_norm: Float[Array, " E"] | None
+    """None in layers with norms after their branches only."""
+    gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True)
+    down: Float[Array, "F E"] | None = leaf(split=-2, linear=True)
+    experts: RoutedParams | None = None
+    """Experts; mutually exclusive with gate_up and down."""
+    kv_scales: Float[Array, "2"] | None = None
+    """What a narrow cache divides keys and values by, in float32; None: 1."""
+    attention_out_norm: Float[Array, " E"] | None = None
+    mlp_out_norm: Float[Array, " E"] | None = None
+    """Norms after the attention and after the MLP."""
+
+
+class LayerShape:
+    """The hyperparameters of a stack of decoder layers, in a target or a draft, and how it is computed.
+
+    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
+    exact: whether the bits of a token's logits depend on its own context alone, see `Decoder.exactly`. A family with
+      such a forward has this field.
+    kv: the format in which caches keep keys and values, see `Decoder.with_kv`; None: the precision of the weights. A
+      family whose caches have such a format has this field.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tensor: int = 1
+    exact: bool = False
+    kv: str | None = None
+
+    @property
+    def ops(self) -> Ops:
+        """The operations of the layers."""
+        return (ExactOps if self.exact else Ops)(self.tensor, self.kv)
+
+
+S = TypeVar("S", bound=LayerShape)
+
+
+def split_layers(config: S, devices: int, widths: Mapping[str, int]) -> S:
+    """The configuration with heads and MLPs split over devices.
+
+    widths: what of the MLPs is split -> its size.
+
+    Raises:
+      ValueError: the number does not divide them.
+    """
+    check_split(devices, {"heads": config.num_heads, **widths}, {"heads of keys and values": config.num_kv_heads})
+    return dataclasses.replace(config, tensor=devices)  # pyright: ignore[reportArgumentType]  # a dataclass
+
+
+def held_kv_heads(config: LayerShape) -> int:
+    """Heads of keys and values on all devices."""
+    return held_heads(config.num_kv_heads, config.tensor)
+
+
+def layer_weights(
+    config: LayerShape,
+    prefix: str,
+    *,
+    norm: Any,
+    input_width: int | None = None,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    routed: Routed | None = None,
+) -> LayerParams:
+    """The table of a layer.
+
+    prefix: of the names of its tensors.
+    norm: the entry of the norm before the attention, whose name differs between models.
+    input_width: width of the attention's input; None: the model's.
+    qk_norm, qkv_bias, o_bias: whether these optional weights exist.
+    routed: the experts in place of the MLP.
+    """
+    width, attention = config.hidden_size, prefix + "self_attn."
+    norms = {name: plain(f"{attention}{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if qk_norm}
+    return LayerParams(
+        attention_norm=norm,
+        **attention_weights(config, attention, input_width or width, bias=qkv_bias, out_bias=o_bias),
+        q_norm=norms.get("q_norm"),
+        k_norm=norms.get("k_norm"),
+        mlp_norm=plain(prefix + "post_attention_layernorm.weight", width),
+        **layer_mlp_weights(routed, prefix + "mlp.", config.intermediate_size, width),
+    )
+
+
+def attention_weights(
+    config: LayerShape, prefix: str, input_width: int, *, bias: bool, out_bias: bool | None = None
+) -> dict[str, Any]:
+    """The entries of a layer's projections to heads and from heads, and of their biases.
+
+    prefix: of the names of the layer's attention.
+    bias, out_bias: whether there are biases; out_bias None: of both or of none.
+    """
+    width, dim = config.hidden_size, config.head_dim
+    outs = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    matrices, biases = ({f"{prefix}{name}_proj.{end}": out for name, out in outs.items()} for end in ("weight", "bias"))
+    split = {"kv_heads": config.num_kv_heads, "devices": config.tensor}
+    return {
+        "qkv": heads(matrices, input_width, **split),
+        "qkv_bias": heads(biases, None, **split) if bias else None,
+        "o": linear(outs["q"], {prefix + "o_proj.weight": width}),
+        "o_bias": plain(prefix + "o_proj.bias", width) if (bias if out_bias is None else out_bias) else None,
+    }
+
+
+def empty_cache(
+    config: LayerShape,
+    batch: int,
+    capacity: int,
+    page_size: int,
+    dtype: DTypeLike,
+    windows: Sequence[int | None] = (),
+) -> MhaCache | HybridCache:
+    """An empty cache for the layers of a model: the part of one device, if it is split.
+
+    windows: for each layer the positions that a token sees, its own included, or None: all; empty: all in all layers.
+    """
+    if any(windows):
+        keys = [LayerKeys(config.num_kv_heads, config.head_dim, window, kv=config.kv) for window in windows]
+        split_keys = [layer.split(config.tensor) for layer in keys]
+        return HybridCache.empty(batch, capacity, page_size, layers=split_keys, dtype=dtype)
+    kv_heads, dtype = held_kv_heads(config) // config.tensor, stored_dtype(config.kv, dtype)
+    shape = {"layers": config.num_layers, "kv_heads": kv_heads, "head_dim": config.head_dim}
+    return MhaCache.empty(batch, capacity, page_size, **shape, dtype=dtype)
+
+
+class DraftShape(LayerShape):
+    """`LayerShape` of a draft that reads the target's hidden states and has keys and values of its own.
+
+    windows: for each layer the positions that a row sees, its own included, or None: all; empty: all in all layers.
+    """
+
+    windows: tuple[int | None, ...]
+    at_once: ClassVar[bool] = False
+    follows_target: ClassVar[bool] = False
+
+    def split(self, devices: int) -> Self:
+        """The configuration with layers, LM head and cache split over devices.
+
+        Raises:
+          ValueError: the number does not divide the heads or the width of the MLP.
+        """
+        return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
+
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer, the positions a row sees, its own included; None: all."""
+        return self.windows or (None,) * self.num_layers
+
+    def kv_bytes(self, context: int, itemsize: int, target: LayerShape) -> int:
+        """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
+        keys = [LayerKeys(self.num_kv_heads, self.head_dim, window) for window in self.layer_windows()]
+        return keys_bytes(keys, context, itemsize, self.tensor)
+
+    def ids(self, params: PyTree) -> Int[Array, " Vd"] | None:
+        """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
+        return params.ids
+
+    def head_bytes(self, params: Params) -> int:
+        """Bytes of the LM head, which may be the target's."""
+        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
+        return tree_bytes(shared if params.draft.lm_head is None else params.draft.lm_head)
+
+
+def decoder_layer(
+    config: LayerShape,
+    layer: LayerParams,
+    x: Float[Array, "B N E"],
+    normed: Float[Array, "B N X"],
+    rotation: layers.Rotation,
+    reading: layers.Reading,
+    routed: Routed | None = None,
+) -> tuple[Float[Array, "B M E"], tuple[Array, Array]]:
+    """The residual stream after a layer, and the layer's rows: arguments and rows as in `layer_branches`."""
+    x, branch, pair = layer_branches(config, layer, x, normed, rotation, reading, routed)
+    return config.ops.add(x, branch), pair
+
+
+def layer_branches(
+    config: LayerShape,
+    layer: LayerParams,
+    x: Float[Array, "B N E"],
+    normed: Float[Array, "B N X"],
+    rotation: layers.Rotation,
+    reading: layers.Reading,
+    routed: Routed | None = None,
+) -> tuple[Float[Array, "B M E"], Branch, tuple[Array, Array]]:
+    """Attention over `normed`, added to the residual stream `x`, then the MLP over the sum.
+
+    rotation: the angles of each token, see `Rope.rotation`.
+    routed: describes the layer's experts, if it has any.
+
+    Returns the residual stream before the MLP's output is added, that output, and the keys and values of this round
+    including earlier ones.
+    """
+    branch, pair = attention_branch(config, layer, normed, rotation, reading)
+    assert layer.mlp_norm is not None
+    x, normed = config.ops.add_norm(reading.take(x), branch, layer.mlp_norm, config.rms_norm_eps)
+    return x, layer_mlp(normed, layer, routed, config.ops), pair
+
+
+def attention_branch(
+    config: LayerShape,
+    layer: PyTree,
+    normed: Float[Array, "B N X"],
+    rotation: layers.Rotation,
+    reading: layers.Reading,
+) -> tuple[Branch, tuple[Array, Array]]:
+    """The output of the attention over `normed`, and the keys and values of this round: as in `layer_branches`.
+
+    layer: weights with the fields of `LayerParams` for the attention.
+    """
+    # Queries, keys and values; a norm of all heads reads them as one.
+    ops, heads, kv_heads = config.ops, config.num_heads // config.tensor, held_kv_heads(config) // config.tensor
+    qkv, norms = ops.projection(normed, layer.qkv, layer.qkv_bias), (layer.q_norm, layer.k_norm)
+    if layer.q_norm is not None and [norm.shape for norm in norms] != [(config.head_dim,)] * 2:
+        qkv, norms = _norm_all_heads(ops.whole(qkv, normed), *norms, config), (None, None)
+    qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, config.head_dim)
+    q, k, v = ops.split_heads(qkv, rotation, *norms, kv_heads=kv_heads, eps=config.rms_norm_eps)
+    # Attention, with the scales of a narrow cache.
+    scales = None if ops.kv is None else layer.kv_scales
+    if scales is not None:
+        assert ops.kv is not None
+        q, k, v = divided(q, k, v, scales, ops.kv)
+    k, v = reading.rows(k, v)
+    attended = reading.attend(q, k, v)
+    attended = attended.reshape(*attended.shape[:2], -1)
+    if scales is not None:
+        attended = multiplied(attended, scales[1])
+    return ops.branch(attended, layer.o, layer.o_bias), (k, v)
+
+
+def _norm_all_heads(qkv, q_norm, k_norm, config: LayerShape) -> Float[Array, "B N QKV"]:
+    """Queries and keys after norms over all their heads."""
+    q, k, v = jnp.split(qkv, [q_norm.shape[-1], q_norm.shape[-1] + k_norm.shape[-1]], axis=-1)
+    q, k = (config.ops.rms_norm(x, norm, config.rms_norm_eps) for x, norm in ((q, q_norm), (k, k_norm)))
+    return jnp.concatenate([q, k, v], axis=-1)
