@@ -32,7 +32,6 @@ class Group:
     Attributes:
       load: assigned requests that have not ended.
       assigned: requests assigned so far.
-      waiting: requests never admitted so far.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Group:
         fail: Callable[[BaseException], None],
     ):
         self.model, self.device, self.scheduler = model, device, scheduler
-        self.load = self.assigned = self.waiting = 0
+        self.load = self.assigned = 0
         self._last: DeviceRequest | None = None
         self._loop = Loop(device, scheduler, burst_seconds=burst_seconds)
         self._handles: dict[DeviceRequest, Handle] = {}
@@ -69,13 +68,13 @@ class Group:
     def expect(self, request: DeviceRequest) -> None:
         """Assigns a request, before it is submitted or withdrawn."""
         with self._wake:
-            self.load, self.assigned, self.waiting = self.load + 1, self.assigned + 1, self.waiting + 1
+            self.load, self.assigned = self.load + 1, self.assigned + 1
             self._last = request
 
     def withdraw(self, request: DeviceRequest) -> None:
         """Undoes `expect`."""
         with self._wake:
-            self.load, self.assigned, self.waiting = self.load - 1, self.assigned - 1, self.waiting - 1
+            self.load, self.assigned = self.load - 1, self.assigned - 1
 
     def submit(self, requests: Sequence[DeviceRequest]) -> list[Handle]:
         """Puts expected requests into the queue, all at once. Their automata must be in the pools of the device."""
@@ -115,6 +114,11 @@ class Group:
         """Waits for the end of the thread, unless called in it. timeout: seconds; None: no limit."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot, preempted ones included."""
+        return self.load - self.scheduler.running
 
     def metrics(self) -> Metrics:
         """Counters since the start, and the present state."""
@@ -220,10 +224,10 @@ class Group:
         for request, output in results:
             handle = self._handles[request]
             self._count_tokens(handle, output, now)
-            waiters += handle.deliver(output, now, self.device.executor.compile_seconds)
             # One turn may bring several outputs of a request; `request` already reflects the last one.
-            if output.finish_code != stopping.RUNNING:
+            if output.finish_code != stopping.RUNNING:  # Counted before its caller sees the end.
                 self._end(handle)
+            waiters += handle.deliver(output, now, self.device.executor.compile_seconds)
         wake(waiters)
 
     def _end(self, handle: Handle) -> None:
@@ -234,7 +238,6 @@ class Group:
         self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
         with self._wake:
             self.load -= 1
-            self.waiting -= handle.times.admitted is None
 
     def _count_admission(self, request: Request, now: float) -> None:
         assert isinstance(request, DeviceRequest)
@@ -243,15 +246,12 @@ class Group:
             times.admitted = now
             self._counters.prompt_tokens += len(request.prompt)
             self._counters.observe("queue_time", now - times.submitted)
-            with self._wake:
-                self.waiting -= 1
 
     def _count_tokens(self, handle: Handle, output: DeviceOutput, now: float) -> None:
         # Differences of the request's counters since its last output.
         counters, times, old = self._counters, handle.times, handle.counted
         counters.new_tokens += len(output.tokens)
         counters.rounds += output.rounds - old[0]
-        # Drafts and accepted tokens.
         drafted = drafted_tokens(self.device.method.drafter, output.rounds, output.branch_counts)
         counters.drafted += drafted - old[2]
         for index, count in enumerate(output.accept_counts):

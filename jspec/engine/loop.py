@@ -74,13 +74,13 @@ class Loop:
     def _collect(self, program: InFlight) -> list[tuple[DeviceRequest, DeviceOutput]]:
         """Waits for a report and passes it to the scheduler; measures the time of a round."""
         outputs = program.wait()
-        before = {request: request.rounds for request in outputs}
+        before = {request: request.rounds for request in outputs if not request.ended}
         changed = self.scheduler.update(program.plan, outputs)
         if isinstance(program.plan, Burst):
-            # Moving average of the time between reports, per round.
-            rounds = max(output.rounds - before[request] for request, output in outputs.items())
+            # Moving average of the time between reports, per round, without that of compilation.
+            rounds = max((outputs[request].rounds - count for request, count in before.items()), default=0)
             self.rounds += rounds
-            now = time.monotonic()
+            now = time.monotonic() - self.device.executor.compile_seconds
             if self._reported_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
             self._reported_at = now

@@ -33,7 +33,7 @@ class Histogram:
 class Metrics:
     """Counts since the start of an engine, and its present state; sums over all groups of devices.
 
-    running, waiting, held: requests in slots; in the queue; in slots but without pages for another round.
+    running, waiting, held: requests in slots; without a slot, preempted ones too; in slots, but without pages to run.
     slots, pages, pages_used: slots; pages; pages of requests.
     snapshots, snapshots_used: places of per-slot states; those of a cached prefix.
     prefix_queries, prefix_hits: tokens looked up in the prefix cache, and hits.

@@ -439,8 +439,8 @@ class Scheduler:
         If they are too few even for one round after the last report, younger requests are preempted. Until then the
         request is only held, which is cheaper than another prefill.
         """
-        longest = request.length + request.tokens_in_flight + rounds * (self.depth + 1)
-        missing = self.pages.holding(min(longest + self.extra_rows, self._all_rows(request))) - len(request.pages)
+        longest = request.length + request.tokens_in_flight + (rounds - 1) * (self.depth + 1)  # before the last round
+        missing = self.pages.holding(self._rows(request, longest)) - len(request.pages)
         if missing > 0:
             request.pages += self.pages.take(min(missing, self.pages.available)) or []
         lacking = self._lacks(request)  # for one round
