@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant, atomic, block, eagle, language_model, scaled
 from jspec.checkpoints.files import resolve_dtype, write_tensors
+from jspec.checkpoints.gguf_model import GgufModel
 from jspec.checkpoints.plan import Checkpoint, Plan
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import refuse_split, splits_draft
@@ -19,6 +20,10 @@ from jspec.models.draft import Draft
 
 DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND)
 """The kinds of drafts; the first match is used. A checkpoint of no kind is a small language model's."""
+
+
+_PREFIXED = {f"model.{name}.weight" for name in ("fc", "midlayer.hidden_norm", "layers.0.hidden_norm")}
+"""Tensors of heads under the prefix of a model."""
 
 
 def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> Checkpoint[Any]:
@@ -45,6 +50,10 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     Raises:
       CheckpointError, ValueError: as `load`.
     """
+    # Some writers keep the names of the whole model, others those of the head.
+    files = source.files
+    if not isinstance(files, GgufModel) and _PREFIXED & files.names():
+        files.drop_prefix("model.")
     # A kind of draft with a layout of its own.
     for kind in DRAFT_KINDS:
         if kind.matches(source):

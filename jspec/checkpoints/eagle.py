@@ -55,6 +55,7 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
         fc_norms=_find_fc_norms(config, fields, names) if eagle3 else (),
         qk_norm=source.config.section("transformer_layer_config").optional_text("model_type") == "qwen3",
     )
+    _check_biases(source.config, fields, names)
     # Read them, with rows for the target's tokens.
     size, ids = config.vocab_size, None
     if eagle3:
@@ -68,6 +69,21 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     owner = f"EAGLE-{config.version} head, if it is one and its config.json is complete,"
     tensors.refuse_unread(owner, lambda name: name in unread or name.endswith("inv_freq"))
     return params
+
+
+def _check_biases(config: Fields, fields: Fields, names: set[str]) -> None:
+    """Raises CheckpointError if config.json promises biases that its writer would have stored.
+
+    SafeAILab's and SpecForge's heads ignore `attention_bias`, which config.json has from the target.
+    """
+    trained = {"bias": "fc.bias", "qkv_bias": "q_proj.bias"}
+    if speculators.is_speculators(config):
+        trained = {"attention_bias": "q_proj.bias"}
+    elif eagle_config.is_eagle3(config, fields, names):
+        del trained["bias"]
+    for key, tensor in trained.items():
+        if fields.read_flag(key, False) and not any(name.endswith(tensor) for name in names):
+            raise CheckpointError(f"{fields.where}: {fields.describe(key)}, but there are no tensors {tensor!r}")
 
 
 def _has_fc(config: EagleHead, fields: Fields, tensors: Tensors) -> bool:

@@ -69,7 +69,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     config, names = source.config, source.files.names()
     check_class(config)
     fields = read_fields(config)
-    eagle3 = _is_eagle3(config, fields, names)
+    eagle3 = is_eagle3(config, fields, names)
     _refuse(config, fields)
     # The configuration.
     layers = read_layers(_with_depth(fields, names) if eagle3 else fields, target, eagle3 and "lm_head.weight" in names)
@@ -90,7 +90,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     return head
 
 
-def _is_eagle3(config: Fields, fields: Fields, names: set[str]) -> bool:
+def is_eagle3(config: Fields, fields: Fields, names: set[str]) -> bool:
     """Whether it is an EAGLE-3 head, with a norm of the feature, rather than one of EAGLE-1 or EAGLE-2."""
     stated = is_speculators(config) or config.has("eagle_config") or bool(find_architectures(config, ["eagle3"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)

@@ -78,19 +78,28 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
         # The flag in the section of the text model may be a default.
         parsed = dataclasses.replace(parsed, tie_embeddings=False)
     config = family.with_mtp(parsed, tensors, mtp)
-    if mtp and not config.mtp_layers:
-        _warn_about_heads(source)
+    if mtp:
+        _check_heads(source, config.mtp_layers)
     _check_size(config.param_shapes(tensors.dtype), source.config.where)
     return Plan(config, tensors, read_params, eos, family.as_stored)
 
 
-def _warn_about_heads(source: Source) -> None:
-    """Warn if a checkpoint without the tensors of MTP heads declares some, as what `transformers` writes does."""
+def _check_heads(source: Source, count: int) -> None:
+    """Warn if a checkpoint without the tensors of MTP heads declares some, as what `transformers` writes does.
+
+    count: heads with tensors.
+
+    Raises:
+      CheckpointError: another number is declared.
+    """
     for fields in (source.config, source.config.section("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
-            if fields.is_set(key):
-                problem = f"{fields.where}: {fields.describe(key)}, but the checkpoint lists no tensors of MTP heads"
-                warnings.warn(f"{problem}: loaded without these", stacklevel=2)
+            if not fields.is_set(key) or fields.read_int(key) == count:
+                continue
+            problem = f"{fields.where}: {fields.describe(key)}, but the checkpoint lists "
+            if count:
+                raise CheckpointError(f"{problem}the tensors of {count} MTP head{'s' * (count > 1)}")
+            warnings.warn(f"{problem}no tensors of MTP heads: loaded without these", stacklevel=2)
 
 
 def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:

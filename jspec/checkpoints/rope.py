@@ -26,6 +26,7 @@ from jspec.models.rope import (
 _ALWAYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 LAYER_TYPES = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
+_INITIAL = "initial_context_length"
 _SYNONYMS = {"mrope": "default", "su": "longrope"}
 _RENAMED = {"original_length": _ORIGINAL, "share": "partial_rotary_factor"}
 """Fields of scalings -> their keys, where the names differ."""
@@ -181,7 +182,15 @@ def _read_original(rope: Fields, config: Fields) -> int:
     lengths = {fields.read_int(_ORIGINAL, most=MOST_LENGTH): fields for fields in fields}
     if len(lengths) > 1:
         raise rope.wrong(_ORIGINAL, min(lengths), f"must be the same as {config.describe(_ORIGINAL)}")
-    return next(iter(lengths), None) or config.read_int("max_position_embeddings", most=MOST_LENGTH)
+    if lengths:
+        return next(iter(lengths))
+    length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
+    if config.read_int(_INITIAL, length, most=MOST_LENGTH) != length:
+        raise CheckpointError(
+            f"{config.where}: the key {rope.name(_ORIGINAL)!r} is missing: transformers takes "
+            f"max_position_embeddings={length} and OpenAI's code {config.describe(_INITIAL)}: add one of them"
+        )
+    return length
 
 
 def _read_factor(rope: Fields) -> float:

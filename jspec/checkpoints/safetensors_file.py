@@ -5,6 +5,7 @@ in the header is used before it is checked.
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class SafetensorFiles:
         self._headers: dict[str, dict[str, _Entry]] = {}
         self.weight_map: dict[str, str] | None = None
         """Tensor -> shard; None: there is one file."""
+        self._stored: dict[str, str] = {}
+        """Name -> name in the files, if these differ."""
         index = find_file(directory, INDEX)
         if index is not None:
             files = read_fields(index).required_section("weight_map")
@@ -73,8 +76,29 @@ class SafetensorFiles:
         return sorted({path.name for path in self.directory.glob("*.safetensors")} - files)
 
     def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._header("model.safetensors") if self.weight_map is None else self.weight_map)
+        """The names of all tensors.
+
+        Raises:
+          CheckpointError: a file is missing or damaged, or two have a tensor of one name.
+        """
+        if self._stored:
+            return set(self._stored)
+        if self.weight_map is None:
+            return set(self._header("model.safetensors"))
+        # Like transformers, also read what a listed file has and the index leaves out.
+        for file in dict.fromkeys(self.weight_map.values()):
+            for name in self._header(file):
+                if (listed := self.weight_map.setdefault(name, file)) != file and name in self._header(listed):
+                    raise CheckpointError(f"{self.directory}: both {listed} and {file} have the tensor {name!r}")
+        return set(self.weight_map)
+
+    def drop_prefix(self, prefix: str) -> None:
+        """Name tensors without a prefix.
+
+        Raises:
+          CheckpointError: two have one name without it.
+        """
+        self._stored = without_prefix(self.names(), prefix, self.directory)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it.
@@ -150,6 +174,7 @@ class SafetensorFiles:
         return data.view(DTYPES[kind])
 
     def _file_of(self, name: str) -> str:
+        name = self._stored.get(name, name)
         if self.weight_map is None:
             return "model.safetensors"
         if name not in self.weight_map:
@@ -157,10 +182,10 @@ class SafetensorFiles:
         return self.weight_map[name]
 
     def _entry(self, name: str) -> _Entry:
-        header = self._header(self._file_of(name))
-        if name not in header:
+        header, stored = self._header(self._file_of(name)), self._stored.get(name, name)
+        if stored not in header:
             raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
-        return header[name]
+        return header[stored]
 
     def _header(self, file: str) -> dict[str, _Entry]:
         if file not in self._headers:
@@ -170,6 +195,19 @@ class SafetensorFiles:
                 raise CheckpointError(f"{self.directory / file}: no such file{listed}")
             self._headers[file] = _read_header(path)
         return self._headers[file]
+
+
+def without_prefix(names: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
+    """Names without a prefix -> names.
+
+    Raises:
+      CheckpointError: two are one without it.
+    """
+    stored: dict[str, str] = {}
+    for name in names:
+        if (other := stored.setdefault(name.removeprefix(prefix), name)) != name:
+            raise CheckpointError(f"{directory}: {other!r} and {name!r} are two tensors of one name: remove one")
+    return stored
 
 
 def _read(path: Path, begin: int, size: int) -> np.ndarray:

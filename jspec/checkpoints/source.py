@@ -12,7 +12,7 @@ from jspec.checkpoints.fields import read_fields
 from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.gguf_model import GgufModel
-from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles
+from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles, without_prefix
 from jspec.checkpoints.tensors import TensorFiles
 
 Files: TypeAlias = SafetensorFiles | GgufModel
@@ -80,6 +80,11 @@ class TorchFile:
     def names(self) -> set[str]:
         """The names of all tensors."""
         return set(self.saved)
+
+    def drop_prefix(self, prefix: str) -> None:
+        """As in `SafetensorFiles`."""
+        stored = without_prefix(self.saved, prefix, self.directory)
+        self.saved = {name: self.saved[other] for name, other in stored.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor."""

@@ -14,7 +14,8 @@ from jspec.checkpoints.fields import Fields, refuse
 LAYERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), ()),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"), ()),
-    **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"), ()),
+    **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), ()),
+    **dict.fromkeys(("original_max_position_embeddings", "initial_context_length"), ()),
     **dict.fromkeys(("partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window"), ()),
     **dict.fromkeys(("max_window_layers", "attention_bias", "quantization_config", "draft_vocab_size"), ()),
     **dict.fromkeys(("target_hidden_size", "num_target_layers", "sliding_window_non_causal"), ()),
@@ -62,7 +63,7 @@ _HARMLESS = re.compile(
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
     r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mtp_.*|mamba_.*"
     r"|linear_(attn_config|(conv|key|num|value)_.*)|(use_)?qk_(layer)?norm"
-    r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit|initial_context_length"
+    r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit"
 )
 """Keys without effect on the forward of a draft."""
 _OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(anchor|causal|directional|embed|norm|position|residual|rope)).*")

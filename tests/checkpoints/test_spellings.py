@@ -20,6 +20,7 @@ from spellings import (
     move,
     narrow,
     padded,
+    prefixed,
     proposals,
     rename,
     speculators,
@@ -51,6 +52,8 @@ SAME = {
     "eagle1": {
         "a class of vLLM": top(architectures=["EagleLlamaForCausalLM"]),
         "a class of Qwen2": top(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+        "names of a model": tensors(prefixed),
+        "a bias that its code ignores": top(attention_bias=True),
         "a nested model": lambda raw, t: ({"model_type": "eagle", "model": raw}, t),
         "a vocabulary beside": lambda raw, t: ({"model_type": "eagle", "model": raw, "truncated_vocab_size": V}, t),
         "rows of pairs": both(top(is_neox_style=False), interleaved),
@@ -63,6 +66,9 @@ SAME = {
         "a class of vLLM": top(architectures=["Eagle3LlamaForCausalLM"]),
         "a class of Qwen3": top(architectures=["Qwen3ForCausalLMEagle3"], model_type="qwen3"),
         "layers.0": first_layer("layers.0."),
+        "names of a model": tensors(prefixed),
+        "names of a model, layers.0": both(first_layer("layers.0."), tensors(prefixed)),
+        "a bias that its code ignores": top(attention_bias=True, bias=True),
         "inputs at the top": both(top(eagle_config="absent"), top(eagle_aux_hidden_state_layer_ids=INPUTS)),
         "outputs at the top": both(top(eagle_config="absent"), top(target_layer_ids=IDS, num_target_layers=8)),
         "both lists": top(eagle_aux_hidden_state_layer_ids=INPUTS),
@@ -139,6 +145,7 @@ SAME = {
         ),
     },
     "dflash": {
+        "names of a model": tensors(prefixed),
         "block_size in the section": move("dflash_config", "block_size"),
         "all at the top": lift("dflash_config", mask_token_id="mask_token_id", target_layer_ids="target_layer_ids"),
         "names of DeepSeek-V4": both(
@@ -299,6 +306,23 @@ REFUSED = [
         "eagle1",
         lambda raw, t: ({"model_type": "eagle", "model": raw, "truncated_vocab_size": 9}, t),
         "truncated_vocab_size=9: must be 61",
+    ),
+    ("eagle3", top(qkv_bias=True), "qkv_bias=True, but there are no tensors 'q_proj.bias'"),
+    ("eagle1", top(bias=True), "bias=True, but there are no tensors 'fc.bias'"),
+    (
+        "eagle3",
+        both(speculators("eagle3"), inside("transformer_layer_config", attention_bias=True)),
+        "transformer_layer_config.attention_bias=True, but there are no tensors 'q_proj.bias'",
+    ),
+    (
+        "eagle3",
+        top(rope_scaling={"type": "yarn", "factor": 8.0}, initial_context_length=16),
+        "'rope_scaling.original_max_position_embeddings' is missing.* initial_context_length=16",
+    ),
+    (
+        "dflash",
+        tensors(lambda t: {**t, "model.fc.weight": t["fc.weight"]}),
+        "'(model.)?fc.weight' and '(model.)?fc.weight' are two tensors of one name",
     ),
     ("eagle3", top(vocab_size=V + 1025), "vocab_size=1086, but the target has 61 tokens"),
     ("eagle3", top(block_size=4), r"block_size=4 \(must be absent\)"),

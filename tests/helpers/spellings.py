@@ -91,6 +91,12 @@ def first_layer(name: str) -> Change:
     return tensors(lambda t: {key.replace("midlayer.", name): tensor for key, tensor in t.items()})
 
 
+def prefixed(t: Tensors) -> Tensors:
+    """Names of the whole model."""
+    others = ("lm_head.", "d2t", "t2d")
+    return {name if name.startswith(others) else f"model.{name}": x for name, x in t.items()}
+
+
 @tensors
 def interleaved(t: Tensors) -> Tensors:
     """Rows of q and k, their biases and norms in the order of rotated pairs (2 i, 2 i + 1); heads of 8 dimensions."""
