@@ -31,6 +31,7 @@ KINDS = (
 )
 """Types of tensors that are read."""
 _MOST_DIMENSIONS = 4
+_MOST_FILES = 4096
 
 
 def is_gguf(path: Path) -> bool:
@@ -58,7 +59,7 @@ class Entry(NamedTuple):
 
 
 class GgufFile:
-    """The metadata and the tensors of a file.
+    """The metadata and the tensors of a file, or of a set of files by the name of the first one.
 
     Raises:
       CheckpointError: it is missing or damaged, or has tensors of an unknown type.
@@ -82,6 +83,36 @@ class GgufFile:
             """Tensors by name."""
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+        self._bytes = dict.fromkeys(self.tensors, self._data)
+        """The file with each tensor."""
+        for part in self._parts():
+            if twice := sorted(self.tensors.keys() & part.tensors.keys()):
+                raise CheckpointError(f"{part.path}: damaged (an earlier file has the tensor {twice[0]!r}, too)")
+            self.tensors |= part.tensors
+            self._bytes |= part._bytes
+
+    def _parts(self) -> "Iterator[GgufFile]":
+        """The other files of a set, whose first one has the metadata.
+
+        Raises:
+          CheckpointError: one is missing, damaged, or of another set.
+        """
+        options = {"least": 0, "most": _MOST_FILES}
+        number, count = (
+            self.metadata.read_int("split.no", 0, **options),
+            self.metadata.read_int("split.count", 1, **options),
+        )
+        if number or count < 2:
+            return
+        end = f"-of-{count:05}{self.path.suffix}"
+        if not self.path.name.endswith(f"-00001{end}"):
+            raise self.metadata.wrong("split.count", count, f"the name of the first file must end in -00001{end}")
+        for index in range(1, count):
+            part = GgufFile(self.path.with_name(f"{self.path.name.removesuffix(f'00001{end}')}{index + 1:05}{end}"))
+            stated = part.metadata.read_int("split.no", **options), part.metadata.read_int("split.count", **options)
+            if stated != (index, count):
+                raise CheckpointError(f"{part.path}: split.no, split.count={stated}: must be {(index, count)}")
+            yield part
 
     def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """The values of some rows of a tensor, counted over all axes but the last, in float32."""
@@ -93,7 +124,7 @@ class GgufFile:
     def blocks(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """The bytes of some rows, [rows, bytes]: a copy, as the file may change."""
         entry = self.tensors[name]
-        return np.array(self._data[entry.begin : entry.end].reshape(-1, entry.row_bytes)[rows])
+        return np.array(self._bytes[name][entry.begin : entry.end].reshape(-1, entry.row_bytes)[rows])
 
 
 class _Header:

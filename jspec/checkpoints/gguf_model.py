@@ -64,6 +64,7 @@ _SCALING = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
+    "attn_factor": "attention_factor",
 }
 """Key of the metadata, after `rope.scaling.` -> key of rope_scaling in config.json."""
 _TENSORS = {
@@ -83,6 +84,8 @@ _TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 """Name of a tensor of the model, or of a layer -> its Hugging Face name, but for `.weight` or `.bias`."""
+_WINDOWS = {f"attention.{key}": key for key in ("sliding_window", "sliding_window_pattern")}
+"""Keys of the metadata for the windows of layers -> their keys in config.json."""
 _EXPERTS = {f"ffn_{part}_exps": f"{part}_proj" for part in ("gate", "up", "down")}
 """Name of a stack of experts -> name of a matrix of one."""
 
@@ -91,6 +94,15 @@ def _query_scalar(config: Mapping[str, Any]) -> int:
     """What Gemma divides queries by, squared: the files of 27B do not state its value, which is another one."""
     is_27b = config["num_hidden_layers"] == 62
     return config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+
+
+def _olmo(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a window implies: OLMo 3, whose files state for each layer whether it has it."""
+    if "sliding_window" not in config:
+        return {}
+    kinds, pattern = {True: "sliding_attention", False: "full_attention"}, config.get("sliding_window_pattern")
+    types = [kinds.get(sliding, sliding) for sliding in pattern] if isinstance(pattern, list) else pattern
+    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": types}
 
 
 ARCHITECTURES = {
@@ -120,16 +132,33 @@ ARCHITECTURES = {
     ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
+        keys=_WINDOWS,
         tensors={
             "post_attention_norm": "post_attention_layernorm",
             "post_ffw_norm": "post_feedforward_layernorm",
         },
+        implied=_olmo,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        keys=_WINDOWS,
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        implied=lambda config: {"sliding_window": config.get("sliding_window") or None},
+        narrow=False,
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        tensors={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        narrow=False,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         keys={
-            "attention.sliding_window": "sliding_window",
-            "attention.sliding_window_pattern": "sliding_window_pattern",
+            **_WINDOWS,
             "rope.freq_base_swa": "rope_local_base_freq",
             "final_logit_softcapping": "final_logit_softcapping",
         },
@@ -151,6 +180,8 @@ GROUP = 32
 """Values with one scale in these types."""
 _FREQUENCIES = "rope_freqs.weight"
 """Factors of the wavelengths of the rotary positions, in place of metadata."""
+_FACTORS = {f"rope_factors_{name}.weight": f"{name}_factor" for name in ("short", "long")}
+"""Further tensors of such factors -> their keys in rope_scaling."""
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>")
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The scaling of all models with such factors."""
@@ -166,14 +197,12 @@ class GgufModel:
     def __init__(self, path: Path):
         self.directory, self._file = path, GgufFile(path)
         metadata = self._file.metadata
+        if metadata.read_int("split.no", 0, least=0):
+            raise CheckpointError(f"{path}: {metadata.describe('split.no')}: must be 0, the first file of the set")
         name = metadata.read_text("general.architecture")
         if name not in ARCHITECTURES:
             raise CheckpointError(
                 f"{path}: general.architecture={name!r} is not supported; must be one of {', '.join(ARCHITECTURES)}"
-            )
-        if metadata.read_int("split.count", 1, least=0) > 1:
-            raise CheckpointError(
-                f"{path}: {metadata.describe('split.count')}: must be 1; `gguf-split --merge` joins files"
             )
         self._row = ARCHITECTURES[name]
         config = _read_config(self._file, name, self._row)
@@ -266,7 +295,7 @@ def _places(file: GgufFile, row: Architecture) -> Iterator[tuple[str, tuple[str,
             for expert in range(entry.shape[0]):
                 place = stored, entry.shape[1:], expert * entry.shape[1]
                 yield f"{prefix}mlp.experts.{expert}.{_EXPERTS[name]}.{end}", place
-        elif stored != _FREQUENCIES:
+        elif stored not in (_FREQUENCIES, *_FACTORS):
             yield f"{prefix}{names[name]}.{end}" if name in names else stored, (stored, entry.shape, 0)
 
 
@@ -291,14 +320,13 @@ def _read_config(file: GgufFile, name: str, row: Architecture) -> dict[str, Any]
     config |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
     config |= _read_heads(metadata, name, config)
     config |= row.implied(config)
-    if "blk.0.attn_q.bias" in file.tensors:
-        config["attention_bias"] = True
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     kinds = {entry.kind for key, entry in file.tensors.items() if key.startswith("blk.") and len(entry.shape) > 1}
     if row.narrow and len(kinds) == 1 and kinds < KEPT.keys():
         config["quantization_config"] = {"quant_method": "gguf", "bits": KEPT[kinds.pop()]}
     # The rotation.
     if scaling:
-        config["rope_scaling"] = _read_scaling(metadata, scaling)
+        config["rope_scaling"] = _read_scaling(file, scaling)
     if _FREQUENCIES in file.tensors:
         config["rope_scaling"] = _read_frequencies(file, config)
     return config
@@ -319,9 +347,15 @@ def _read_heads(metadata: Fields, name: str, config: Mapping[str, Any]) -> dict[
     return {"head_dim": size} | ({} if rotated == size else {"partial_rotary_factor": rotated / size})
 
 
-def _read_scaling(metadata: Fields, keys: Mapping[str, str]) -> dict[str, Any] | None:
+def _read_scaling(file: GgufFile, keys: Mapping[str, str]) -> dict[str, Any] | None:
     """The rope_scaling of a config.json; None: positions are not scaled."""
-    scaling = {_SCALING[short]: metadata.value(key) for short, key in keys.items()}
+    scaling = {_SCALING[short]: file.metadata.value(key) for short, key in keys.items()}
+    if file.tensors.keys() >= _FACTORS.keys():
+        factors = {key: file.rows(name, slice(0, 1))[0].tolist() for name, key in _FACTORS.items()}
+        return {**scaling, "rope_type": "longrope", **factors}
+    # With other scalings, llama.cpp multiplies what they imply.
+    if (factor := scaling.pop("attention_factor", 1.0)) != 1:
+        raise file.metadata.wrong(keys["attn_factor"], factor, "must be 1 without the tensors rope_factors")
     return None if scaling.get("rope_type", "none") == "none" else scaling
 
 

@@ -85,11 +85,13 @@ class SafetensorFiles:
             return set(self._stored)
         if self.weight_map is None:
             return set(self._header("model.safetensors"))
-        # Like transformers, also read what a listed file has and the index leaves out.
+        # Like transformers, read what the listed files have, whatever the index says of it.
         for file in dict.fromkeys(self.weight_map.values()):
             for name in self._header(file):
-                if (listed := self.weight_map.setdefault(name, file)) != file and name in self._header(listed):
+                listed = self.weight_map.get(name, file)
+                if listed != file and name in self._header(listed):
                     raise CheckpointError(f"{self.directory}: both {listed} and {file} have the tensor {name!r}")
+                self.weight_map[name] = file
         return set(self.weight_map)
 
     def drop_prefix(self, prefix: str) -> None:

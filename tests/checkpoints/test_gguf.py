@@ -21,7 +21,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_file import KINDS, GgufFile
 from jspec.checkpoints.gguf_model import ARCHITECTURES
 from jspec.models.quantized import Quantized, is_matrix
-from jspec.models.rope import Llama3Rope, Rope, YarnRope
+from jspec.models.rope import Llama3Rope, LongRope, Rope, YarnRope
 
 GEMMA3 = dataclasses.replace(families.KINDS["gemma3"], query_scalar=8)
 LLAMA = dataclasses.replace(toy.TARGET, qk_norm=False)
@@ -31,7 +31,15 @@ VARIANTS = {
     "smollm3": dataclasses.replace(_KINDS["smollm3"], num_layers=5, resting=(3,)),
     "granite": _KINDS["granite"],
     "olmo2": dataclasses.replace(_KINDS["olmo3"], kind="olmo2", windows=(), rope=Rope(), window_rope=None),
+    "olmo3": _KINDS["olmo3"],
+    "phi3": dataclasses.replace(
+        _KINDS["phi3"], rope=Rope(1e4, LongRope((1.0, 1.25), (2.0, 3.0), 512, attention_factor=1.125), 0.5)
+    ),
+    "phi3 window": dataclasses.replace(_KINDS["phi3"], rope=Rope(), windows=(8,) * 3),
+    "glm4": dataclasses.replace(_KINDS["glm4"], attention_bias=True),
 }
+NAMES = {"olmo3": "olmo2", "phi3 window": "phi3"}
+"""Models -> their architectures, where the names differ."""
 
 
 def random_params(config):
@@ -67,7 +75,7 @@ def stored(tmp_path_factory):
         folder = tmp_path_factory.mktemp(architecture)
         config, make = MODELS[architecture]
         language_model.save(folder, config, (make or all_experts)(), dtype="float32")
-        return gguf_files.write(folder / "model.gguf", folder, architecture, **options), folder
+        return gguf_files.write(folder / "model.gguf", folder, NAMES.get(architecture, architecture), **options), folder
 
     return write
 
@@ -85,6 +93,33 @@ def test_a_file_is_read_as_its_directory(stored, architecture):
             left, right, atol=1e-6 * (left.ndim == 1), rtol=0, err_msg=jax.tree_util.keystr(place)
         )
     assert read.tokenizer is None and read.eos == ()
+
+
+def test_a_set_of_files(stored, tmp_path):
+    path, folder = stored("qwen3", kinds={"attn_q": Kind.Q8_0})
+    whole = jspec.load(path, dtype="float32")
+    reader = gguf.GGUFReader(path)
+    metadata = {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith(("GGUF.", "general."))
+    }
+    for number in range(3):
+        name = tmp_path / f"x-0000{number + 1}-of-00003.gguf"
+        writer = gguf.GGUFWriter(name, "qwen3")
+        for key, value in {**(metadata if number == 0 else {}), "split.no": number, "split.count": 3}.items():
+            gguf_files.add(writer, key, value)
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        gguf_files.close(writer)
+    first, second, last = sorted(tmp_path.iterdir())
+    assert equal(jspec.load(first, dtype="float32").params, whole.params)
+    with pytest.raises(CheckpointError, match="split.no=1: must be 0"):
+        jspec.load(second)
+    last.write_bytes(second.read_bytes())
+    with pytest.raises(CheckpointError, match=r"x-00003.*split.no, split.count=\(1, 3\): must be \(2, 3\)"):
+        jspec.load(first)
+    last.unlink()
+    with pytest.raises(CheckpointError, match="x-00003-of-00003.gguf: no such file"):
+        jspec.load(first)
 
 
 def test_a_draft_in_a_file(stored):
@@ -159,7 +194,18 @@ def test_types_side_by_side_are_widened(stored):
             {"general.architecture": "mamba"},
             "general.architecture='mamba' is not supported; must be one of llama",
         ),
-        ("qwen3", {"split.count": 3}, "split.count=3: must be 1"),
+        ("qwen3", {"split.count": 3}, "split.count=3: the name of the first file must end in -00001-of-00003.gguf"),
+        ("qwen3", {"split.count": 3, "split.no": 2}, "split.no=2: must be 0, the first file of the set"),
+        ("qwen3", {"general.architecture": "qwen35"}, "general.architecture='qwen35' is not supported"),
+        (
+            "qwen3",
+            {
+                "qwen3.rope.scaling.type": "linear",
+                "qwen3.rope.scaling.factor": 2.0,
+                "qwen3.rope.scaling.attn_factor": 1.5,
+            },
+            "rope.scaling.attn_factor=1.5: must be 1",
+        ),
         ("qwen3", {"qwen3.logit_scale": 0.5}, "not supported: qwen3.logit_scale=0.5"),
         ("llama", {"llama.expert_count": 8}, "not supported: llama.expert_count=8"),
         ("qwen3", {"qwen3.attention.value_length": 8}, "qwen3.attention.value_length=8: must be 16"),
@@ -298,4 +344,4 @@ def test_values_that_are_not_finite(stored):
 def test_places_of_files(tmp_path):
     with pytest.raises(CheckpointError, match="no such"):
         jspec.load(tmp_path / "missing.gguf")
-    assert set(MODELS) <= set(ARCHITECTURES)
+    assert {NAMES.get(name, name) for name in MODELS} == set(ARCHITECTURES)

@@ -281,7 +281,7 @@ def test_states_of_modules_are_taken(needs):
 
 
 def test_libraries_know_the_documented_models():
-    known = {name: {kind.__name__ for kind in library.readers} for name, library in LIBRARIES.items()}
+    known = {name: {kind.__name__ for kind in library.layouts} for name, library in LIBRARIES.items()}
     assert known == {"gemma": {"Gemma4"}, "maxtext": {"Llama"}, "tunix": {"Llama", "Gemma4"}}
 
 
@@ -376,8 +376,8 @@ BIASED = dataclasses.replace(LLAMA, attention_bias=True)
         (LLAMA, None, "names=None: must be one of"),
         (LLAMA, "gemma", "names='gemma': known for Gemma4, and this model is of type Llama"),
         (gemma.KINDS["dense"], "maxtext", "names='maxtext': known for Llama, and this model is of type Gemma4"),
-        (BIASED, "tunix", "has attention_bias, and modules of Tunix have no biases"),
-        (BIASED, "maxtext", "has attention_bias"),
+        (BIASED, "tunix", "layers.0.self_attn.[kqv]_proj.bias has no name in this library"),
+        (BIASED, "maxtext", "layers.0.self_attn.[kqv]_proj.bias has no name in this library"),
     ],
 )
 def test_wrong_names_are_refused(config, names, message):

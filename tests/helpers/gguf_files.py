@@ -53,14 +53,27 @@ def write(
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+    factors = {}
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        factors = {f"rope_factors_{key}.weight": np.float32(rope[f"{key}_factor"]) for key in ("short", "long")}
+    if config.get("sliding_window") and architecture in ("olmo2", "phi3"):
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture == "olmo2" and "layer_types" in config:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if architecture == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
@@ -73,7 +86,7 @@ def write(
             writer.add_float32(f"{architecture}.{value}", config[key])
     for key, value in (metadata or {}).items():
         add(writer, key, value)
-    for name, tensor in {**_named(directory, architecture, config), **(tensors or {})}.items():
+    for name, tensor in {**_named(directory, architecture, config), **factors, **(tensors or {})}.items():
         kind = next(
             (kind for part, kind in (kinds or {}).items() if re.search(part, name) and tensor.ndim > 1), Kind.F32
         )

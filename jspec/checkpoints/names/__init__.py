@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import gemma, maxtext, tunix
-from jspec.checkpoints.names.leaves import Leaves, Library, Named, flatten
+from jspec.checkpoints.names.leaves import Library, Named, flatten, read
 from jspec.models.decoder import Decoder
 
 TRANSFORMERS = "transformers"
@@ -31,8 +31,8 @@ def check_names(names: object, config: Decoder) -> None:
         return
     if not isinstance(names, str) or names not in LIBRARIES:
         raise ValueError(f"names={names!r}: must be one of {', '.join([TRANSFORMERS, *LIBRARIES])}")
-    if type(config) not in LIBRARIES[names].readers:
-        known = ", ".join(kind.__name__ for kind in LIBRARIES[names].readers)
+    if type(config) not in LIBRARIES[names].layouts:
+        known = ", ".join(kind.__name__ for kind in LIBRARIES[names].layouts)
         raise CheckpointError(
             f"names={names!r}: known for {known}, and this model is of type {type(config).__name__}; pass arrays under "
             "their Hugging Face names"
@@ -50,7 +50,8 @@ def translate(names: str, config: Decoder, arrays: Mapping[str, Array]) -> Named
     Raises:
       CheckpointError: a leaf is missing, not used, or of another shape or dtype; the message has its path.
     """
-    leaves = Leaves(arrays)
-    named = LIBRARIES[names].readers[type(config)](config, leaves)
+    library = LIBRARIES[names]
+    leaves = library.leaves(arrays, config)
+    named = read(leaves, library.layouts[type(config)](config))
     leaves.refuse_unused()
     return named

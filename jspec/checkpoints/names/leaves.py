@@ -1,11 +1,14 @@
-"""The leaves of another library's weights, by their paths, checked as they are taken."""
+"""The leaves of another library's weights by their paths, and tables of the tensors in them."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
@@ -14,60 +17,24 @@ from jspec.checkpoints.tensors import FLOATS
 
 Named: TypeAlias = dict[str, Array]
 """Arrays by their Hugging Face names."""
+Table: TypeAlias = Mapping[str, tuple[str, str]]
+"""Hugging Face names of tensors -> paths of leaves, and their axes.
 
+Names are those of a layer, or begin with "model." or "lm_head". Axes are those of a leaf, a letter or digit for each,
+then after ">" those of a tensor, with commas between: "HED>HD,E" is a projection of width E to H heads of D. Two
+tensors are the halves of the first axis, and two leaves are side by side on the last one.
 
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """How a library holds the weights of models of our families.
-
-    roots: optional first parts of paths, without meaning.
-    readers: configuration -> function from a configuration and the leaves to arrays under Hugging Face names.
-    """
-
-    roots: tuple[str, ...]
-    readers: Mapping[type, Callable[[Any, "Leaves"], Named]]
-
-
-def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, such as `layers.0.attn.q_proj.w`.
-
-    Keys may be paths themselves, with dots or slashes. Boxes around arrays, as those of flax, do not count.
-
-    Raises:
-      CheckpointError: two leaves have the same path.
-    """
-    leaves: dict[str, Any] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        # Keys may be joined by dots or slashes; roots and the wrapper of a value are no part of the path.
-        parts = [part for key in keys for part in re.split(r"[./]", _name(key))]
-        while parts and parts[0] in roots:
-            parts.pop(0)
-        if parts and parts[-1] == "value":
-            parts.pop()
-        path = ".".join(parts)
-        if path in leaves:
-            raise CheckpointError(f"params: two leaves have the path {path}")
-        leaves[path] = leaf
-    return leaves
-
-
-def _name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+V: vocabulary. E: width. H, K: heads of queries, and of keys and values. D: dimensions of a head. F: width of the MLP.
+X, I: experts and their width. L, P: layers, and the width of their own inputs.
+"""
 
 
 class Leaves:
-    """Leaves by path; records the taken ones, to report the unused."""
+    """The leaves of a model by path; records the taken ones, to report the unused."""
 
-    def __init__(self, arrays: Mapping[str, Array]):
-        self.arrays = arrays
+    def __init__(self, arrays: Mapping[str, Array], config: Any):
+        self.arrays, self.config = arrays, config
         self.taken: set[str] = set()
-
-    def has(self, path: str) -> bool:
-        """Whether there is such a leaf."""
-        return path in self.arrays
 
     def take(self, path: str, *shape: int, pad: int | None = None) -> Array:
         """One leaf of this shape.
@@ -103,26 +70,132 @@ class Leaves:
             )
 
 
-def rows(x: Array) -> Array:
-    """A kernel [in, out] as [out, in]."""
-    return x.T
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a library holds the weights of models of a family.
+
+    path: of a layer, with {} for its index.
+    table: of the tensors; the first row of a tensor of the model counts.
+    sizes: the length of each axis, for a configuration and the index of a layer.
+    spare: beginnings of the paths of unused leaves in a layer.
+    """
+
+    path: str
+    table: Table
+    sizes: Callable[[Any, int], Mapping[str, int]]
+    spare: Callable[[Any, int], Iterable[str]] = lambda config, index: ()
 
 
-def heads_out(x: Array) -> Array:
-    """A projection to heads, [in, heads, head], as [out, in]."""
-    return x.reshape(x.shape[0], -1).T
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """How a library holds the weights of models of our families.
+
+    roots: optional first parts of paths, without meaning.
+    layouts: class of configurations -> their layout.
+    leaves: the class of the leaves.
+    """
+
+    roots: tuple[str, ...]
+    layouts: Mapping[type, Callable[[Any], Layout]]
+    leaves: type[Leaves] = Leaves
 
 
-def heads_first(x: Array) -> Array:
-    """A projection to heads, [heads, in, head], as [out, in]."""
-    return x.swapaxes(1, 2).reshape(-1, x.shape[1])
+class _Required:
+    """Collects the tensors that a table of weights asks for; of experts it has their stacks."""
+
+    placement = None
+
+    def __init__(self, known: set[str]):
+        self.known, self.asked = known, dict[str, None]()
+
+    def names(self) -> set[str]:
+        return self.known
+
+    def expect(self, name: str, *shape: int) -> None:
+        self.asked[name] = None
 
 
-def heads_in(x: Array) -> Array:
-    """A projection from heads, [heads, head, out], as [out, in]."""
-    return x.reshape(-1, x.shape[2]).T
+def read(leaves: Leaves, layout: Layout) -> Named:
+    """The arrays of a model.
+
+    Raises:
+      CheckpointError: a leaf is missing, of another shape, or without a name.
+    """
+    # The tensors of each layer, and first those of none.
+    config, named = leaves.config, {}
+    prefixes = {-1: "", **{index: f"model.layers.{index}." for index in range(config.num_layers)}}
+    required: Any = _Required({prefix + name for prefix in prefixes.values() for name in layout.table})
+    for entry in jax.tree.leaves(config.weights()):
+        entry.check(required)
+    # The rows of the table for them.
+    rows = [
+        (index, row)
+        for index, names in groupby(sorted(required.asked, key=_layer_of), _layer_of)
+        for row in _rows(layout.table, {name.removeprefix(prefixes[index]) for name in names}, prefixes[index])
+    ]
+    for index, row in rows:
+        (paths, axes), sizes = layout.table[row], layout.sizes(config, max(index, 0))
+        path = "" if index < 0 else layout.path.format(index)
+        parts = _parts(leaves, [path + name for name in paths.split()], axes, sizes, len(row.split()))
+        named.update(zip([prefixes[index] + name for name in row.split()], parts, strict=True))
+    for index in range(config.num_layers):
+        leaves.leave(*(layout.path.format(index) + spare for spare in layout.spare(config, index)))
+    return named
 
 
-def join_experts(gate: Array, up: Array) -> Array:
-    """Gates and ups of experts, [X, in, F] each, as [X, 2 F, in]."""
-    return jax.numpy.concatenate([gate, up], axis=2).swapaxes(1, 2)
+def _rows(table: Table, names: set[str], prefix: str) -> Iterator[str]:
+    """The first row of each of the tensors of a layer. prefix: of their names, for messages."""
+    for row in table:
+        if names >= {*row.split()}:
+            names -= {*row.split()}
+            yield row
+    if names:
+        raise CheckpointError(f"params: {prefix}{min(names)} has no name in this library")
+
+
+def _parts(leaves: Leaves, paths: list[str], axes: str, sizes: Mapping[str, int], count: int) -> Iterator[Array]:
+    """The `count` tensors in leaves side by side. sizes: of the axes."""
+    stored, order = axes.split(">")
+    taken = [leaves.take(path, *(sizes[axis] for axis in stored)) for path in paths]
+    leaf = taken[0] if len(taken) == 1 else jnp.concatenate(taken, axis=-1)
+    for part in [leaf] if count == 1 else leaf:
+        inner, groups = stored[-part.ndim :], order.split(",")
+        turned = part.transpose([inner.index(axis) for axis in "".join(groups)])
+        lengths = iter(turned.shape)
+        yield turned.reshape([math.prod(next(lengths) for _ in group) for group in groups])
+
+
+def _layer_of(name: str) -> int:
+    """The index of the layer in a Hugging Face name; -1: there is none."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return -1 if match is None else int(match[1])
+
+
+def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
+    """The leaves of a pytree by their paths, such as `layers.0.attn.q_proj.w`.
+
+    Keys may be paths themselves, with dots or slashes. Boxes around arrays, as those of flax, do not count.
+
+    Raises:
+      CheckpointError: two leaves have the same path.
+    """
+    leaves: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # Keys may be joined by dots or slashes; roots and the wrapper of a value are no part of the path.
+        parts = [part for key in keys for part in re.split(r"[./]", _name(key))]
+        while parts and parts[0] in roots:
+            parts.pop(0)
+        if parts and parts[-1] == "value":
+            parts.pop()
+        path = ".".join(parts)
+        if path in leaves:
+            raise CheckpointError(f"params: two leaves have the path {path}")
+        leaves[path] = leaf
+    return leaves
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
