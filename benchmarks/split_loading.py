@@ -43,7 +43,7 @@ def make(directory: Path, target: Llama) -> None:
     wide = jax.tree.map(
         lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target.param_shapes(ml_dtypes.bfloat16)
     )
-    write(directory, ((name, np.shape(tensor)) for name, tensor in llama.FAMILY.named_tensors(target, wide)))
+    write(directory, ((name, np.shape(tensor)) for name, tensor in llama.FAMILIES[0].named_tensors(target, wide)))
 
 
 def write(directory: Path, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:

@@ -13,7 +13,7 @@ from jspec.bench.options import CaseOptions, devices_of, drafter_of, window_of
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import resolve_dtype
-from jspec.checkpoints.split import splits_draft
+from jspec.checkpoints.plan import splits_draft
 from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Drafter, Params
 from jspec.core.xla_options import prepare_collectives

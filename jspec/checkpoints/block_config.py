@@ -43,6 +43,7 @@ SPELLINGS = Spellings(
     options={
         "speculators_model_type": ("dflash", "dspark"),
         "projector_type": ("dflash", "dspark"),
+        "attention_mode": ("gqa", "mha"),
         "conv_kernel_size": (),
         "selector_rank": (),
     },
@@ -50,7 +51,7 @@ SPELLINGS = Spellings(
 """What their keys are called. `dflash_config.num_target_layers`, for example, is that of the top level."""
 _NAMES = ("dflash", "dspark", "domino", "jetspec")
 """Parts of the names of classes and of speculators' model types."""
-_TRAINED_WITH = 512
+_ANCHORS = 512
 """DeepSpec's default number of anchors per sequence; its classes require this key."""
 
 
@@ -139,13 +140,15 @@ def _read_next_token(config: Fields, fields: Fields) -> bool:
 def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """Read for each layer whether its rows see only the rows of the block up to their own.
 
-    Without a key, those of JetSpec and sliding layers do, as their writers train them; vLLM lets the sliding layers of
-    speculators' DFlash see all.
+    Without a key, those of JetSpec and sliding layers do, as their writers train them, but not those that `use_swa`
+    makes slide; vLLM lets the sliding layers of speculators' DFlash see all.
     """
     stated = fields.optional_flag("is_causal")
     if stated is None and find_architectures(config, ["jetspec"]):
         stated = True
-    if stated is None and fields.read_flag("sliding_window_non_causal", False):
+    listed = "sliding_attention" in (fields.optional_texts("layer_types") or ())
+    swa_only = fields.read_flag("use_swa", False) and not listed
+    if stated is None and (swa_only or fields.read_flag("sliding_window_non_causal", False)):
         stated = False
     return tuple(window is not None if stated is None else stated for window in windows)
 
@@ -155,11 +158,11 @@ def _read_markov(fields: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | N
     rank = fields.read_int("markov_rank", 0, least=0)
     if rank == 0:
         return None, 0
-    kind = fields.read_text("markov_head_type", "vanilla").lower()
-    for name in ("vanilla", "gated", "rnn"):
-        if kind == name:
-            return name, rank
-    raise fields.wrong("markov_head_type", repr(kind), f"must be one of {', '.join(MARKOV_KINDS)}")
+    stated = fields.read_text("markov_head_type", "vanilla").lower()
+    kind = next((kind for kind in MARKOV_KINDS if kind == stated), None)
+    if kind is None:
+        raise fields.wrong("markov_head_type", repr(stated), f"must be one of {', '.join(MARKOV_KINDS)}")
+    return kind, rank
 
 
 def _read_confidence(fields: Fields) -> Literal["hidden", "markov"] | None:
@@ -213,12 +216,9 @@ def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str 
     """Describe a block draft in a layout."""
     if config.logit_scale != 1.0 or config.soft_cap is not None or params.mask_embed is not None:
         raise ValueError(f"layout={layout!r} cannot hold logit_scale, soft_cap or mask_embed")
-    return _describe_deepspec(config) if layout == "deepspec" else _describe_speculators(config, verifier)
-
-
-def _describe_heads(config: BlockHead) -> dict[str, Any]:
-    """The keys of a block and of its heads, at the top level in both layouts."""
-    return {
+    # Keys at the top level in both layouts.
+    layers = describe_layers(config, "qwen3", config.attention_bias)
+    heads = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.next_token,
@@ -227,42 +227,32 @@ def _describe_heads(config: BlockHead) -> dict[str, Any]:
         "enable_confidence_head": config.confidence is not None,
         "confidence_head_with_markov": config.confidence == "markov",
     }
-
-
-def _describe_deepspec(config: BlockHead) -> dict[str, Any]:
+    if layout == "speculators":
+        return _describe_speculators(config, verifier, layers) | heads
+    # DeepSpec's layout has no keys for other options.
     plain = not any(config.windows) and not any(config.causal)
-    # The layout has no keys for these options.
     if not (plain and config.next_token and config.draft_vocab_size == config.vocab_size):
         raise ValueError(
             "layout='deepspec' requires next_token, the target's whole vocabulary, and full attention both ways: use "
             "'speculators'"
         )
-    return {
-        "architectures": ["Qwen3DSparkModel"],
-        **describe_layers(config, "qwen3", config.attention_bias),
-        **_describe_heads(config),
-        "target_layer_ids": [layer - 1 for layer in config.capture_layers],
-        "num_anchors": _TRAINED_WITH,
-    }
+    ids = [layer - 1 for layer in config.capture_layers]
+    return {"architectures": ["Qwen3DSparkModel"], **layers, **heads, "target_layer_ids": ids, "num_anchors": _ANCHORS}
 
 
-def _describe_speculators(config: BlockHead, verifier: str | None) -> dict[str, Any]:
-    kinds = {(window, causal) for window, causal in zip(config.windows, config.causal, strict=True)}
+def _describe_speculators(config: BlockHead, verifier: str | None, layers: dict[str, Any]) -> dict[str, Any]:
     # The layout has one flag and one window for all sliding layers.
+    kinds = set(zip(config.windows, config.causal, strict=True))
     sliding = {kind for kind in kinds if kind[0]}
     if (None, True) in kinds or len(sliding) > 1:
         raise ValueError(
             "layout='speculators' requires full attention both ways, and one kind of sliding layers: the draft has "
             f"windows={config.windows}, causal={config.causal}"
         )
-    # The keys.
     dspark = config.next_token or config.markov is not None or config.confidence is not None
-    algorithm = "dspark" if dspark else "dflash"
-    class_name = f"{'DSpark' if dspark else 'DFlash'}Speculator"
-    layers = describe_layers(config, "qwen3", config.attention_bias)
+    name = "DSpark" if dspark else "DFlash"
     return {
-        **speculators.describe(config, class_name, algorithm, config.depth, verifier, layers),
-        **_describe_heads(config),
+        **speculators.describe(config, f"{name}Speculator", name.lower(), config.depth, verifier, layers),
         "sliding_window_non_causal": any(not causal for _, causal in sliding),
         "aux_hidden_state_layer_ids": list(config.capture_layers),
     }

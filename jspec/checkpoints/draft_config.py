@@ -119,7 +119,7 @@ def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
 
 
 _CLASS = re.compile(
-    r"(llama|qwen2|qwen3|qwen2_5_?vl|qwen3_?vl|mistral|mixtral|lfm2|for|causallm|lm|eagle3?|dflash|dspark|jetspec"
+    r"(llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|eagle3?|dflash|dspark|jetspec"
     r"|speculator|draft|model|head)+"
 )
 """Classes of drafts with the layers of a Llama or Qwen3."""
@@ -136,16 +136,19 @@ _OTHERS = {
 
 
 def check_class(config: Fields) -> None:
-    """Check that a class, if one is stated, has layers of a Llama or Qwen3 and a supported method.
+    """Check that a class, or otherwise a model_type, has layers of a Llama or Qwen3 and a supported method.
 
     Raises:
       CheckpointError: names the class.
     """
-    for name in config.optional_texts("architectures") or ():
-        if not _CLASS.fullmatch(name.lower()):
+    key, names = "architectures", config.optional_texts("architectures") or ()
+    if not names and (kind := config.optional_text("model_type")):
+        key, names = "model_type", (kind,)
+    for name in names:
+        if not _CLASS.fullmatch(name.lower().replace("_", "")):
             known = next((f" ({what})" for part, what in _OTHERS.items() if part in name.lower()), "")
             raise CheckpointError(
-                f"{config.where}: architectures={name}{known} is not supported in a draft: must be a class of EAGLE, "
+                f"{config.where}: {key}={name}{known} is not supported in a draft: must be a class of EAGLE, "
                 "EAGLE-3, DFlash, DSpark or JetSpec with layers of Llama or Qwen, such as LlamaForCausalLMEagle3, "
                 "Eagle3Speculator, DFlashDraftModel or Qwen3DSparkModel"
             )

@@ -10,9 +10,8 @@ from jaxtyping import PyTree
 from jspec.checkpoints import assistant, atomic, block, eagle, language_model, scaled
 from jspec.checkpoints.files import resolve_dtype, write_tensors
 from jspec.checkpoints.gguf_model import GgufModel
-from jspec.checkpoints.plan import Checkpoint, Plan
+from jspec.checkpoints.plan import Plan, refuse_split, splits_draft
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import refuse_split, splits_draft
 from jspec.checkpoints.vocabulary import check_padding
 from jspec.core.sharding import Placement
 from jspec.models.decoder import Decoder
@@ -26,29 +25,18 @@ _PREFIXED = {f"model.{name}.weight" for name in ("fc", "midlayer.hidden_norm", "
 """Tensors of heads under the prefix of a model."""
 
 
-def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> Checkpoint[Any]:
-    """Load a draft of any kind onto the default device.
+def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str | None = None) -> Plan[Draft]:
+    """Plan to read a draft of any kind from an open directory, without reading weights.
 
     Args:
-      directory: holds config.json and model.safetensors (or shards with an index), or pytorch_model.bin.
       target: the configuration of its target.
       dtype: as in `language_model.load`; use the same for both.
+      weights: as `Tensors.weights`.
 
     Raises:
       CheckpointError: a file is missing or damaged, an option is not supported, a tensor is missing, has an unexpected
         shape or is not used, or the draft does not suit the target.
       ValueError: an unknown dtype.
-    """
-    return plan(Source(directory), target, dtype).read()
-
-
-def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str | None = None) -> Plan[Draft]:
-    """Plan what `load` reads from an open directory, without reading weights.
-
-    weights: as `Tensors.weights`.
-
-    Raises:
-      CheckpointError, ValueError: as `load`.
     """
     # Some writers keep the names of the whole model, others those of the head.
     files = source.files

@@ -72,17 +72,14 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
 
 
 def _check_biases(config: Fields, fields: Fields, names: set[str]) -> None:
-    """Raises CheckpointError if config.json promises biases that its writer would have stored.
+    """Raises CheckpointError if biases of config.json are missing, whose writer would have stored them.
 
-    SafeAILab's and SpecForge's heads ignore `attention_bias`, which config.json has from the target.
+    SafeAILab's and SpecForge's heads ignore `attention_bias`, a copy of the target's key.
     """
-    trained = {"bias": "fc.bias", "qkv_bias": "q_proj.bias"}
-    if speculators.is_speculators(config):
-        trained = {"attention_bias": "q_proj.bias"}
-    elif eagle_config.is_eagle3(config, fields, names):
-        del trained["bias"]
-    for key, tensor in trained.items():
-        if fields.read_flag(key, False) and not any(name.endswith(tensor) for name in names):
+    honored = "attention_bias" if speculators.is_speculators(config) else "qkv_bias"
+    keys = (honored,) if eagle_config.is_eagle3(config, fields, names) else (honored, "bias")
+    for key, tensor in (("bias", "fc.bias"), ("qkv_bias", "q_proj.bias"), ("attention_bias", "q_proj.bias")):
+        if fields.read_flag(key, False) and key in keys and not any(name.endswith(tensor) for name in names):
             raise CheckpointError(f"{fields.where}: {fields.describe(key)}, but there are no tensors {tensor!r}")
 
 

@@ -52,6 +52,13 @@ SPELLINGS = Spellings(
 )
 
 
+_OF_EAGLE3 = (
+    *("fc_norm", "norm_before_residual", "norm_before_fc", "norm_output", "num_aux_hidden_states"),
+    *("target_layer_ids", "aux_hidden_state_layer_ids"),
+)
+"""Options of EAGLE-3 heads only."""
+
+
 def read_fields(config: Fields) -> Fields:
     """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section.
 
@@ -70,7 +77,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     check_class(config)
     fields = read_fields(config)
     eagle3 = is_eagle3(config, fields, names)
-    _refuse(config, fields)
+    _refuse(config, fields, eagle3)
     # The configuration.
     layers = read_layers(_with_depth(fields, names) if eagle3 else fields, target, eagle3 and "lm_head.weight" in names)
     windows = read_windows(fields, layers["num_layers"])
@@ -80,8 +87,8 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         target_hidden_size=fields.read_int("target_hidden_size", target.hidden_size),
         capture_layers=_read_captured(fields, target) if eagle3 else (target.num_layers + 1,),
         windows=windows if any(windows) else (),
-        norm_before_residual=fields.read_flag("norm_before_residual", False) and eagle3,
-        norm_output=fields.read_flag("norm_output", False) and eagle3,
+        norm_before_residual=fields.read_flag("norm_before_residual", False),
+        norm_output=fields.read_flag("norm_output", False),
     )
     # Shapes shared with the target.
     check_sizes(head, target, fields)
@@ -96,12 +103,14 @@ def is_eagle3(config: Fields, fields: Fields, names: set[str]) -> bool:
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
-def _refuse(config: Fields, fields: Fields) -> None:
+def _refuse(config: Fields, fields: Fields, eagle3: bool) -> None:
     """Raise CheckpointError if the configuration requires another forward than `EagleHead`'s."""
     if fields.read_flag("norm_before_fc", False) and fields.read_flag("fc_norm", False):
         refuse(config.where, ["norm_before_fc together with fc_norm, whose order is not defined"])
     if fields.read_int("truncated_vocab_size", size := fields.read_int("vocab_size")) != size:
         raise fields.wrong("truncated_vocab_size", fields.read_int("truncated_vocab_size"), f"must be {size}")
+    if not eagle3:
+        refuse(config.where, [fields.describe(key) for key in _OF_EAGLE3 if fields.is_set(key)], "an EAGLE-1 head")
     if is_speculators(config) and not config.has("norm_before_residual"):
         raise CheckpointError(
             f"{config.where}: the key 'norm_before_residual' is missing, and its default is false in speculators but "
@@ -143,10 +152,30 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
     _check_layout(layout, config, params)
     first = params.layers[0]
     layers = describe_layers(config, "llama", first.o_bias is not None)
+    # Options of EAGLE-3, at the top level in both layouts.
+    norms = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": params.input_norm is not None,
+        "fc_norm": params.fc_norms is not None,
+        "norm_output": config.norm_output,
+        "embed_requires_grad": params.embed is not None and config.hidden_size == config.target_hidden_size,
+    }
     if layout == "speculators":
-        return _describe_speculators(config, params, verifier, layers)
-    biases = {"bias": params.fc_bias is not None, "qkv_bias": first.qkv_bias is not None}
-    return {**layers, **biases, **_describe_safeailab(config, params)}
+        layers |= {} if first.q_norm is None else {"model_type": "qwen3"}
+        raw = speculators.describe(config, "Eagle3Speculator", "eagle3", 3, verifier, layers)
+        return {**raw, **norms, "eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
+    layers |= {"bias": params.fc_bias is not None, "qkv_bias": first.qkv_bias is not None}
+    if config.version == 1:
+        return {**layers, "architectures": ["LlamaForCausalLM"]}
+    outputs = [layer - 1 for layer in config.capture_layers] if params.fc is not None else []
+    return {
+        **layers,
+        **norms,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": params.fc is not None},
+    }
 
 
 def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
@@ -165,41 +194,3 @@ def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
             raise ValueError("layout='speculators' cannot hold fc_bias: use 'safeailab'")
         if any((layer.qkv_bias is None) != (layer.o_bias is None) for layer in params.layers):
             raise ValueError("layout='speculators' requires biases for all of q, k, v and o, or none: use 'safeailab'")
-
-
-def _describe_norms(config: EagleHead, params: EagleParams) -> dict[str, Any]:
-    """The options of an EAGLE-3 head, at the top level in both layouts."""
-    return {
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": params.input_norm is not None,
-        "fc_norm": params.fc_norms is not None,
-        "norm_output": config.norm_output,
-        "embed_requires_grad": params.embed is not None and config.hidden_size == config.target_hidden_size,
-    }
-
-
-def _describe_safeailab(config: EagleHead, params: EagleParams) -> dict[str, Any]:
-    if config.version == 1:
-        return {"architectures": ["LlamaForCausalLM"]}
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **_describe_norms(config, params),
-        "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.capture_layers] if params.fc is not None else [],
-            "use_aux_hidden_state": params.fc is not None,
-        },
-    }
-
-
-def _describe_speculators(
-    config: EagleHead, params: EagleParams, verifier: str | None, layers: dict[str, Any]
-) -> dict[str, Any]:
-    if params.layers[0].q_norm is not None:
-        layers |= {"model_type": "qwen3"}
-    return {
-        **speculators.describe(config, "Eagle3Speculator", "eagle3", 3, verifier, layers),
-        **_describe_norms(config, params),
-        "eagle_aux_hidden_state_layer_ids": list(config.capture_layers),
-    }

@@ -8,30 +8,26 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from jaxtyping import PyTree
 
-from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, llama_variant, qwen3_next
+from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, qwen3_next
 from jspec.checkpoints.config import family_of, unknown_family
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
-from jspec.checkpoints.plan import Checkpoint, Plan
+from jspec.checkpoints.plan import Checkpoint, Plan, refuse_split
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import refuse_split
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
-from jspec.models.quantized import is_matrix, refuse_quantized
+from jspec.models.quantized import refuse_quantized
 from jspec.models.sizes import count_parameters
 
 FAMILIES: tuple[Family[Any], ...] = (
-    llama.FAMILY,
-    llama_variant.FAMILY,
+    *llama.FAMILIES,
     gemma3.FAMILY,
     gemma4.FAMILY,
     deepseek.FAMILY,
@@ -113,9 +109,7 @@ def read_params(config: Decoder, tensors: Tensors) -> PyTree:
     Raises:
       CheckpointError: a tensor is missing or not used, or has an unexpected shape.
     """
-    params = _family_by_config(config).read_params(config, tensors)
-    _check_shapes(params, config.param_shapes(tensors.dtype), tensors.directory)
-    return params
+    return _family_by_config(config).read_params(config, tensors)
 
 
 def _check_size(shapes: PyTree, where: str) -> None:
@@ -123,18 +117,6 @@ def _check_size(shapes: PyTree, where: str) -> None:
     count = count_parameters(shapes)
     if count > MOST_PARAMETERS:
         raise CheckpointError(f"{where}: describes {count:.1e} parameters: must describe at most {MOST_PARAMETERS:.0e}")
-
-
-def _check_shapes(params: PyTree, shapes: PyTree, directory: Path) -> None:
-    """Raises if weights differ from what the configuration describes; they may have more, such as own embeddings."""
-    leaves = partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_matrix)
-    read = {path: leaf.shape for path, leaf in leaves(params)}
-    for path, leaf in leaves(shapes):
-        if read.get(path) != leaf.shape:
-            name = jax.tree_util.keystr(path)
-            raise CheckpointError(
-                f"{directory}: {name} has shape {read.get(path)}, but config.json implies {leaf.shape}"
-            )
 
 
 def parse_config(config: Fields) -> Decoder:

@@ -19,7 +19,7 @@ from jspec.checkpoints.live import LiveArray
 from jspec.checkpoints.loading import LoadOptions
 from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
 from jspec.checkpoints.plan import Plan
-from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
+from jspec.checkpoints.tensors import Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
 from jspec.core.struct import Leaf
 from jspec.models.decoder import Decoder
@@ -55,23 +55,7 @@ class _Named:
 class LiveTensors(Tensors):
     """Arrays in the place of tensors, without a copy on the host. Does not check for NaN or infinity."""
 
-    def stored(self, name: str, *shape: int) -> Any:
-        """One array.
-
-        Raises:
-          CheckpointError: it is missing, or has another shape or no floating-point dtype.
-        """
-        self.expect(name, *shape)
-        array = self.get(name)
-        if array.dtype not in FLOATS:
-            names = ", ".join(sorted(map(str, FLOATS)))
-            raise CheckpointError(f"{self.directory}: {name} has dtype {array.dtype}; must be one of {names}")
-        return array
-
-    def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
-        """One array in the chosen dtype."""
-        array = self.stored(name, *shape).astype(self.dtype)
-        return array.T if transpose else array
+    checks_values = False
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
         """An array to be filled."""
@@ -88,14 +72,6 @@ class LiveTensors(Tensors):
         self.check_devices(options, array.shape)
         # `Placement.spread` places the parts of a quantized matrix, as all of this is one program.
         return quantize(array, self.weights)
-
-    def compare_head(self, embedding: str, *shape: int) -> None:
-        """Refuse an LM head beside a tied embedding, unless it is known to be equal."""
-        if HEAD in self.names() and not np.array_equal(self.stored(HEAD, *shape), self.stored(embedding, *shape)):
-            raise CheckpointError(
-                f"{self.directory}: config.json implies that {embedding} is the LM head (tie_word_embeddings): {HEAD} "
-                "must be left out, or be equal"
-            )
 
 
 def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tuple[int, ...]]:

@@ -78,10 +78,11 @@ def _parse_group(weights: Fields) -> Packing | None:
 
 def parse_gptq(method: Fields) -> Packing | None:
     """The packing of a `quantization_config` of GPTQ; None: it is not supported."""
-    bits, form = method.read_int("bits"), method.optional_text("checkpoint_format") or "gptq"
-    if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
+    forms = {method.optional_text(key) for key in ("checkpoint_format", "format")} - {None} or {"gptq"}
+    bits = method.read_int("bits")
+    if bits not in (4, 8) or len(forms) > 1 or not forms <= {"gptq", "gptq_v2"}:
         return None
-    return Packing("gptq", bits, _group_size(method), True, zero_offset=int(form == "gptq"))
+    return Packing("gptq", bits, _group_size(method), True, zero_offset=int("gptq" in forms))
 
 
 def parse_awq(method: Fields) -> Packing | None:

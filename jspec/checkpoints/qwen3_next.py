@@ -89,6 +89,7 @@ def _refuse_options(config: Fields, text: Fields) -> None:
             "use_sliding_window": (False,),
             "hidden_act": ("silu",),
             "attn_output_gate": (True,),
+            "mtp_use_dedicated_embeddings": (False,),
             "mamba_ssm_dtype": ("float32",),
             # Of the norm after recurrent layers, not of attention.
             "output_gate_type": ("swish", "silu"),

@@ -23,7 +23,7 @@ from jspec.models.rope import (
 )
 
 # Sections of several positions of a token differ in images only.
-_ALWAYS = ("type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_ALWAYS = "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"
 LAYER_TYPES = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _INITIAL = "initial_context_length"
@@ -178,12 +178,11 @@ def _read_theta(rope: Fields, config: Fields, default: float | None, draft: bool
 
 def _read_original(rope: Fields, config: Fields) -> int:
     """The context of the training: in the section or beside it, or all of the context."""
-    fields = [fields for fields in (rope, config) if fields.has(_ORIGINAL)]
-    lengths = {fields.read_int(_ORIGINAL, most=MOST_LENGTH): fields for fields in fields}
-    if len(lengths) > 1:
-        raise rope.wrong(_ORIGINAL, min(lengths), f"must be the same as {config.describe(_ORIGINAL)}")
-    if lengths:
-        return next(iter(lengths))
+    stated = [fields.read_int(_ORIGINAL, most=MOST_LENGTH) for fields in (rope, config) if fields.has(_ORIGINAL)]
+    if len(set(stated)) > 1:
+        raise rope.wrong(_ORIGINAL, stated[0], f"must be the same as {config.describe(_ORIGINAL)}")
+    if stated:
+        return stated[0]
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
     if config.read_int(_INITIAL, length, most=MOST_LENGTH) != length:
         raise CheckpointError(
@@ -198,8 +197,8 @@ def _read_factor(rope: Fields) -> float:
 
 
 def _implied_factor(rope: Fields, config: Fields, original: int) -> float:
-    """The factor; if it is not stated, of the length by the original one."""
-    if rope.has("factor"):
+    """The factor; if it is not stated, of the length by the stated original one."""
+    if rope.has("factor") or not (rope.has(_ORIGINAL) or config.has(_ORIGINAL)):
         return _read_factor(rope)
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
     if original > length:
@@ -209,11 +208,9 @@ def _implied_factor(rope: Fields, config: Fields, original: int) -> float:
 
 def _parse_dynamic(rope: Fields, config: Fields) -> Scaling:
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
-    if rope.read_int(_ORIGINAL, length, most=MOST_LENGTH) != length:
-        raise CheckpointError(
-            f"{config.where}: {rope.describe(_ORIGINAL)}: must be max_position_embeddings={length} with "
-            "rope_type='dynamic', whose frequencies change there"
-        )
+    if (original := _read_original(rope, config)) != length:
+        problem = f"must be max_position_embeddings={length} with rope_type='dynamic', whose frequencies change there"
+        raise rope.wrong(_ORIGINAL, original, problem)
     return DynamicRope(_read_factor(rope), length)
 
 
@@ -241,7 +238,8 @@ def _parse_llama3(rope: Fields, config: Fields) -> Scaling:
     low, high = (rope.read_number(f"{name}_freq_factor", above=0, most=MOST_NUMBER) for name in ("low", "high"))
     if high <= low:
         raise rope.wrong("high_freq_factor", high, f"must be above low_freq_factor={low}")
-    return Llama3Rope(_read_factor(rope), low, high, rope.read_int(_ORIGINAL, most=MOST_LENGTH))
+    original = _read_original(rope, config) if config.has(_ORIGINAL) else rope.read_int(_ORIGINAL, most=MOST_LENGTH)
+    return Llama3Rope(_read_factor(rope), low, high, original)
 
 
 def _parse_longrope(rope: Fields, config: Fields) -> Scaling:

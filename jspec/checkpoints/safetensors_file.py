@@ -85,7 +85,7 @@ class SafetensorFiles:
             return set(self._stored)
         if self.weight_map is None:
             return set(self._header("model.safetensors"))
-        # Like transformers, read what the listed files have, whatever the index says of it.
+        # Like transformers, read all tensors of the listed files, even those listed elsewhere or nowhere.
         for file in dict.fromkeys(self.weight_map.values()):
             for name in self._header(file):
                 listed = self.weight_map.get(name, file)

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.checkpoints.deferred import Deferred, Part
-from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_model import GROUP
 from jspec.checkpoints.kv_scales import is_known
@@ -85,6 +85,10 @@ def parse_scheme(config: Fields) -> Scheme | None:
             "group or by channel, and a kv_cache_scheme of 8 bits, type float, by tensor, or none; or "
             "quant_method='gptq' or 'awq' with 4 bits; or quant_method='modelopt' with quant_algo='FP8'"
         )
+    # A sparsity of none is no other format.
+    dense = ["sparsity_config"] * (method.section("sparsity_config").optional_text("format") == "dense")
+    others = [key for key in method.keys() if key not in (*_KEYS, *dense)]
+    refuse(config.where, [method.describe(key) for key in others if not (method.is_empty(key) or method.is_off(key))])
     return scheme
 
 
@@ -139,6 +143,17 @@ _METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
     "modelopt": _parse_modelopt,
 }
 """Quantization method of config.json -> a reader of its options; None: they are not supported."""
+
+
+_KEYS = {
+    *("quant_method", "fmt", "format", "checkpoint_format", "version", "backend", "producer", "quantizer", "meta"),
+    *("bits", "group_size", "weight_block_size", "zero_point", "sym", "config_groups", "quant_algo"),
+    *("kv_cache_scheme", "kv_cache_quant_algo", "activation_scheme", "scale_fmt", "desc_act", "lm_head"),
+    *("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "model_file_base_name"),
+    *("quantization_status", "global_compression_ratio", "damp_percent", "damp_auto_increment", "static_groups"),
+    *("true_sequential", "model_name_or_path", "is_checkpoint_fp8_serialized", "quant_library"),
+}
+"""Keys of all methods: read, or those whose effect is in the tensors. Others, such as rotations, change the forward."""
 
 
 def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
@@ -265,10 +280,7 @@ class ScaledTensors(Tensors):
 
     def get(self, name: str) -> np.ndarray:
         """One tensor; an 8-bit matrix is widened, to float32."""
-        if not self.is_narrow(name):
-            return super().get(name)
-        narrow, scale = self._read_narrow(name)
-        return _widened(narrow, scale(_whole(narrow.shape)))
+        return self.reader(name)(_whole(self.files.shape(name))) if self.is_narrow(name) else super().get(name)
 
     def reader(self, name: str) -> Callable[[Part], np.ndarray]:
         """As in `Tensors`; scales are read once."""
@@ -286,14 +298,12 @@ class ScaledTensors(Tensors):
         if self.weights is not None or not self.is_narrow(name):
             return super().read(name, *shape, transpose=transpose)
         self.expect(name, *shape)
-        group = self.scheme.group(shape[-1])
+        parts = zip(self._narrow_reader(name), (self.scheme.kind, np.float32), strict=True)
         if self.defers(name):
-            values, scales = self._narrow_reader(name)
-            whole = self.deferred(name, self.scheme.kind, values), self.deferred(name, np.float32, scales)
-            array = ScaledArray(*whole, group)
+            halves = [self.deferred(name, kind, read) for read, kind in parts]
         else:
-            narrow, scales = self._read_narrow(name)
-            array = ScaledArray(narrow, scales(_whole(shape)), group)
+            halves = [read(_whole(shape)) for read, _ in parts]
+        array = ScaledArray(*halves, self.scheme.group(shape[-1]))
         return array.T if transpose else array
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
@@ -358,20 +368,12 @@ class ScaledTensors(Tensors):
     def _head_is_narrow(self) -> bool:
         return HEAD in self.names() and self.is_narrow(HEAD)
 
-    def _read_narrow(self, name: str) -> tuple[np.ndarray, Callable[[Part], np.ndarray]]:
-        """Read an 8-bit matrix, [out, in]; also returns a function: part -> the scale of each of its values.
-
-        Raises:
-          CheckpointError: it is no matrix, has NaN values, or its scales are missing or of another shape.
-        """
-        self._check_matrix(name)
-        return self._known(name, super().get(name)), self._read_scale(name)
-
     def _narrow_reader(self, name: str) -> tuple[Callable[[Part], np.ndarray], Callable[[Part], np.ndarray]]:
         """Return two functions of a part of an 8-bit matrix, [out, in]: to its values, and to the scale of each.
 
         Raises:
-          CheckpointError: as `_read_narrow`; NaN values are found when they are read.
+          CheckpointError: it is no matrix, or its scales are missing or of another shape; NaN values are found when
+            they are read.
         """
         self._check_matrix(name)
         read = super().reader(name)

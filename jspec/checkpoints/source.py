@@ -13,7 +13,6 @@ from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.gguf_model import GgufModel
 from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles, without_prefix
-from jspec.checkpoints.tensors import TensorFiles
 
 Files: TypeAlias = SafetensorFiles | GgufModel
 
@@ -51,7 +50,7 @@ class Source:
         return files
 
     @cached_property
-    def files(self) -> TensorFiles:
+    def files(self) -> "Files | TorchFile":
         """The tensors in model.safetensors or its shards, otherwise those in pytorch_model.bin.
 
         Raises:

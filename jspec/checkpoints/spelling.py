@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from jspec.checkpoints.fields import Fields, refuse
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), ()),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), ()),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"), ()),
     **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), ()),
     **dict.fromkeys(("original_max_position_embeddings", "initial_context_length"), ()),
     **dict.fromkeys(("partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window"), ()),
     **dict.fromkeys(("max_window_layers", "attention_bias", "quantization_config", "draft_vocab_size"), ()),
     **dict.fromkeys(("target_hidden_size", "num_target_layers", "sliding_window_non_causal"), ()),
+    "head_dim": ("attention_head_dim",),
+    "num_hidden_layers": ("draft_num_hidden_layers",),
     "is_neox_style": ("rope_is_neox_style",),
     "is_causal": ("causal", "causal_head"),
     "target_layer_ids": ("dspark_target_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"),
@@ -35,35 +37,37 @@ STOCK: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("silu",)),
     **dict.fromkeys(("mlp_bias", "use_gemma_norm", "enable_qwen35_gated_q_proj", "dspark_bonus_anchor"), (False,)),
     **dict.fromkeys(("shift_label", "draft_shift", "parallel_drafting", "attention_sink_bias"), (False,)),
-    **dict.fromkeys(("rope_interleave", "rope_interleaved", "enable_moe", "use_mla"), (False,)),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved", "enable_moe", "use_mla", "use_mrope"), (False,)),
     **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "residual_multiplier"), (1.0,)),
     **dict.fromkeys(("embedding_multiplier", "logits_scaling", "attention_multiplier"), (1.0,)),
-    "use_rope": (True,),
+    **dict.fromkeys(("use_rope", "use_rotary_pos_emb"), (True,)),
+    "norm_type": ("rms", "rmsnorm"),
     "position_embedding_type": ("rope", "rotary"),
     "pretraining_tp": (1,),
 }
 """Options of other forwards -> the values of a decoder layer of a Llama or Qwen3."""
 
 _HARMLESS = re.compile(
-    r"_.*|.*version|.*_name|.*_path|auto_map|architectures|model_type|speculators_(model_type|config)|(torch_)?dtype"
-    r"|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|(attn|cache)_implementation|prefix|has_lm_head"
+    r"_.*|.*version|((base|target)_)?(model|tokenizer|dataset|project|run)_name|.*_path|auto_map|architectures|model_type|speculators_(model_type|config)|(torch_)?dtype"
+    r"|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|(attn|cache)_implementation|attention_backend|prefix|has_lm_head"
     r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*|id2label"
     r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|label2id|problem_type|num_labels"
     r"|has_no_defaults_at_init|task_specific_params|finetuning_task|(max|min|max_sequence)_length|pruned_heads"
     # Sampling of the target, and its special tokens.
     r"|do_sample|early_stopping|num_beams?(_groups)?|.*_penalty|temperature|top_[kp]|typical_p|.*no_repeat_ngram_size"
     r"|bad_words_ids|num_return_sequences|remove_invalid_values|(begin_)?suppress_tokens|(bos|eos|pad|sep|mask)_token"
-    r"|(?!.*(mask|noise|pard|ptd)).*token_(id|ids|index)"
+    r"|(bos|eos|eod|pad|unk|sep|cls|decoder_start|forced_[be]os|(image|video|audio|vision|bo[ia]|eo[ia])(_\w+)?)"
+    r"_token_(id|ids|index)|(im|text)_(start|end|newline)_id|pad_id|mask_init_id|org_vocab_size"
     # Training.
-    r"|(.*_)?(dropout|pdrop|loss|lr|seed|ttt|train|training|epochs?|dataset|warmup|anchors|alpha|distillation)(_.*)?"
-    r"|.*(learning_rate|weight_decay|decay_gamma|freeze)(_.*)?|initializer_range|gradient_checkpointing|modal_type"
+    r"|(.*_)?(dropout|pdrop|loss|lr|seed|ttt|train|training|epochs?|dataset|warmup|anchors|distillation)(_.*)?"
+    r"|.*(loss|lk|kl|kd|l1|ce|confidence_head)_alpha|.*(learning_rate|weight_decay|decay_gamma|freeze)(_.*)?|initializer_range|gradient_checkpointing"
     r"|embed_requires_grad|confidence_temperatures|target_model.*|verifier.*|parallel_draft_heads_num_layers"
-    r"|eagle_(report|reuse|offline|enable|use_torch|mix)_.*"
+    r"|modal_type|class_num|dense_list|pool_type|cla_share_factor|eagle_(report_acc|reuse_base_decoder|offline|enable_nvtx|use_torch_compile|mix_hidden_states)"
     # Copied from the target: experts, recurrent layers and MTP heads have tensors of their own.
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
-    r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mtp_.*|mamba_.*"
+    r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mamba_.*"
     r"|linear_(attn_config|(conv|key|num|value)_.*)|(use_)?qk_(layer)?norm"
-    r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit"
+    r"|mtp_(num_hidden_layers|use_dedicated_embeddings)|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit"
 )
 """Keys without effect on the forward of a draft."""
 _OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(anchor|causal|directional|embed|norm|position|residual|rope)).*")

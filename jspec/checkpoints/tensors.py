@@ -99,6 +99,9 @@ class Tensors:
     """The format of the matrices of linear layers, a key of `quantized.FORMATS`; "wide": `dtype`; None: 8 or 4 bits if
     they are stored so, and otherwise `dtype`."""
 
+    checks_values: bool = True
+    """Whether NaN and infinity are errors."""
+
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
         self.asked: set[str] = set()
@@ -137,7 +140,7 @@ class Tensors:
         if tensor.dtype not in FLOATS:
             names = ", ".join(sorted(map(str, FLOATS)))
             raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {names}")
-        if not is_finite(tensor):
+        if self.checks_values and not is_finite(tensor):
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
         return tensor
 
@@ -190,9 +193,12 @@ class Tensors:
         return self.files.has_parts(name) and self.files.shape(name) != ()
 
     def reader(self, name: str) -> Callable[[Part], np.ndarray]:
-        """A function that reads a part of what `get` reads."""
-        assert isinstance(self.files, PartialFiles)
-        return partial(self.files.part, name)
+        """A function that reads a part of what `get` reads, in these files."""
+        self.asked.add(name)
+        if isinstance(self.files, PartialFiles) and self.files.has_parts(name):
+            return partial(self.files.part, name)
+        whole = self.files.get(name)
+        return lambda part: whole[tuple(slice(indices.start, indices.stop, indices.step) for indices in part)]
 
     def deferred(self, name: str, dtype: DTypeLike, read: Callable[[Part], np.ndarray]) -> Deferred:
         """Read a tensor later, part by part, in blocks of rows. read: reads a part in this dtype."""
@@ -222,7 +228,8 @@ class Tensors:
         """Checked weights, or a part of them, in the chosen dtype."""
         with np.errstate(over="ignore"):
             converted = tensor.astype(self.dtype, copy=False)
-        if ml_dtypes.finfo(self.dtype).max < ml_dtypes.finfo(tensor.dtype).max and not is_finite(converted):
+        narrower = ml_dtypes.finfo(self.dtype).max < ml_dtypes.finfo(tensor.dtype).max
+        if narrower and self.checks_values and not is_finite(converted):
             raise CheckpointError(
                 f"{self.directory}: {name} has dtype {tensor.dtype} and values that are infinite in "
                 f"{np.dtype(self.dtype)}: choose another dtype"
@@ -308,7 +315,7 @@ class Tensors:
         if not np.array_equal(self.stored(HEAD, *shape), self.stored(embedding, *shape)):
             raise CheckpointError(
                 f"{self.directory}: config.json implies that {embedding} is the LM head (tie_word_embeddings), but "
-                f"{HEAD} differs from it"
+                f"{HEAD} differs from it: {HEAD} must be left out, or be equal"
             )
 
     def refuse_unread(self, owner: str, spare: Callable[[str], bool] = lambda name: False) -> None:

@@ -27,7 +27,7 @@ from jspec.models.sizes import tree_bytes
 from jspec.models.stack import DraftShape, LayerParams, decoder_layer, empty_cache, layer_weights
 from jspec.models.weights import interleaved, linear, plain
 
-MARKOV_KINDS = ("vanilla", "gated", "rnn")
+MARKOV_KINDS: tuple[Literal["vanilla", "gated", "rnn"], ...] = ("vanilla", "gated", "rnn")
 """Kinds of Markov heads (arXiv 2607.05147)."""
 CONFIDENCE_KINDS = ("hidden", "markov")
 """What a confidence head reads: the row's output, or the embedding of the token before, too."""

@@ -288,7 +288,7 @@ def test_a_soft_cap_of_the_target(draft):
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_table_of_drafts_finds_it(draft, name):
     directory = draft(**DRAFTS[name])
-    made = drafts.load(directory, target=TARGET, dtype="float32")
+    made = drafts.plan(Source(directory), TARGET, "float32").read()
     assert made.config.drafter == "block"
     shapes, stored = made.config.param_shapes(jnp.float32), made.params
     assert equal(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (shapes,)), jax.tree.map(jnp.zeros_like, (stored,)))

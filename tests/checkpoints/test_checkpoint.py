@@ -212,6 +212,27 @@ def test_mtp_heads_that_no_index_lists(tmp_path):
         assert language_model.load(tmp_path).config.mtp_layers == 0
 
 
+def test_an_index_that_disagrees_with_its_files(tmp_path):
+    """What the listed files have counts, as for transformers; a tensor in two of them is refused."""
+    language_model.save(
+        tmp_path, toy.DRAFT, params := toy.random_params(toy.DRAFT), dtype="float32", max_shard_bytes=9000
+    )
+    index = tmp_path / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    files, name = sorted(set(raw["weight_map"].values())), "model.norm.weight"
+    others = {key: file for key, file in raw["weight_map"].items() if key != name}
+    assert raw["weight_map"][name] in others.values()
+    for listed in (others, {**others, name: next(file for file in files if file != raw["weight_map"][name])}):
+        index.write_text(json.dumps({"weight_map": listed}))
+        np.testing.assert_array_equal(language_model.load(tmp_path, dtype="float32").params.norm, params.norm)
+    twice = tmp_path / next(file for file in files if file != raw["weight_map"][name])
+    files_of_twice = load_file(twice)
+    save_file({**files_of_twice, name: np.zeros(32, np.float32)}, twice)
+    index.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=f"both model-.* and model-.* have the tensor '{name}'"):
+        language_model.load(tmp_path)
+
+
 def test_the_outer_flag_of_tied_embeddings(tmp_path):
     """transformers 5.5 and later write true in the section of the text model of a checkpoint with an LM head."""
     config = replace(hostile.MODELS["qwen3_next experts"], tie_embeddings=False)
@@ -231,7 +252,7 @@ def test_the_outer_flag_of_tied_embeddings(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.* not read")
 def test_missing_shard_and_missing_entry(tmp_path):
-    language_model.save(tmp_path, toy.DRAFT, toy.random_params(toy.DRAFT), max_shard_bytes=1000)
+    language_model.save(tmp_path, toy.DRAFT, toy.random_params(toy.DRAFT), max_shard_bytes=1)
     index = tmp_path / "model.safetensors.index.json"
     raw = json.loads(index.read_text())
     shard = raw["weight_map"].pop("model.norm.weight")

@@ -43,7 +43,7 @@ FORMATS = {
     "compressed_channel": compressed(strategy="channel", group_size=None),
     "compressed_8_bits": compressed(num_bits=8),
     "gptq": GPTQ,
-    "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"},
+    "gptq_v2": {**GPTQ, "format": "gptq_v2"},
     "gptq_column": {**GPTQ, "group_size": -1},
     "gptq_8_inputs": {**GPTQ, "group_size": 8},
     "awq": AWQ,
@@ -223,6 +223,8 @@ def test_memory_counts_packed_values(stored, monkeypatch):
         {**GPTQ, "checkpoint_format": "marlin"},
         {**AWQ, "bits": 8},
         {**AWQ, "version": "gemv"},
+        {**GPTQ, "format": "marlin"},
+        {**GPTQ, "format": "gptq", "checkpoint_format": "gptq_v2"},
     ),
     ids=str,
 )
@@ -231,6 +233,33 @@ def test_other_methods_are_refused(stored, tmp_path, method):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     configure(tmp_path / "config.json", method)
     with pytest.raises(CheckpointError, match=r"quantization_config=.*is not supported; must have quant_method='fp8'"):
+        jspec.load(tmp_path)
+
+
+ROTATED = {"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "q_attn"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "value"),
+    [
+        ("gptq", "dynamic", {"+:.*down.*": {"bits": 8}}),
+        ("awq", "fused_attention", True),
+        ("compressed", "transform_config", ROTATED),
+        ("compressed", "sparsity_config", {"format": "sparse-24-bitmask"}),
+    ],
+)
+def test_keys_of_other_forwards_are_refused(stored, tmp_path, form, key, value):
+    for file in (stored("llama", form) / "narrow").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    method = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    for harmless in (
+        {"sparsity_config": {"format": "dense"}, "transform_config": {}},
+        {"dynamic": {}, "lm_head": True},
+    ):
+        configure(tmp_path / "config.json", {**method, **harmless})
+        jspec.load(tmp_path)
+    configure(tmp_path / "config.json", {**method, key: value})
+    with pytest.raises(CheckpointError, match=f"not supported: quantization_config.{key}="):
         jspec.load(tmp_path)
 
 

@@ -58,25 +58,7 @@ def write(
     writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if "original_max_position_embeddings" in rope:
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-    factors = {}
-    if rope["rope_type"] == "longrope":
-        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
-        factors = {f"rope_factors_{key}.weight": np.float32(rope[f"{key}_factor"]) for key in ("short", "long")}
-    if config.get("sliding_window") and architecture in ("olmo2", "phi3"):
-        writer.add_sliding_window(config["sliding_window"])
-    if architecture == "olmo2" and "layer_types" in config:
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if architecture == "gemma3":
-        writer.add_sliding_window(config["sliding_window"])
-        writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
+    factors = _add_positions(writer, architecture, config, rope)
     if "num_experts" in config:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -92,6 +74,28 @@ def write(
         )
         writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     return close(writer)
+
+
+def _add_positions(
+    writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], rope: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Add scalings of rotary positions, and windows; returns the tensors of scalings."""
+    kinds = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+    if rope["rope_type"] in kinds:
+        writer.add_rope_scaling_type(kinds[rope["rope_type"]])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope:
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.get("sliding_window") and architecture in ("olmo2", "phi3", "gemma3"):
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture == "olmo2" and "layer_types" in config:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture == "gemma3":
+        writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
+    if rope["rope_type"] != "longrope":
+        return {}
+    writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+    return {f"rope_factors_{key}.weight": np.float32(rope[f"{key}_factor"]) for key in ("short", "long")}
 
 
 def _named(directory: Path, architecture: str, config: dict[str, Any]) -> dict[str, np.ndarray]:

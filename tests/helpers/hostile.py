@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from jspec.checkpoints import assistant, block_config, drafts, eagle_config, gemma4, language_model
 from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.source import Source
 from jspec.models import BlockHead
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
@@ -184,7 +185,7 @@ def _head(directory: Path, name: str) -> Base:
     raw = json.loads((directory / "config.json").read_text())
 
     def load(directory: Path):
-        made = drafts.load(directory, target=eagle_files.TARGET, dtype="float32")
+        made = drafts.plan(Source(directory), eagle_files.TARGET, "float32").read()
         return made.config, made.params
 
     def describe(made) -> dict:
@@ -219,7 +220,7 @@ def _block(directory: Path, name: str) -> Base:
     raw = json.loads((directory / "config.json").read_text())
 
     def load(directory: Path):
-        made = drafts.load(directory, target=block_files.TARGET, dtype="float32")
+        made = drafts.plan(Source(directory), block_files.TARGET, "float32").read()
         return made.config, made.params
 
     def describe(made) -> dict:
@@ -291,7 +292,7 @@ def _gemma4_assistant(directory: Path) -> Base:
 
 
 def _loads_for(target: Decoder) -> Callable[[Path], Any]:
-    return lambda directory: drafts.load(directory, target=target, dtype="float32").config
+    return lambda directory: drafts.plan(Source(directory), target, "float32").read().config
 
 
 TOKENIZER = json.dumps(

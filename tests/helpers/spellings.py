@@ -22,6 +22,7 @@ from eagle_files import TARGET, V, random_head
 from safetensors.numpy import save_file
 
 from jspec.checkpoints import drafts, language_model
+from jspec.checkpoints.source import Source
 from jspec.core import accept
 from jspec.core.loop import decode
 from jspec.core.method import Method
@@ -245,6 +246,7 @@ BASES = {
     "dflash reduced": Base(block(draft_vocab=23, draft_vocab_size=23), BLOCK),
     "dflash fp8": Base(lambda: both(tensors(widened))(*block()()), BLOCK),
     "dflash window": Base(block(layer=WINDOW), BLOCK),
+    "dflash window both ways": Base(block(layer=WINDOW, inner={"causal": False}), BLOCK),
     "jetspec": Base(block(inner={"causal": True}), BLOCK),
     "dspark": Base(block(**NEXT), BLOCK),
     "dspark fill-in": Base(block(**NEXT, sample_from_anchor=False), BLOCK),
@@ -276,7 +278,7 @@ def proposals(directory: Path, base: str, drafter: Any = None, rounds: int = 0) 
 
     drafter: None: the base's.
     """
-    loaded = drafts.load(directory, target=TARGET, dtype="float32")
+    loaded = drafts.plan(Source(directory), TARGET, "float32").read()
     # How rows were ordered in the file has no part in a forward.
     config = dataclasses.replace(loaded.config, neox=True) if hasattr(loaded.config, "neox") else loaded.config
     both = SimpleNamespace(target=TARGET, draft=config, params=Params(target_params(), loaded.params))

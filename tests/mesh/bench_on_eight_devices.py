@@ -63,7 +63,7 @@ def test_a_draft_is_split_as_by_load(monkeypatch):
     """A small head is faster whole; assistants and MTP heads are split wherever the target is."""
     small = subject_of(preset="tiny", tensor=2)
     assert (small.draft.tensor, small.placement.draft) == (1, False)
-    monkeypatch.setattr("jspec.checkpoints.split.SUM_SECONDS", 0.0)
+    monkeypatch.setattr("jspec.checkpoints.plan.SUM_SECONDS", 0.0)
     head = subject_of(preset="tiny", tensor=2)
     assert (head.draft.tensor, head.placement.draft) == (2, True)
     with pytest.raises(ValueError, match="tensor=2: must divide"):

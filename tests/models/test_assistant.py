@@ -257,9 +257,9 @@ def test_gemma_4_config_determines_the_target_layers():
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
     """In Gemma 4's format and in this package's own, with the same content."""
     target, raw, config, params = sample(ordered)
-    theirs = drafts.load(write(tmp_path / "theirs", raw, config, params), target=target, dtype="float32")
+    theirs = drafts.plan(Source(write(tmp_path / "theirs", raw, config, params)), target, "float32").read()
     drafts.save(tmp_path / "ours", config, params, dtype="float32")
-    ours = drafts.load(tmp_path / "ours", target=target, dtype="float32")
+    ours = drafts.plan(Source(tmp_path / "ours"), target, "float32").read()
     for loaded in (theirs, ours):
         assert loaded.config == config
         toy.assert_same(loaded.params, params)
@@ -346,4 +346,4 @@ def test_tensors_that_do_not_fit_are_errors(tmp_path, name, tensor, message):
     path = write(tmp_path, raw, config, params) / "model.safetensors"
     save_file({**load_file(path), name: tensor}, path)
     with pytest.raises(CheckpointError, match=message):
-        drafts.load(tmp_path, target=target, dtype="float32")
+        drafts.plan(Source(tmp_path), target, "float32").read()

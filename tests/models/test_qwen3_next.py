@@ -155,6 +155,11 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
     assert loaded.eos == (1, 96)
     (head,) = loaded.params.mtp
     assert loaded.config.mtp_layers == 1
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stated, "mtp_num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers=2, but the checkpoint lists the tensors of 1 MTP"):
+        language_model.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(stated))
     toy.assert_same(head.layer, loaded.params.layers[1])
     np.testing.assert_array_equal(head.projection, mtp["mtp.fc.weight"].T)
     np.testing.assert_array_equal(head.hidden_norm, 1 + mtp["mtp.pre_fc_norm_hidden.weight"])

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.checkpoints import drafts, language_model  # noqa: E402
+from jspec.checkpoints import drafts, language_model, source  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
 from jspec.models.stack import LayerParams  # noqa: E402
@@ -386,7 +386,7 @@ def test_a_head_of_another_width_has_its_own_embedding(target, layout, tmp_path)
     state, loss, _ = trainer.train_step(state, target, distill.make_batch(setup, tokens, None), 1, setup=setup)
     assert np.isfinite(float(loss))
     drafts.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
-    read = drafts.load(tmp_path, target=TARGET, dtype="float32")
+    read = drafts.plan(source.Source(tmp_path), TARGET, "float32").read()
     assert read.config == config
     assert jax.tree.all(jax.tree.map(np.array_equal, read.params, state.serve("float32")))
 

@@ -19,6 +19,7 @@ from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
 from jspec.checkpoints import drafts, language_model  # noqa: E402
+from jspec.checkpoints.source import Source
 from jspec.core import accept, stopping  # noqa: E402
 from jspec.core.method import Method  # noqa: E402
 from jspec.core.prefill import jitted_prefill  # noqa: E402
@@ -105,7 +106,7 @@ def test_checkpoints_round_trip(name, target_head, tmp_path):
     drafts.save(tmp_path, config, own, dtype="float32")
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["dtype"] == "float32" and "torch_dtype" not in written
-    loaded = drafts.load(tmp_path, target=target, dtype="float32")
+    loaded = drafts.plan(Source(tmp_path), target, "float32").read()
     assert loaded.config == config
     toy.assert_same(loaded.params, own)
 

@@ -75,7 +75,7 @@ def layout(path: str, table: Table, inputs: str, mark: str = "") -> Layout:
         if index != config.kv_source_layer(index):
             yield from (f"attn.{name}." for name in ("k_einsum", "kv_einsum", f"{mark}key_norm"))
 
-    return Layout(path, rows | table, _sizes, spare)
+    return Layout(path, {**rows, **table}, _sizes, spare)
 
 
 def _sizes(config: Gemma4, index: int) -> dict[str, int]:

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import jax
@@ -106,13 +105,13 @@ class _Required:
     placement = None
 
     def __init__(self, known: set[str]):
-        self.known, self.asked = known, dict[str, None]()
+        self.known, self.asked = known, set[str]()
 
     def names(self) -> set[str]:
         return self.known
 
     def expect(self, name: str, *shape: int) -> None:
-        self.asked[name] = None
+        self.asked.add(name)
 
 
 def read(leaves: Leaves, layout: Layout) -> Named:
@@ -121,36 +120,28 @@ def read(leaves: Leaves, layout: Layout) -> Named:
     Raises:
       CheckpointError: a leaf is missing, of another shape, or without a name.
     """
-    # The tensors of each layer, and first those of none.
-    config, named = leaves.config, {}
-    prefixes = {-1: "", **{index: f"model.layers.{index}." for index in range(config.num_layers)}}
-    required: Any = _Required({prefix + name for prefix in prefixes.values() for name in layout.table})
+    # The tensors of the model, and the row of each of them.
+    config, named, rows = leaves.config, {}, []
+    layers = {-1: "", **{index: f"model.layers.{index}." for index in range(config.num_layers)}}
+    required: Any = _Required({prefix + name for prefix in layers.values() for name in layout.table})
     for entry in jax.tree.leaves(config.weights()):
         entry.check(required)
-    # The rows of the table for them.
-    rows = [
-        (index, row)
-        for index, names in groupby(sorted(required.asked, key=_layer_of), _layer_of)
-        for row in _rows(layout.table, {name.removeprefix(prefixes[index]) for name in names}, prefixes[index])
-    ]
-    for index, row in rows:
-        (paths, axes), sizes = layout.table[row], layout.sizes(config, max(index, 0))
-        path = "" if index < 0 else layout.path.format(index)
-        parts = _parts(leaves, [path + name for name in paths.split()], axes, sizes, len(row.split()))
-        named.update(zip([prefixes[index] + name for name in row.split()], parts, strict=True))
+    for index, prefix in layers.items():
+        for row, (paths, axes) in layout.table.items():
+            names = [prefix + name for name in row.split()]
+            if required.asked >= {*names}:
+                required.asked -= {*names}
+                rows.append((index, names, paths.split(), axes))
+    if required.asked:
+        raise CheckpointError(f"params: {min(required.asked)} has no name in this library")
+    # Their leaves.
+    for index, names, paths, axes in rows:
+        path, sizes = "" if index < 0 else layout.path.format(index), layout.sizes(config, max(index, 0))
+        parts = _parts(leaves, [path + name for name in paths], axes, sizes, len(names))
+        named.update(zip(names, parts, strict=True))
     for index in range(config.num_layers):
         leaves.leave(*(layout.path.format(index) + spare for spare in layout.spare(config, index)))
     return named
-
-
-def _rows(table: Table, names: set[str], prefix: str) -> Iterator[str]:
-    """The first row of each of the tensors of a layer. prefix: of their names, for messages."""
-    for row in table:
-        if names >= {*row.split()}:
-            names -= {*row.split()}
-            yield row
-    if names:
-        raise CheckpointError(f"params: {prefix}{min(names)} has no name in this library")
 
 
 def _parts(leaves: Leaves, paths: list[str], axes: str, sizes: Mapping[str, int], count: int) -> Iterator[Array]:
@@ -163,12 +154,6 @@ def _parts(leaves: Leaves, paths: list[str], axes: str, sizes: Mapping[str, int]
         turned = part.transpose([inner.index(axis) for axis in "".join(groups)])
         lengths = iter(turned.shape)
         yield turned.reshape([math.prod(next(lengths) for _ in group) for group in groups])
-
-
-def _layer_of(name: str) -> int:
-    """The index of the layer in a Hugging Face name; -1: there is none."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return -1 if match is None else int(match[1])
 
 
 def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
