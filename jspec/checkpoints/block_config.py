@@ -159,10 +159,10 @@ def _read_markov(fields: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | N
     if rank == 0:
         return None, 0
     stated = fields.read_text("markov_head_type", "vanilla").lower()
-    kind = next((kind for kind in MARKOV_KINDS if kind == stated), None)
-    if kind is None:
-        raise fields.wrong("markov_head_type", repr(stated), f"must be one of {', '.join(MARKOV_KINDS)}")
-    return kind, rank
+    for kind in MARKOV_KINDS:
+        if kind == stated:
+            return kind, rank
+    raise fields.wrong("markov_head_type", repr(stated), f"must be one of {', '.join(MARKOV_KINDS)}")
 
 
 def _read_confidence(fields: Fields) -> Literal["hidden", "markov"] | None:

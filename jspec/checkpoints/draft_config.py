@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from jspec.checkpoints.config import read_eps, read_head_dim
+from jspec.checkpoints.config import describe_windows, read_eps, read_head_dim
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import read_heads
@@ -93,7 +93,7 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope.theta,
         "rope_scaling": None if config.rope.scaling is None else describe_rope(config.rope),
-        **_describe_windows(config.windows),
+        **({"use_sliding_window": True, **describe_windows(config.windows)} if any(config.windows) else {}),
         **({} if config.neox else {"is_neox_style": False}),
         "attention_bias": attention_bias,
         "tie_word_embeddings": False,
@@ -101,15 +101,6 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
         "bos_token_id": None,
         "eos_token_id": None,
     }
-
-
-def _describe_windows(windows: Sequence[int | None]) -> dict[str, Any]:
-    """Describe the windows of layers, if there are any."""
-    window = next((window for window in windows if window), None)
-    if window is None:
-        return {}
-    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    return {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
 
 
 def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:

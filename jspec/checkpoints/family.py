@@ -48,7 +48,8 @@ class Family(Generic[C]):
     describe: the config.json of a configuration.
     table: the table of the weights of a configuration, in a checkpoint of tensors with these names; no names: in
       the layout of the writer.
-    spare: whether a tensor may remain unread, by its name.
+    modalities: beginnings of the names of tensors of other modalities.
+    spare: whether another tensor may remain unread, by its name.
     open_tensors: the tensors of a checkpoint.
     with_mtp: the configuration with the MTP heads of the checkpoint, if they are wanted.
     as_stored: the configuration, after it is split over devices, for weights in the format of the checkpoint.
@@ -59,6 +60,7 @@ class Family(Generic[C]):
     parse_config: Callable[[Fields], C]
     describe: Callable[[C], dict[str, Any]]
     table: Callable[[C, Set[str]], PyTree] = own_table
+    modalities: tuple[str, ...] = ()
     spare: Callable[[C, str], bool] = nothing_spare
     open_tensors: Callable[[Source, DTypeLike], Tensors] = open_safetensors
     with_mtp: Callable[[C, Tensors, bool], C] = without_mtp
@@ -74,6 +76,7 @@ class Family(Generic[C]):
         params = weights.read(table, tensors)
         if table.lm_head is None:
             tensors.compare_head(*table.embed.tensors, config.vocab_size, config.hidden_size)
+        tensors.leave(*self.modalities)
         tensors.refuse_unread("model", partial(self.spare, config))
         return params
 

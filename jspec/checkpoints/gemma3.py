@@ -34,7 +34,7 @@ _DEFAULTS = {
 """What keys mean that are missing, as they are in multimodal checkpoints."""
 _ROOTS = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of the tensors of text models: alone, and within multimodal ones of newer and older versions."""
-OTHER_MODALITIES = tuple(root + name for root in ("", "model.") for name in ("vision_tower.", "multi_modal_projector."))
+_OTHERS = tuple(root + name for root in ("", "model.") for name in ("vision_tower.", "multi_modal_projector."))
 """Prefixes of tensors of other modalities."""
 
 
@@ -109,9 +109,4 @@ def table(config: Gemma3, names: Set[str]) -> Gemma4Params:
     return config.weights(next((root for root in _ROOTS if root + "embed_tokens.weight" in names), _ROOTS[0]))
 
 
-def is_spare(config: Gemma3, name: str) -> bool:
-    """Whether a tensor is of another modality."""
-    return name.startswith(OTHER_MODALITIES)
-
-
-FAMILY = Family(Gemma3, ARCHITECTURES, parse_config, describe, table=table, spare=is_spare)
+FAMILY = Family(Gemma3, ARCHITECTURES, parse_config, describe, table=table, modalities=_OTHERS)

@@ -190,7 +190,7 @@ def describe(config: Gemma4) -> dict[str, Any]:
 
 _ROOTS = ("model.", "model.language_model.")
 """Prefixes of the tensors of text models, alone and within multimodal ones."""
-OTHER_MODALITIES = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+_OTHERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 """Prefixes of tensors of other modalities."""
 
 
@@ -254,12 +254,12 @@ def table(config: Gemma4, names: Set[str]) -> Gemma4Params:
 
 
 def is_spare(config: Gemma4, name: str) -> bool:
-    """Whether a tensor is of another modality, or an unused projection of a sharing layer."""
+    """Whether a tensor is an unused projection of a sharing layer."""
     prefix, _, rest = name.partition("layers.")
     layer, _, part = rest.partition(".")
     unused = part.removesuffix(".weight") in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
     shares = layer.isdecimal() and int(layer) < config.num_layers and config.kv_source_layer(int(layer)) != int(layer)
-    return (prefix in _ROOTS and unused and shares) or name.startswith(OTHER_MODALITIES)
+    return prefix in _ROOTS and unused and shares
 
 
-FAMILY = Family(Gemma4, ARCHITECTURES, parse_config, describe, table=table, spare=is_spare)
+FAMILY = Family(Gemma4, ARCHITECTURES, parse_config, describe, table=table, modalities=_OTHERS, spare=is_spare)

@@ -58,10 +58,11 @@ _OTHERS = {
     "tensor_data_layout",
 }
 """Further keys: read elsewhere, checked, or without a meaning for the forward."""
+_ORIGINAL = "original_max_position_embeddings"
 _SCALING = {
     "type": "rope_type",
     "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
+    "original_context_length": _ORIGINAL,
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
     "attn_factor": "attention_factor",
@@ -326,7 +327,8 @@ def _read_config(file: GgufFile, name: str, row: Architecture) -> dict[str, Any]
         config["quantization_config"] = {"quant_method": "gguf", "bits": KEPT[kinds.pop()]}
     # The rotation.
     if scaling:
-        config["rope_scaling"] = _read_scaling(file, scaling)
+        config["rope_scaling"] = rope = _read_scaling(file, scaling)
+        config[_ORIGINAL] = (rope or {}).get(_ORIGINAL)
     if _FREQUENCIES in file.tensors:
         config["rope_scaling"] = _read_frequencies(file, config)
     return config

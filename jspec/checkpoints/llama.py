@@ -139,7 +139,7 @@ ROWS = {
     "phi3": Row(
         "Phi3ForCausalLM",
         {"fused": ("qkv", "gate_up")},
-        {"rms_norm_eps": 1e-5},
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         bias=False,
         windows=_same_windows,
         share=1.0,

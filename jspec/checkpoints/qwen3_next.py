@@ -142,8 +142,6 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
     return raw
 
 
-OTHER_MODALITIES = "model.visual."
-"""Prefix of tensors of other modalities."""
 MTP = "mtp."
 """Prefix of the tensors of the MTP head."""
 
@@ -166,9 +164,6 @@ def table(config: Qwen3Next, names: Set[str]) -> Qwen3NextParams:
     return config.weights("model.language_model." if wrapped else "model.", grouped)
 
 
-def is_spare(config: Qwen3Next, name: str) -> bool:
-    """Whether a tensor is not of the text model."""
-    return name.startswith(OTHER_MODALITIES)
-
-
-FAMILY = Family(Qwen3Next, ARCHITECTURES, parse_config, describe, table=table, spare=is_spare, with_mtp=with_mtp)
+FAMILY = Family(
+    Qwen3Next, ARCHITECTURES, parse_config, describe, table=table, modalities=("model.visual.",), with_mtp=with_mtp
+)

@@ -197,8 +197,8 @@ def _read_factor(rope: Fields) -> float:
 
 
 def _implied_factor(rope: Fields, config: Fields, original: int) -> float:
-    """The factor; if it is not stated, of the length by the stated original one."""
-    if rope.has("factor") or not (rope.has(_ORIGINAL) or config.has(_ORIGINAL)):
+    """The factor; if it is not stated, of the length by the original one."""
+    if rope.has("factor"):
         return _read_factor(rope)
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
     if original > length:
@@ -215,7 +215,7 @@ def _parse_dynamic(rope: Fields, config: Fields) -> Scaling:
 
 
 def _parse_yarn(rope: Fields, config: Fields) -> Scaling:
-    original = _read_original(rope, config)
+    original, length = _read_original(rope, config), config.read_int("max_position_embeddings", most=MOST_LENGTH)
     fast, slow = (
         rope.read_number(f"beta_{name}", default, above=0, most=MOST_NUMBER)
         for name, default in (("fast", 32.0), ("slow", 1.0))
@@ -223,7 +223,7 @@ def _parse_yarn(rope: Fields, config: Fields) -> Scaling:
     if fast < slow:
         raise rope.wrong("beta_fast", fast, f"must be at least beta_slow={slow}")
     return YarnRope(
-        factor=_implied_factor(rope, config, original),
+        factor=_implied_factor(rope, config, original) if original != length else _read_factor(rope),
         original_length=original,
         beta_fast=fast,
         beta_slow=slow,

@@ -298,12 +298,12 @@ class ScaledTensors(Tensors):
         if self.weights is not None or not self.is_narrow(name):
             return super().read(name, *shape, transpose=transpose)
         self.expect(name, *shape)
-        parts = zip(self._narrow_reader(name), (self.scheme.kind, np.float32), strict=True)
+        values, scales = self._narrow_reader(name)
         if self.defers(name):
-            halves = [self.deferred(name, kind, read) for read, kind in parts]
+            narrow, scale = self.deferred(name, self.scheme.kind, values), self.deferred(name, np.float32, scales)
         else:
-            halves = [read(_whole(shape)) for read, _ in parts]
-        array = ScaledArray(*halves, self.scheme.group(shape[-1]))
+            narrow, scale = values(_whole(shape)), scales(_whole(shape))
+        array = ScaledArray(narrow, scale, self.scheme.group(shape[-1]))
         return array.T if transpose else array
 
     def empty(self, *shape: int, like: str | None = None) -> Any:

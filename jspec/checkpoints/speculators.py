@@ -75,27 +75,21 @@ def describe(
     verifier: the target's directory or hub id.
     layer: the configuration of the decoder layers.
     """
-    width = config.target_hidden_size
-    return {
-        "architectures": [class_name],
-        "speculators_model_type": algorithm,
-        "speculators_config": _describe_method(algorithm, tokens, verifier),
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": None if config.hidden_size == width else width,
-        "tie_word_embeddings": False,
-    }
-
-
-def _describe_method(algorithm: str, tokens: int, verifier: str | None) -> dict[str, Any]:
-    """The method and its target."""
-    path = None if verifier is None else Path(verifier) / "config.json"
+    path, width = None if verifier is None else Path(verifier) / "config.json", config.target_hidden_size
     target = read_fields(path) if path is not None and path.exists() else Fields({})
     architectures = list(target.optional_texts("architectures") or ())
     method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [method],
-        "verifier": {"name_or_path": verifier, "architectures": architectures},
+        "architectures": [class_name],
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": verifier, "architectures": architectures},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None if config.hidden_size == width else width,
+        "tie_word_embeddings": False,
     }

@@ -48,8 +48,9 @@ STOCK: dict[str, tuple[object, ...]] = {
 """Options of other forwards -> the values of a decoder layer of a Llama or Qwen3."""
 
 _HARMLESS = re.compile(
-    r"_.*|.*version|((base|target)_)?(model|tokenizer|dataset|project|run)_name|.*_path|auto_map|architectures|model_type|speculators_(model_type|config)|(torch_)?dtype"
-    r"|use_bfloat16|torchscript|tokenizer_class|return_dict.*|use_cache|(attn|cache)_implementation|attention_backend|prefix|has_lm_head"
+    r"_.*|.*version|((base|target)_)?(model|tokenizer|dataset|project|run)_name|.*_path|auto_map|architectures"
+    r"|model_type|speculators_(model_type|config)|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|prefix"
+    r"|return_dict.*|use_cache|(attn|cache)_implementation|attention_backend|has_lm_head"
     r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*|id2label"
     r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|label2id|problem_type|num_labels"
     r"|has_no_defaults_at_init|task_specific_params|finetuning_task|(max|min|max_sequence)_length|pruned_heads"
@@ -60,14 +61,15 @@ _HARMLESS = re.compile(
     r"_token_(id|ids|index)|(im|text)_(start|end|newline)_id|pad_id|mask_init_id|org_vocab_size"
     # Training.
     r"|(.*_)?(dropout|pdrop|loss|lr|seed|ttt|train|training|epochs?|dataset|warmup|anchors|distillation)(_.*)?"
-    r"|.*(loss|lk|kl|kd|l1|ce|confidence_head)_alpha|.*(learning_rate|weight_decay|decay_gamma|freeze)(_.*)?|initializer_range|gradient_checkpointing"
-    r"|embed_requires_grad|confidence_temperatures|target_model.*|verifier.*|parallel_draft_heads_num_layers"
-    r"|modal_type|class_num|dense_list|pool_type|cla_share_factor|eagle_(report_acc|reuse_base_decoder|offline|enable_nvtx|use_torch_compile|mix_hidden_states)"
+    r"|.*(loss|lk|kl|kd|l1|ce|confidence_head)_alpha|.*(learning_rate|weight_decay|decay_gamma|freeze)(_.*)?"
+    r"|initializer_range|gradient_checkpointing|embed_requires_grad|confidence_temperatures|target_model.*|verifier.*"
+    r"|eagle_(report_acc|reuse_base_decoder|offline|enable_nvtx|use_torch_compile|mix_hidden_states)"
+    r"|parallel_draft_heads_num_layers|modal_type|class_num|dense_list|pool_type|cla_share_factor"
     # Copied from the target: experts, recurrent layers and MTP heads have tensors of their own.
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
     r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mamba_.*"
-    r"|linear_(attn_config|(conv|key|num|value)_.*)|(use_)?qk_(layer)?norm"
-    r"|mtp_(num_hidden_layers|use_dedicated_embeddings)|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit"
+    r"|linear_(attn_config|(conv|key|num|value)_.*)|(use_)?qk_(layer)?norm|mtp_(num_hidden_layers|use_dedicated_.*)"
+    r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit"
 )
 """Keys without effect on the forward of a draft."""
 _OFF = re.compile(r"(use|enable|has|with|add)_(?!.*(anchor|causal|directional|embed|norm|position|residual|rope)).*")
