@@ -21,7 +21,6 @@ import numpy as np
 from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.kv_scales import is_known
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 
 _NAMES = {
@@ -52,19 +51,8 @@ class Packing:
     zero_offset: int = 0
 
 
-def parse_compressed(method: Fields) -> Packing | None:
-    """The packing of a `quantization_config` of compressed-tensors; None: it is not supported."""
-    groups = method.section("config_groups")
-    packings = {_parse_group(groups.section(name).section("weights")) for name in groups.keys()}
-    if method.read_text("format") != "pack-quantized" or len(packings) != 1:
-        return None
-    if not is_known(method.section("kv_cache_scheme")):
-        return None
-    return packings.pop()
-
-
-def _parse_group(weights: Fields) -> Packing | None:
-    # Supported types and strategies.
+def parse_group(weights: Fields) -> Packing | None:
+    """The packing of the weights of a group of compressed-tensors; None: it is not supported."""
     bits, strategy = weights.read_int("num_bits"), weights.optional_text("strategy")
     symmetric = weights.read_flag("symmetric", True)
     if weights.optional_text("type") != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):

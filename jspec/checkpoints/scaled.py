@@ -23,7 +23,7 @@ from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_model import GROUP
 from jspec.checkpoints.kv_scales import is_known
-from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_compressed, parse_gptq
+from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_gptq, parse_group
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Files, Source
 from jspec.checkpoints.tensors import HEAD, Tensors
@@ -101,22 +101,23 @@ def _parse_blocks(method: Fields) -> Scheme | None:
 
 
 def _parse_compressed(method: Fields) -> Scheme | None:
-    named, kind = _COMPRESSED.get(method.read_text("format"), (None, FP8))
-    groups = method.section("config_groups")
+    form, groups = method.read_text("format"), method.section("config_groups")
     sections = [groups.section(name).section("weights") for name in groups.keys()]
+    named, kind = _COMPRESSED.get(form, (None, FP8))
     if not is_known(method.section("kv_cache_scheme")):
         return None
     if not sections and method.section("kv_cache_scheme").keys():
         return Scheme(kind, "_scale", (None, None))
-    if named is None or not sections:
-        return None
+    if form == "pack-quantized":
+        packings = set(map(parse_group, sections))
+        return _packed(packings.pop()) if len(packings) == 1 else None
     for weights in sections:
         known = weights.optional_text("type") == named and weights.read_int("num_bits") == 8
         if not known or weights.optional_text("strategy") not in ("channel", "tensor"):
             return None
         if not weights.read_flag("symmetric", True) or weights.read_flag("dynamic", False):
             return None
-    return Scheme(kind, "_scale", (None, None), spare=".input_scale")
+    return Scheme(kind, "_scale", (None, None), spare=".input_scale") if named and sections else None
 
 
 def _parse_modelopt(method: Fields) -> Scheme | None:
@@ -136,7 +137,7 @@ def _parse_gguf(method: Fields) -> Scheme:
 
 _METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
     "fp8": _parse_blocks,
-    "compressed-tensors": lambda method: _parse_compressed(method) or _packed(parse_compressed(method)),
+    "compressed-tensors": _parse_compressed,
     "gptq": lambda method: _packed(parse_gptq(method)),
     "awq": lambda method: _packed(parse_awq(method)),
     "gguf": _parse_gguf,
