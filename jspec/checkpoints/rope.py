@@ -208,7 +208,7 @@ def _implied_factor(rope: Fields, config: Fields, original: int) -> float:
 
 def _parse_dynamic(rope: Fields, config: Fields) -> Scaling:
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
-    if (original := _read_original(rope, config)) != length:
+    if (original := rope.read_int(_ORIGINAL, length, most=MOST_LENGTH)) != length:
         problem = f"must be max_position_embeddings={length} with rope_type='dynamic', whose frequencies change there"
         raise rope.wrong(_ORIGINAL, original, problem)
     return DynamicRope(_read_factor(rope), length)
