@@ -113,7 +113,7 @@ def test_drafted_output_is_plain_output():
     assert drafted.stats.rounds.sum() < plain.stats.rounds.sum()
     with jspec.Engine(model, drafter=drafter, slots=2, context=64) as engine:
         handles = [
-            engine.submit(prompt, max_new_tokens=14, sampling=one, seed=5 + at)
+            engine.submit(prompt, max_new_tokens=14, sampling=one, seed=[(5, at)])
             for at, (prompt, one) in enumerate(zip(PROMPTS, sampling, strict=True))
         ]
         assert [list(handle.result().tokens) for handle in handles] == plain.tokens

@@ -367,9 +367,10 @@ def references(checkpoints: Checkpoints) -> Callable[[Point], dict[str, Any]]:
     @functools.cache
     def made(point: Point) -> dict[str, Any]:
         found = generate(checkpoints.load(point), point, rows=True)
-        # Drafts are fitted to the texts of wide weights, and fewer bits may give others.
-        wide = point.weights is None and point.kv is None
-        if wide and point.drafter in OF_FILES | {"mtp"}:
+        # Drafts are fitted to the texts of wide weights, and fewer bits may give others. MTP heads that share the
+        # target's LM head are not fitted.
+        wide, config = point.weights is None and point.kv is None, {**FAMILIES, **WIDE}[point.family]
+        if wide and (point.drafter in OF_FILES or (point.drafter == "mtp" and isinstance(config, Deepseek))):
             assert sum(found["rounds"]) < sum(map(len, found["tokens"])) - len(found["tokens"]), "drafts are accepted"
         return found
 
