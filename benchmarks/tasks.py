@@ -6,7 +6,7 @@
 lm-eval (github.com/EleutherAI/lm-evaluation-harness) asks the server for the likelihood of four answers to each of 48
 questions of general knowledge, and for a greedy answer of eight tokens. The questions are local; no hub is asked.
 `--lm-eval` names the command if it is in an environment of its own. A format takes minutes on two cores. Drafted
-answers equal plain ones: on a CPU in float32, elsewhere and in bfloat16 with exact=True.
+answers equal plain ones, near-ties with kv="fp8" aside: on a CPU in float32, elsewhere and in bfloat16 with exact=True.
 """
 
 import argparse
