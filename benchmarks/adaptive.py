@@ -33,7 +33,7 @@ from jspec.core import sampling
 from jspec.core.method import Method
 from jspec.core.types import Acceptance, Drafter, DraftTree, Params
 from jspec.drafters import Adaptive, Eagle, Plain
-from jspec.engine.costs import only
+from jspec.generation.costs import only
 
 RATES = (0.3, 0.5, 0.65, 0.8, 0.9)
 """Conditional acceptance."""

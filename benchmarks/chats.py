@@ -20,7 +20,7 @@ from jspec.bench.measurement import Measurement
 from jspec.checkpoints import llama
 from jspec.cli import train as cli
 from jspec.drafters import Ngram
-from jspec.engine.model import load
+from jspec.loading.model import load
 from jspec.models import EagleHead, Llama
 from jspec.models.llama import require_llama
 from jspec.train import batches, data, distill, head

@@ -29,7 +29,7 @@ from jspec.bench.weights import random_weights
 from jspec.core.accept import Imposed
 from jspec.core.types import Params
 from jspec.drafters import Eagle, Plain
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 
 ROWS, TOKENS, REPEATS = 64, 256, 4
 """Sequences at a time; tokens of each prompt and of each answer in `equal`."""

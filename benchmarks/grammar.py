@@ -29,7 +29,7 @@ from jspec.bench.measurement import Measurement
 from jspec.core import grammar as grammar_tables
 from jspec.core.automaton import SparseTable
 from jspec.core.types import Drafter
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 from jspec.text.grammar import Grammar, compile_grammar
 from jspec.text.tokenizer import Tokenizer
 

@@ -27,8 +27,8 @@ from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.cli.arguments import Parser, check_output, set_options
 from jspec.core.options import check_options, option, typed
 from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS, loop_options
-from jspec.engine import memory
-from jspec.engine.options import DEFAULT_PAGE_SIZE
+from jspec.generation.options import DEFAULT_PAGE_SIZE
+from jspec.loading import memory
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.llama import require_llama

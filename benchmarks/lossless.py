@@ -30,8 +30,8 @@ from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.core.types import Drafter
 from jspec.drafters import DRAFTERS
-from jspec.engine.hub import BUNDLED
-from jspec.engine.model import Model
+from jspec.loading.hub import BUNDLED
+from jspec.loading.model import Model
 from jspec.models import MtpHeads
 
 ROOT = Path(__file__).parent.parent

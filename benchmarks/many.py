@@ -21,7 +21,7 @@ from jspec.analysis.evaluate import heldout_prompts
 from jspec.bench import measurement, report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 
 SLOTS, PROMPT_TOKENS, NEW_TOKENS = 64, 48, 192
 MEDIAN, SIGMA, LEAST = 64, 0.7, 8

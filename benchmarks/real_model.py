@@ -25,8 +25,8 @@ from typing import Any
 import jspec
 from jspec.bench import measurement, report
 from jspec.bench.machine import environment
-from jspec.engine.options import GenerateOptions
-from jspec.engine.run import Run, bucket
+from jspec.generation.options import GenerateOptions
+from jspec.generation.run import Run, bucket
 
 DRAFTERS: dict[str, Any] = {
     "plain": None,

@@ -23,19 +23,19 @@ from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
-from jspec.engine.corpus import with_corpus
 from jspec.engine.engine import Engine
 from jspec.engine.generate import generate, stream
-from jspec.engine.handle import EngineError, Handle
-from jspec.engine.ids import GeneratedIds, generate_ids
+from jspec.engine.handle import Handle
 from jspec.engine.metrics import Metrics
-from jspec.engine.model import Model, load
-from jspec.engine.options import GenerateOptions
-from jspec.engine.own import from_function, from_module, from_named, from_target
-from jspec.engine.request import QueueFull
-from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
-from jspec.engine.score import Scores, score
-from jspec.engine.startup import cache_programs
+from jspec.generation.corpus import with_corpus
+from jspec.generation.ids import GeneratedIds, generate_ids
+from jspec.generation.options import GenerateOptions
+from jspec.generation.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
+from jspec.generation.score import Scores, score
+from jspec.loading.model import Model, load
+from jspec.loading.own import from_function, from_module, from_named, from_target
+from jspec.loading.startup import cache_programs
+from jspec.runner.request import EngineError, QueueFull
 from jspec.text.grammar import Grammar
 
 __version__ = VERSION

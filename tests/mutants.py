@@ -105,7 +105,7 @@ _WINDOWS = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes
 _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64"
 _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
 _STORM = "engine/test_storm.py::test_any_schedule_gives_the_same"
-_RETRACTED = "engine/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
+_RETRACTED = "runner/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
 _SCHEDULE = "engine/test_schedule.py::test_every_event_of_a_schedule_leaves_all_rows_right"
 
 MUTANTS = tuple(
@@ -332,22 +332,22 @@ MUTANTS = tuple(
         # Shared pages, preemptions and snapshots
         (
             "a draft's state is shared",
-            "jspec.engine:_lookahead",
+            "jspec.runner:_lookahead",
             "jax.tree.leaves(slot_states(state))",
             "False",
             "engine/test_storm.py::test_a_draft_whose_state_is_further_than_the_targets_shares_nothing",
         ),
         (
             "a token is chosen again after a preemption",
-            "jspec.engine:read",
+            "jspec.runner:read",
             "plan.ends & ~plan.resumed",
             "plan.ends",
             f"{_STORM}[standalone-tiny_pool]",
         ),
-        ("noise depends on the slot", "jspec.engine:Device.admit", "request.seed", "(admission.slot, 0)", _RETRACTED),
+        ("noise depends on the slot", "jspec.runner:Device.admit", "request.seed", "(admission.slot, 0)", _RETRACTED),
         (
             "stop strings begin anew after a preemption",
-            "jspec.engine:Device.admit",
+            "jspec.runner:Device.admit",
             "self.stops.state_after(request.start_state, request.tokens)",
             "request.start_state",
             _RETRACTED,

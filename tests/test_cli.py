@@ -17,8 +17,8 @@ import jspec
 from jspec import cli
 from jspec.bench import measurement
 from jspec.cli import common, evaluate, generate, prompt_sets
-from jspec.engine import startup
-from jspec.engine.hub import locate
+from jspec.loading import startup
+from jspec.loading.hub import locate
 from jspec.models import Assistant, EagleHead, Llama
 
 PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")

@@ -23,7 +23,7 @@ from jspec.bench.options import BenchOptions
 from jspec.cli import arguments as shared
 from jspec.cli import common, evaluate, generate, serve
 from jspec.core.options import kind_of, option_of, options_of
-from jspec.engine import run
+from jspec.generation import run
 
 TINY = "bundled:python-tiny"
 OPTIONS = {

@@ -14,7 +14,7 @@ from jspec import cli
 from jspec.analysis.contract import run_checks
 from jspec.cli import generate
 from jspec.cli.common import why_slower
-from jspec.engine.result import GenerationStats
+from jspec.generation.result import GenerationStats
 from jspec.text import highlight
 
 

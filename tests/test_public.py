@@ -16,7 +16,7 @@ import pytest
 
 import jspec
 from jspec.core import package
-from jspec.engine.options import GenerateKeywords, GenerateOptions
+from jspec.generation.options import GenerateKeywords, GenerateOptions
 
 ROOT = Path(__file__).parent.parent
 API_PAGES = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/api/*.md")))

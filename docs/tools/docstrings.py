@@ -38,7 +38,7 @@ def split_entries(text: str) -> str:
 
 
 def expand_options(func: griffe.Function) -> None:
-    """Shows the keywords of a function that takes the fields of a dataclass (`jspec.engine.options.takes`)."""
+    """Shows the keywords of a function that takes the fields of a dataclass (`jspec.generation.options.takes`)."""
     if not any(str(decorator.value).startswith("takes(") for decorator in func.decorators):
         return
     module = importlib.import_module(func.module.path)

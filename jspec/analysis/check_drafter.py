@@ -25,11 +25,11 @@ from jspec.core.types import (
     Params,
     Target,
 )
-from jspec.engine.method import choose_drafter
-from jspec.engine.model import Model, refuse_split
-from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions
-from jspec.engine.result import Generation, Generations
-from jspec.engine.run import Run, check_model, encode_prompts
+from jspec.generation.method import choose_drafter
+from jspec.generation.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions
+from jspec.generation.result import Generation, Generations
+from jspec.generation.run import Run, check_model, encode_prompts
+from jspec.loading.model import Model, refuse_split
 
 PROMPTS = ("x", "def f(x):", "a = b\na = b")
 """Prompts of different lengths and one program shape. The shortest has one token, which leaves the caches empty."""

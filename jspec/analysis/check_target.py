@@ -29,8 +29,8 @@ from jspec.core.method import Method
 from jspec.core.prefill import prefill
 from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput
 from jspec.drafters import Ngram
-from jspec.engine.model import Model, refuse_split
-from jspec.engine.run import check_model
+from jspec.generation.run import check_model
+from jspec.loading.model import Model, refuse_split
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from jspec.core import stopping
 from jspec.core.checks import check_flag
 from jspec.core.types import Prompts, RowSampling
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 
 Case = TypeVar("Case")
 Out = TypeVar("Out")

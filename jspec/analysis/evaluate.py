@@ -13,11 +13,11 @@ from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.engine.batches import split
-from jspec.engine.method import choose_drafter
-from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, check_fits
-from jspec.engine.result import Generations, GenerationStats
-from jspec.engine.run import Prompt, encode_prompts
+from jspec.generation.method import choose_drafter
+from jspec.generation.options import GenerateOptions, check_fits
+from jspec.generation.result import Generations, GenerationStats
+from jspec.generation.run import Prompt, encode_prompts
+from jspec.loading.model import Model
 
 REPEAT_LENGTH = 16
 """Length of a run of tokens whose second occurrence counts as repetition."""

@@ -15,10 +15,10 @@ from jspec.core.method import Method
 from jspec.core.round import accept_drafts, draft, node_logits, verify
 from jspec.core.sampling import Sampling
 from jspec.core.types import Decision, DecodeState, Drafter, DraftTree, Params
-from jspec.engine.method import choose_drafter
-from jspec.engine.model import Model, refuse_split
-from jspec.engine.options import GenerateOptions
-from jspec.engine.run import Run, encode_prompts
+from jspec.generation.method import choose_drafter
+from jspec.generation.options import GenerateOptions
+from jspec.generation.run import Run, encode_prompts
+from jspec.loading.model import Model, refuse_split
 
 
 @dataclasses.dataclass(frozen=True)

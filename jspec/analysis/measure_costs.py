@@ -19,12 +19,13 @@ from jspec.core.loop import fastest
 from jspec.core.method import Method
 from jspec.core.types import DecodeState, Params
 from jspec.drafters import Adaptive
-from jspec.engine import costs, memory
-from jspec.engine.method import bind_drafter
-from jspec.engine.model import Model, refuse_split
-from jspec.engine.options import DEFAULT_PAGE_SIZE
-from jspec.engine.run import check_model
-from jspec.engine.slot_state import Sizes, empty_state
+from jspec.generation import costs
+from jspec.generation.method import bind_drafter
+from jspec.generation.options import DEFAULT_PAGE_SIZE
+from jspec.generation.run import check_model
+from jspec.loading import memory
+from jspec.loading.model import Model, refuse_split
+from jspec.runner.slot_state import Sizes, empty_state
 
 WARM_UP = 2
 """Untimed calls: the first compiles, the second runs before command buffers are captured."""

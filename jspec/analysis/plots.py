@@ -13,7 +13,7 @@ import numpy as np
 from jspec.analysis.evaluate import Evaluation
 from jspec.analysis.inspect_round import Round
 from jspec.core import package
-from jspec.engine.result import Generation, Generations, GenerationStats
+from jspec.generation.result import Generation, Generations, GenerationStats
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 

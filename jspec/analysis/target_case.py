@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.commit import commit_rows
 from jspec.core.types import DraftTree, ForwardOutput, Target
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 
 LENGTHS = (20, 7, 12)
 """Tokens of each text; shorter texts are padded on the right with other tokens."""

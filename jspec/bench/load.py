@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jspec.core.types import Accept, Drafter
-from jspec.engine import startup
 from jspec.engine.engine import Engine
-from jspec.engine.handle import EngineError, Handle
-from jspec.engine.model import Model
+from jspec.engine.handle import Handle
+from jspec.loading import startup
+from jspec.loading.model import Model
+from jspec.runner.request import EngineError
 
 PROMPT, OUTPUT = (256, 0.8, 32, 1536), (160, 0.7, 16, 512)
 """Median, sigma of the logarithm, least and most tokens of a prompt and of an output."""

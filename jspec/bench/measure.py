@@ -24,8 +24,8 @@ from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.sharding import Placement, on_one_device
 from jspec.core.types import DecodeState, Drafter, Params, Prompts
-from jspec.engine import memory
-from jspec.engine.run import prefill_chunk
+from jspec.generation.run import prefill_chunk
+from jspec.loading import memory
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 

@@ -18,7 +18,7 @@ from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Drafter, Params
 from jspec.core.xla_options import prepare_collectives
 from jspec.drafters import FrozenKvMtp, Plain
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama

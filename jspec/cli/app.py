@@ -11,7 +11,7 @@ import jax
 from jspec.cli import bench, doctor, evaluate, generate, serve
 from jspec.cli.arguments import Parser, in_options, printable
 from jspec.core import interrupt, package
-from jspec.engine.startup import enable_compilation_cache
+from jspec.loading.startup import enable_compilation_cache
 
 _NOT_OPTIONS = ("arguments", "program", "run")
 """Attributes of the parsed arguments that no user types."""

@@ -25,9 +25,9 @@ from jspec.cli.arguments import Commands, check_output, check_plot, naming_model
 from jspec.core.accept import Imposed
 from jspec.core.sharding import on_one_device
 from jspec.core.types import Drafter, Params
-from jspec.engine import memory
-from jspec.engine.model import Model
-from jspec.engine.model import load as load_model
+from jspec.loading import memory
+from jspec.loading.model import Model
+from jspec.loading.model import load as load_model
 from jspec.models.quantized import largest_matrix
 from jspec.models.sizes import count_parameters
 

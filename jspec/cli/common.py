@@ -16,13 +16,13 @@ from jspec.core.accept import RULES
 from jspec.core.options import check_options, option, typed
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.corpus import with_corpus
-from jspec.engine.hub import bundled_draft
-from jspec.engine.method import choose_drafter
-from jspec.engine.model import Model, load, probe_draft
-from jspec.engine.options import MAX_SEED, check_fits
-from jspec.engine.result import GenerationStats
-from jspec.engine.run import Prompt, encode_prompts
+from jspec.generation.corpus import with_corpus
+from jspec.generation.method import choose_drafter
+from jspec.generation.options import MAX_SEED, check_fits
+from jspec.generation.result import GenerationStats
+from jspec.generation.run import Prompt, encode_prompts
+from jspec.loading.hub import bundled_draft
+from jspec.loading.model import Model, load, probe_draft
 from jspec.models.quantized import FORMATS, WIDE
 
 COUNT = {"least": 1, "most": 2**31 - 1}

@@ -35,9 +35,9 @@ from jspec.bench.options import BenchOptions
 from jspec.cli import bench
 from jspec.cli.arguments import Commands, check_output, naming_models
 from jspec.core import package
-from jspec.engine import costs
-from jspec.engine.model import load, probe_draft
-from jspec.engine.startup import programs_directory
+from jspec.generation import costs
+from jspec.loading.model import load, probe_draft
+from jspec.loading.startup import programs_directory
 from pallas_kernels import dispatch, platform
 from pallas_kernels.dispatch import Operation
 

@@ -32,8 +32,8 @@ from jspec.cli.common import (
 from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.model import Model
-from jspec.engine.run import Prompt
+from jspec.generation.run import Prompt
+from jspec.loading.model import Model
 
 _SAMPLING_OFF = {field.name: field.default for field in dataclasses.fields(Sampling)} | {"temperature": 0.0}
 """Values of the sampling parameters that have no effect."""

@@ -36,12 +36,12 @@ from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.batches import split
-from jspec.engine.method import choose_drafter
-from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions
-from jspec.engine.result import Generation, GenerationStats
-from jspec.engine.run import Prompt, Run
-from jspec.engine.startup import notify_if_slow
+from jspec.generation.method import choose_drafter
+from jspec.generation.options import DEFAULT_PAGE_SIZE, GenerateOptions
+from jspec.generation.result import Generation, GenerationStats
+from jspec.generation.run import Prompt, Run
+from jspec.loading.model import Model
+from jspec.loading.startup import notify_if_slow
 from jspec.text.grammar import Grammar
 
 _COMPILING = "jspec: compiling, or loading programs compiled before (they are kept, so that the next start is faster)"

@@ -11,9 +11,9 @@ from jspec.analysis.evaluate import heldout_prompts
 from jspec.analysis.records import STANDARD_INPUT
 from jspec.cli.common import chat_prompt, check_prompts, encode_record, read_prompt_file
 from jspec.engine.batches import split
-from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions
-from jspec.engine.run import Prompt
+from jspec.generation.options import GenerateOptions
+from jspec.generation.run import Prompt
+from jspec.loading.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,9 @@ from jspec.core import interrupt, package
 from jspec.core.accept import RULES
 from jspec.core.options import option, options_of
 from jspec.engine.engine import Engine
-from jspec.engine.handle import EngineError
-from jspec.engine.options import EngineOptions
-from jspec.engine.startup import notify_if_slow
+from jspec.generation.options import EngineOptions
+from jspec.loading.startup import notify_if_slow
+from jspec.runner.request import EngineError
 
 KEY_VARIABLE = "JSPEC_API_KEY"
 _COMPILING = "jspec: loading and compiling (programs are kept, so that the next start is faster)"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jspec.core import grammar as grammars
 from jspec.core import stopping, sums
@@ -338,3 +338,16 @@ def gumbel(
     steps = [stream(key, name, position + i) for i in range(count)]
     draw = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))
     return jnp.stack([draw(keys) for keys in steps], axis=1)
+
+
+def seeds_to_keys(seeds: UInt32[Array, "n 2"]) -> Key[Array, " n"]:
+    """The random key of each pair (seed, index): that of the seed for index 0, otherwise with the index folded in.
+
+    The complement of the index is folded in, as the noise of a token folds its position into the key of a sequence.
+    """
+
+    def key(pair: UInt32[Array, "2"]) -> Key[Array, ""]:
+        first = jax.random.key(pair[0])
+        return jnp.where(pair[1] == 0, first, jax.random.fold_in(first, ~pair[1]))
+
+    return jax.vmap(key)(seeds)

@@ -1,1 +1,1 @@
-"""What users call: `load`, `generate`, `stream` and `generate_ids`, and the driver of the loop on the host."""
+"""Requests over slots: scheduling, prefix cache, the caller's handles; `Engine`, `generate` and `stream`."""

@@ -9,16 +9,16 @@ from jspec.core import optional
 from jspec.core.accept import greedy
 from jspec.core.sampling import each_of, per_row
 from jspec.core.types import RowSampling
-from jspec.engine import sizing
-from jspec.engine.automaton_pool import GrammarPool, StopPool
-from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.loop import MAX_IN_FLIGHT, MAX_ROUNDS
-from jspec.engine.method import choose_drafter, choose_method, knows_greedy
-from jspec.engine.model import Model
-from jspec.engine.options import EngineOptions, RequestOptions, check_grammar_options
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
-from jspec.engine.slot_state import Sizes, always_samples, extra_rows, lookahead, without_slots
+from jspec.generation.method import choose_drafter, choose_method, knows_greedy
+from jspec.generation.options import EngineOptions, RequestOptions, check_grammar_options
+from jspec.loading.model import Model
+from jspec.runner import sizing
+from jspec.runner.automaton_pool import GrammarPool, StopPool
+from jspec.runner.device import Device, DeviceRequest
+from jspec.runner.slot_state import Sizes, always_samples, extra_rows, lookahead, without_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OneShape:
     """For requests known in advance: one program reads prompts and one runs rounds, on all slots.
 
     read: sequences and columns of the prefill program.
-    option_set: of the sampling options in use (`jspec.engine.device.OPTION_SETS`).
+    option_set: of the sampling options in use (`jspec.runner.device.OPTION_SETS`).
     """
 
     read: tuple[int, int]

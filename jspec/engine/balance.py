@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jspec.engine.pages import Pages
-from jspec.engine.request import Request
+from jspec.runner.request import Request
 
 SLACK = 0.25
 """Share of the slots by which the load of a group with the cached prefix may exceed that of another. Beyond it, the

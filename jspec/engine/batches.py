@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jspec.core.sampling import each_of
-from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions
-from jspec.engine.result import Generations
-from jspec.engine.run import Prompt, Run
+from jspec.generation.options import GenerateOptions
+from jspec.generation.result import Generations
+from jspec.generation.run import Prompt, Run
+from jspec.loading.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,12 @@ from jspec.core.checks import check_int
 from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.engine import lockstep
 from jspec.engine.assembly import assemble, hold, make_requests
 from jspec.engine.balance import choose
-from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.group import Group, clock
-from jspec.engine.handle import EngineError, Handle
+from jspec.engine.handle import Handle
 from jspec.engine.metrics import Metrics
-from jspec.engine.model import Model
-from jspec.engine.options import (
+from jspec.generation.options import (
     DEFAULT_PAGE_SIZE,
     BatchKeywords,
     EngineKeywords,
@@ -31,10 +28,13 @@ from jspec.engine.options import (
     repeat,
     takes,
 )
-from jspec.engine.request import QueueFull
-from jspec.engine.result import Generation, Generations, GenerationStats, Piece
-from jspec.engine.run import Prompt, check_model, encode_prompts
-from jspec.engine.score import Chunk, Scores, TokenScores, check_score, split
+from jspec.generation.result import Generation, Generations, GenerationStats, Piece
+from jspec.generation.run import Prompt, check_model, encode_prompts
+from jspec.generation.score import Chunk, Scores, TokenScores, check_score, split
+from jspec.loading.model import Model
+from jspec.runner import lockstep
+from jspec.runner.device import Device, DeviceRequest
+from jspec.runner.request import EngineError, QueueFull
 
 T = TypeVar("T")
 _STUCK_SECONDS = 5.0

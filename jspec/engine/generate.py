@@ -7,10 +7,10 @@ from tqdm import tqdm
 
 from jspec.core.checks import check_flag, check_int
 from jspec.engine.many import generate_many
-from jspec.engine.model import Model
-from jspec.engine.options import GenerateKeywords, GenerateOptions, repeat, takes
-from jspec.engine.result import Generation, Generations, Piece
-from jspec.engine.run import Prompt, Run, encode_prompts, one_call
+from jspec.generation.options import GenerateKeywords, GenerateOptions, repeat, takes
+from jspec.generation.result import Generation, Generations, Piece
+from jspec.generation.run import Prompt, Run, encode_prompts, one_call
+from jspec.loading.model import Model
 
 ROUNDS_PER_UPDATE = 16
 """Rounds between two updates of the progress bar."""

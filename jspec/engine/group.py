@@ -10,15 +10,15 @@ from typing import TypeVar
 from jspec.core import stopping
 from jspec.core.types import Params
 from jspec.engine.balance import cached_tokens
-from jspec.engine.device import Device, DeviceOutput, DeviceRequest
-from jspec.engine.executor import on_own_device
 from jspec.engine.handle import Handle, wake
 from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
-from jspec.engine.model import Model
-from jspec.engine.request import Request
-from jspec.engine.result import FINISH_REASONS, drafted_tokens
 from jspec.engine.schedule import Scheduler
+from jspec.generation.result import FINISH_REASONS, drafted_tokens
+from jspec.loading.model import Model
+from jspec.runner.device import Device, DeviceOutput, DeviceRequest
+from jspec.runner.executor import on_own_device
+from jspec.runner.request import Request
 
 T = TypeVar("T")
 

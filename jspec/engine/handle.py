@@ -10,14 +10,11 @@ import numpy as np
 
 from jspec.core import stopping
 from jspec.core.types import Drafter
-from jspec.engine.device import DeviceOutput, DeviceRequest
-from jspec.engine.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
+from jspec.generation.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
+from jspec.runner.device import DeviceOutput, DeviceRequest
+from jspec.runner.request import EngineError
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
-
-
-class EngineError(RuntimeError):
-    """The engine has failed; all its requests have ended with this error."""
 
 
 @dataclasses.dataclass(eq=False)

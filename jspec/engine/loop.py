@@ -3,9 +3,9 @@
 import time
 from collections import deque
 
-from jspec.engine.device import Device, DeviceOutput, DeviceRequest, InFlight
-from jspec.engine.plan import Admission, Burst
 from jspec.engine.schedule import Scheduler
+from jspec.runner.device import Device, DeviceOutput, DeviceRequest, InFlight
+from jspec.runner.plan import Admission, Burst
 
 MAX_ROUNDS = 32
 """Rounds of the longest burst."""

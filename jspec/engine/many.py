@@ -7,19 +7,19 @@ from tqdm import tqdm
 
 from jspec.core import groups, stopping
 from jspec.core.sampling import each_of, per_row
-from jspec.engine import memory
 from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.batches import split
-from jspec.engine.device import Device, DeviceRequest, option_set_of
 from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
-from jspec.engine.method import choose_drafter, choose_method
-from jspec.engine.model import Model
-from jspec.engine.options import EngineOptions, GenerateOptions, check_draft_fits, check_fits, longest_sequence
-from jspec.engine.result import Generations, GenerationStats
-from jspec.engine.run import bucket, one_call
 from jspec.engine.schedule import Scheduler
-from jspec.engine.slot_state import without_slots
+from jspec.generation.method import choose_drafter, choose_method
+from jspec.generation.options import EngineOptions, GenerateOptions, check_draft_fits, check_fits, longest_sequence
+from jspec.generation.result import Generations, GenerationStats
+from jspec.generation.run import bucket, one_call
+from jspec.loading import memory
+from jspec.loading.model import Model
+from jspec.runner.device import Device, DeviceRequest, option_set_of
+from jspec.runner.slot_state import without_slots
 
 MAX_BATCH = 64
 """Prompts that run at once. More of them take turns, so memory does not grow with their number, and a sequence

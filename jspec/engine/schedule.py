@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from jspec.core.checks import check_int
 from jspec.engine import sharing
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Admission, Burst, Output, Plan, Read
-from jspec.engine.request import Phase, Request
 from jspec.engine.victims import victims
+from jspec.runner.plan import Admission, Burst, Output, Plan, Read
+from jspec.runner.request import Phase, Request
 
 OVERHEAD = 256
 """Fixed cost of a program, in columns: about as many as a processor computes while it reads the weights."""

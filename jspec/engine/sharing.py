@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jspec.engine.pages import Pages
-from jspec.engine.request import Phase, Request
+from jspec.runner.request import Phase, Request
 
 
 def waits(request: Request) -> bool:

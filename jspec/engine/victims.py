@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jspec.engine.pages import Pages
-from jspec.engine.request import Request
+from jspec.runner.request import Request
 
 
 def victims(pages: Pages, admitted: Sequence[Request], request: Request, need: int) -> list[Request]:

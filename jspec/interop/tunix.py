@@ -22,10 +22,10 @@ from jspec.core.checks import check_int, check_sequence, shorten
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter, Params
 from jspec.engine.engine import Engine
-from jspec.engine.model import Model
-from jspec.engine.options import MAX_SEED
-from jspec.engine.result import Generations
-from jspec.engine.run import encode_prompts
+from jspec.generation.options import MAX_SEED
+from jspec.generation.result import Generations
+from jspec.generation.run import encode_prompts
+from jspec.loading.model import Model
 
 if TYPE_CHECKING:
     Base = object

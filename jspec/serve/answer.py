@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jspec.engine.result import GenerationStats, Piece
-from jspec.engine.score import Scores
+from jspec.generation.result import GenerationStats, Piece
+from jspec.generation.score import Scores
 from jspec.serve.openai import Call
 from jspec.text.tokenizer import Tokenizer
 

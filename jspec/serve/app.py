@@ -20,11 +20,11 @@ from starlette.routing import Route
 from jspec.core.checks import check_flag, check_text
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
-from jspec.engine.handle import EngineError, Handle
-from jspec.engine.options import MAX_SEED
-from jspec.engine.request import QueueFull
-from jspec.engine.result import GenerationStats
-from jspec.engine.score import Scores
+from jspec.engine.handle import Handle
+from jspec.generation.options import MAX_SEED
+from jspec.generation.result import GenerationStats
+from jspec.generation.score import Scores
+from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import metrics, openai, prompts
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError, Fields

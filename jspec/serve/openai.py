@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec.core.checks import check_flag, check_int, check_number, check_text
 from jspec.core.sampling import Sampling
-from jspec.engine.options import MAX_SEED
+from jspec.generation.options import MAX_SEED
 from jspec.serve.fields import ApiError, Fields
 from jspec.serve.grammars import GrammarRequest, take_grammar
 

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jspec.engine.handle import EngineError, Handle
-from jspec.engine.result import Piece
+from jspec.engine.handle import Handle
+from jspec.generation.result import Piece
+from jspec.runner.request import EngineError
 from jspec.serve.fields import ApiError
 
 Result = TypeVar("Result")

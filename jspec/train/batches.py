@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jspec.core.checks import check_number
-from jspec.engine import memory
+from jspec.loading import memory
 from pallas_kernels import platform
 
 _GROUPED = 256

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.analysis.evaluate import evaluate
 from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import DRAFTERS
-from jspec.engine.model import Model
-from jspec.engine.run import Prompt
+from jspec.generation.run import Prompt
+from jspec.loading.model import Model
 from jspec.models import Assistant, BlockHead, EagleHead
 from jspec.models.decoder import Decoder
 from jspec.train import batches, fingerprint, model, trainer

@@ -15,8 +15,8 @@ from jspec.checkpoints import atomic, drafts
 from jspec.core.checks import check_flag
 from jspec.core.options import options_of
 from jspec.core.types import Params
-from jspec.engine.hub import locate
-from jspec.engine.model import Model, load, refuse_split
+from jspec.loading.hub import locate
+from jspec.loading.model import Model, load, refuse_split
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import batches, card, data, distill
 from jspec.train.batches import Source

@@ -17,7 +17,7 @@ from typing import Any
 
 from jspec.checkpoints import atomic
 from jspec.core.options import check_options, option
-from jspec.engine.hub import locate
+from jspec.loading.hub import locate
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import chat_data, data, options, records, text_data, tokenizer
 from jspec.train.data import Counts, PromptLimits, public_name

@@ -32,9 +32,9 @@ from jspec.core.options import check_options, option, option_of
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate
 from jspec.engine.many import MAX_BATCH, generate_many
-from jspec.engine.model import Model, load
-from jspec.engine.options import BatchKeywords, GenerateOptions
-from jspec.engine.result import Generations
+from jspec.generation.options import BatchKeywords, GenerateOptions
+from jspec.generation.result import Generations
+from jspec.loading.model import Model, load
 from jspec.train import chats, options, records
 from jspec.train.chats import Chat
 from jspec.train.records import Dropped

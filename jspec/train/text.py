@@ -19,9 +19,9 @@ from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.engine.batches import split
-from jspec.engine.hub import locate
-from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions
+from jspec.generation.options import GenerateOptions
+from jspec.loading.hub import locate
+from jspec.loading.model import Model
 from jspec.models.decoder import Decoder
 from jspec.train import batches, options, tokenizer
 from jspec.train.rows import Made

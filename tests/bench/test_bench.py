@@ -28,7 +28,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.round import step
 from jspec.core.types import Params, Prompts
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
-from jspec.engine import memory
+from jspec.loading import memory
 from jspec.models.quantized import quantize, widen
 
 RULE = accept.Imposed(2.5)

@@ -11,8 +11,8 @@ from jspec.bench import load, load_report, machine, measurement
 from jspec.bench.load import LoadResult, LoadRun
 from jspec.bench.presets import PRESETS
 from jspec.bench.subject import Subject
-from jspec.engine import startup
-from jspec.engine.engine import EngineError
+from jspec.loading import startup
+from jspec.runner.request import EngineError
 
 
 def run(capsys, *arguments):

@@ -16,7 +16,7 @@ from jspec.bench.presets import PRESETS
 from jspec.checkpoints import language_model
 from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Standalone
-from jspec.engine import memory
+from jspec.loading import memory
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 from jspec.models.sizes import count_parameters

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspec.cache import HybridCache, LayerKeys, MhaCache, SlidingCache
-from jspec.engine import memory
+from jspec.loading import memory
 
 SLIDING, FULL = LayerKeys(kv_heads=2, head_dim=8, window=4), LayerKeys(kv_heads=1, head_dim=16)
 LAYERS = (SLIDING, FULL, SLIDING, FULL, 2, 3, 2)

@@ -22,7 +22,7 @@ from jspec.checkpoints import language_model
 from jspec.core import tree
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain, Suffix
-from jspec.engine import memory
+from jspec.loading import memory
 
 FP8 = KV_FORMATS["fp8"]
 FAMILIES = {

@@ -21,7 +21,7 @@ from jspec.checkpoints import drafts, eagle, eagle_config, language_model
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
-from jspec.engine import hub
+from jspec.loading import hub
 from jspec.models import EagleHead, Llama, LlamaParams
 
 

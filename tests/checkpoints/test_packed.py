@@ -195,7 +195,7 @@ def test_other_weights_can_be_chosen(stored):
 
 
 def test_memory_counts_packed_values(stored, monkeypatch):
-    from jspec.engine import memory
+    from jspec.loading import memory
 
     path = stored("llama", "awq") / "narrow"
     size = memory.tree_bytes(jspec.load(path).params)

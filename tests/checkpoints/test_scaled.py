@@ -148,7 +148,7 @@ def test_other_weights_can_be_chosen(stored, form):
 
 
 def test_memory_counts_what_is_stored(stored, monkeypatch):
-    from jspec.engine import memory
+    from jspec.loading import memory
 
     size = memory.tree_bytes(jspec.load(stored("experts", "blocks") / "narrow").params)
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size, 10**9))

@@ -12,7 +12,7 @@ import jspec
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.core import tree
 from jspec.drafters import DRAFTERS
-from jspec.engine.hub import bundled_draft
+from jspec.loading.hub import bundled_draft
 
 AS_SHIPPED = True
 

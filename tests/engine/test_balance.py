@@ -4,7 +4,7 @@ import pytest
 
 from jspec.engine import balance
 from jspec.engine.pages import Pages
-from jspec.engine.request import Request
+from jspec.runner.request import Request
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import toy
 import jspec
 from jspec.engine import batches
 from jspec.engine.batches import split
-from jspec.engine.options import GenerateOptions
+from jspec.generation.options import GenerateOptions
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
 

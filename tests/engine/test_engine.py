@@ -17,14 +17,14 @@ from jspec.core.method import Method
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import programs, sizing, slot_state, startup
 from jspec.engine.engine import Engine
-from jspec.engine.handle import EngineError
-from jspec.engine.model import Model
-from jspec.engine.request import QueueFull
-from jspec.engine.sizing import read_shapes
-from jspec.engine.slot_state import Sizes
+from jspec.loading import startup
+from jspec.loading.model import Model
 from jspec.models.sizes import tree_bytes
+from jspec.runner import programs, sizing, slot_state
+from jspec.runner.request import EngineError, QueueFull
+from jspec.runner.sizing import read_shapes
+from jspec.runner.slot_state import Sizes
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]

@@ -13,14 +13,15 @@ import jspec
 from jspec.core.struct import struct
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain, Standalone
-from jspec.engine import executor, many
-from jspec.engine.device import DeviceOutput, DeviceRequest
+from jspec.engine import many
 from jspec.engine.engine import Engine
-from jspec.engine.executor import Executor
 from jspec.engine.handle import Handle
-from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions
-from jspec.engine.run import Run
+from jspec.generation.options import GenerateOptions
+from jspec.generation.run import Run
+from jspec.loading.model import Model
+from jspec.runner import executor
+from jspec.runner.device import DeviceOutput, DeviceRequest
+from jspec.runner.executor import Executor
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]

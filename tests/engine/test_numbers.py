@@ -10,11 +10,11 @@ from jspec.bench.load import _gaps
 from jspec.drafters import Adaptive, Ngram
 from jspec.engine.metrics import SECONDS, Histogram, Metrics
 from jspec.engine.pages import Pages
-from jspec.engine.request import Phase, Request
-from jspec.engine.result import Piece
 from jspec.engine.schedule import Scheduler
 from jspec.engine.snapshots import Snapshots
 from jspec.engine.victims import victims
+from jspec.generation.result import Piece
+from jspec.runner.request import Phase, Request
 from jspec.serve.answer import Answer
 from jspec.serve.openai import Limits, read_completion
 

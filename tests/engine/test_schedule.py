@@ -4,9 +4,9 @@ import pytest
 from storm import storms
 
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Output, Read
-from jspec.engine.request import Phase, Request
 from jspec.engine.schedule import OVERHEAD, Scheduler
+from jspec.runner.plan import Output, Read
+from jspec.runner.request import Phase, Request
 
 
 def test_every_event_of_a_schedule_leaves_all_rows_right():

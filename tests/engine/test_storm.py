@@ -25,7 +25,7 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.drafters.suffix import Corpus
-from jspec.engine import programs, slot_state
+from jspec.runner import programs, slot_state
 
 T = toy.TARGET
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1, min_new_tokens=3)

@@ -17,15 +17,15 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.sharding import Placement
 from jspec.core.types import Drafter, Params, Prompts
-from jspec.engine import slot_state
-from jspec.engine.automaton_pool import GrammarPool, StopPool
-from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.loop import Loop
-from jspec.engine.model import Model
 from jspec.engine.pages import Pages
-from jspec.engine.request import Phase
 from jspec.engine.schedule import Scheduler
-from jspec.engine.slot_state import Sizes
+from jspec.loading.model import Model
+from jspec.runner import slot_state
+from jspec.runner.automaton_pool import GrammarPool, StopPool
+from jspec.runner.device import Device, DeviceRequest
+from jspec.runner.request import Phase
+from jspec.runner.slot_state import Sizes
 
 CONTEXT, PAGE, SLOTS, CHUNK, POOL = 48, 4, 4, 6, 40
 EOS = 7

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import device_model
 
 from jspec.drafters import Adaptive, Ngram
-from jspec.engine.device import DeviceOutput, DeviceRequest
 from jspec.engine.group import Group
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Burst
 from jspec.engine.schedule import Scheduler
+from jspec.runner.device import DeviceOutput, DeviceRequest
+from jspec.runner.plan import Burst
 
 READ, ROUND = 0.5, 0.125
 """Seconds of a read and of a round."""

@@ -13,11 +13,10 @@ import numpy as np
 import tokenizers
 
 import jspec
-from jspec.engine.handle import EngineError
 from jspec.engine.metrics import SECONDS, Histogram
-from jspec.engine.request import QueueFull
-from jspec.engine.result import GenerationStats, Piece
-from jspec.engine.score import Scores
+from jspec.generation.result import GenerationStats, Piece
+from jspec.generation.score import Scores
+from jspec.runner.request import EngineError, QueueFull
 from jspec.text.tokenizer import Tokenizer
 
 TEXT = "def f(x):\n    return 'héllo ☃' + x\n"

@@ -8,7 +8,7 @@ import tokenizers
 import toy
 
 from jspec.core.types import Params
-from jspec.engine.model import Model
+from jspec.loading.model import Model
 from jspec.text.grammar.byte_dfa import ByteDfa
 from jspec.text.tokenizer import Tokenizer
 

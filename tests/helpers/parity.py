@@ -20,7 +20,7 @@ import jspec
 from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
-from jspec.engine import run
+from jspec.generation import run
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')

@@ -6,9 +6,9 @@ from collections import Counter, deque
 from device_model import Device
 
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Output
-from jspec.engine.request import Phase, Request
 from jspec.engine.schedule import MAX_SKIPPED, Scheduler
+from jspec.runner.plan import Output
+from jspec.runner.request import Phase, Request
 
 DRAFTERS = [(None, 0), (None, 1), (0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
 """(ahead, extra_rows); a drafter has one of them at most. ahead None: nothing is shared."""

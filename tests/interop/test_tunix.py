@@ -10,8 +10,8 @@ import pytest
 import jspec
 from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params
-from jspec.engine import programs
 from jspec.interop.tunix import TunixRollout
+from jspec.runner import programs
 
 PROMPTS = ["def f(x):", "for i in", "def f(x):"]
 OPTIONS = dict(slots=2, context=64, page_size=4)

@@ -18,7 +18,7 @@ from jspec.bench.measure import BenchSetup, case_bytes
 from jspec.bench.options import BenchOptions
 from jspec.core.types import Params
 from jspec.drafters import Plain
-from jspec.engine import memory
+from jspec.loading import memory
 from jspec.models.quantized import widen
 from jspec.models.sizes import tree_bytes
 

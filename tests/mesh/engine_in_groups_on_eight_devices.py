@@ -19,9 +19,8 @@ from jspec.checkpoints import language_model
 from jspec.cli import main
 from jspec.drafters import Mtp, Ngram, Standalone, Suffix
 from jspec.engine import engine as engine_module
-from jspec.engine import memory, startup
-from jspec.engine.handle import EngineError
-from jspec.engine.request import QueueFull
+from jspec.loading import memory, startup
+from jspec.runner.request import EngineError, QueueFull
 
 directories = split.directories
 slow = pytest.mark.slow

@@ -18,13 +18,14 @@ import jspec
 from jspec.core import accept
 from jspec.core.method import Method
 from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone
-from jspec.engine import memory, programs, sizing, slot_state
-from jspec.engine.device import slot_buckets
 from jspec.engine.many import generate_many
-from jspec.engine.method import bind_drafter
-from jspec.engine.sizing import read_shapes
-from jspec.engine.slot_state import Sizes
+from jspec.generation.method import bind_drafter
+from jspec.loading import memory
 from jspec.models.sizes import tree_bytes
+from jspec.runner import programs, sizing, slot_state
+from jspec.runner.device import slot_buckets
+from jspec.runner.sizing import read_shapes
+from jspec.runner.slot_state import Sizes
 
 directories, load = split.directories, split.load
 slow = pytest.mark.slow

@@ -17,8 +17,10 @@ from jspec.checkpoints import language_model
 from jspec.cli import main
 from jspec.core.sharding import DATA, TENSOR
 from jspec.drafters import Adaptive, Ngram, Standalone, Suffix
-from jspec.engine import many, memory, run, score
-from jspec.engine.run import Run
+from jspec.engine import many
+from jspec.generation import run, score
+from jspec.generation.run import Run
+from jspec.loading import memory
 
 directories = split.directories
 slow = pytest.mark.slow

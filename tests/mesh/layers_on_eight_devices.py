@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 import jspec
 from jspec.checkpoints import drafts, language_model
 from jspec.drafters import FrozenKvMtp, Ngram
-from jspec.engine import memory
-from jspec.engine.run import Run
+from jspec.generation.run import Run
+from jspec.loading import memory
 from jspec.models import Assistant
 from jspec.models.assistant import Clusters
 from jspec.models.quantized import widen

@@ -39,7 +39,7 @@ from jspec.core.loop import decode
 from jspec.core.prefill import jitted_prefill
 from jspec.core.sharding import TENSOR
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import score
+from jspec.generation import score
 from jspec.models.decoder import Decoder
 
 slow = pytest.mark.slow
@@ -349,7 +349,7 @@ def test_what_needs_one_device_is_refused(load, tmp_path):
 
 def test_weights_that_do_not_fit_count_per_device(directories, monkeypatch):
     free = {}
-    monkeypatch.setattr("jspec.engine.memory.free_bytes", lambda device=None: (free["bytes"], 10**9))
+    monkeypatch.setattr("jspec.loading.memory.free_bytes", lambda device=None: (free["bytes"], 10**9))
     shapes = TIED.param_shapes(np.float32)
     for tensor, name in ((None, "$"), (4, " on each of 4 devices do not fit")):
         free["bytes"] = 100

@@ -23,7 +23,7 @@ from engine_storm import paged_caches, rows_of
 import jspec
 from jspec.checkpoints import drafts, language_model
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Standalone, Suffix
-from jspec.engine.run import Run
+from jspec.generation.run import Run
 from jspec.models import Assistant
 from jspec.models.deepseek import Deepseek
 from jspec.models.llama import Llama

@@ -13,7 +13,7 @@ from hlo import check_in_place, opcode
 
 import jspec
 from jspec.drafters import Standalone
-from jspec.engine import programs
+from jspec.runner import programs
 
 TEXT_AS_SHIPPED = True
 directories, load = split.directories, split.load

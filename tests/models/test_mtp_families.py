@@ -14,7 +14,7 @@ import jspec
 from jspec.checkpoints.tensors import Tensors
 from jspec.core import tree
 from jspec.drafters import Mtp
-from jspec.engine import run
+from jspec.generation import run
 from jspec.models import MtpHeads
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')

@@ -19,7 +19,7 @@ from jspec.core.prefill import prefill
 from jspec.core.round import step
 from jspec.core.types import Params, Prompts
 from jspec.drafters import FrozenKvMtp, Ngram, Plain, Standalone
-from jspec.engine import memory
+from jspec.loading import memory
 from jspec.models import Assistant
 from jspec.models.assistant import Clusters
 from jspec.models.gemma4 import Attention, Gemma4

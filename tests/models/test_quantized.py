@@ -22,7 +22,7 @@ from jspec.core.method import Method
 from jspec.core.prefill import prefill
 from jspec.core.types import Params, Prompts
 from jspec.drafters import Ngram, Plain
-from jspec.engine import memory
+from jspec.loading import memory
 from jspec.models import layers
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.quantized import FORMATS, Quantized, dtype_names, is_matrix, quantize, quantize_shapes, widen

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jspec.checkpoints import atomic
 from jspec.core.checks import check_int
 from jspec.core.options import check_options, option
-from jspec.engine.hub import locate
+from jspec.loading.hub import locate
 from jspec.train import data, options
 from jspec.train import tokenizer as files
 from jspec.train.data import Half, PromptLimits, public_name

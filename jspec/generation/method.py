@@ -1,0 +1,119 @@
+"""Chooses the method of a generation: the drafter, bound to its models, and the acceptance rule."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jspec import drafters
+from jspec.core import optional
+from jspec.core.accept import NEEDS, RULES, LossyThresholds, greedy
+from jspec.core.checks import check_int
+from jspec.core.method import Method
+from jspec.core.sharding import Placement
+from jspec.core.types import DRAFTER_PARTS, Accept, Drafter, RowSampling, Target
+from jspec.generation.options import check_rule
+from jspec.loading.model import Model
+
+MAX_DEPTH = 127
+"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
+
+
+def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
+    """Resolves a drafter; "auto" is the one for the loaded draft; without one, plain decoding or n-grams by cost."""
+    if isinstance(drafter, str) and drafter == "auto":
+        if model.draft is None:
+            return drafters.Adaptive(drafters.WITHOUT_DRAFT, one_depth=True)
+        drafter = model.draft.drafter
+    return drafters.resolve(drafter)
+
+
+def knows_greedy(rule: str | Accept | None) -> bool:
+    """Whether a rule is chosen by name, or takes the logits of greedy sequences as they are.
+
+    Other rules, such as those of users, know distributions only: those of greedy sequences must be point masses.
+    """
+    return rule is None or isinstance(rule, str) or getattr(rule, "for_greedy", False)
+
+
+def with_point_masses(rule: str | Accept | None, sampling: RowSampling | None, batch: int) -> RowSampling | None:
+    """The sampling parameters of `batch` sequences with a temperature, if the rule needs one."""
+    # Thresholds are refused where nothing is sampled.
+    if knows_greedy(rule) or isinstance(rule, LossyThresholds):
+        return sampling
+    if sampling is not None and sampling.temperature is not None:
+        return sampling
+    zeros = jnp.zeros(batch, jnp.float32)
+    return RowSampling(temperature=zeros) if sampling is None else dataclasses.replace(sampling, temperature=zeros)
+
+
+def choose_rule(
+    rule: str | Accept | None, row_sampling: RowSampling | None, drafter: Drafter
+) -> tuple[Accept, Drafter]:
+    """Chooses the acceptance rule for sampling parameters, and configures the drafter for it.
+
+    Raises:
+      ValueError: an unknown name, or a rule for other parameters or drafters.
+      TypeError: neither a name nor a callable.
+    """
+    # The default: coupled sampling if any sequence samples.
+    check_rule(rule)
+    all_greedy = row_sampling is None or row_sampling.temperature is None
+    if rule is None:
+        rule = "greedy" if all_greedy else "coupled"
+    if not isinstance(rule, str):
+        if all_greedy and isinstance(rule, LossyThresholds):
+            raise ValueError(f"accept={rule}: LossyThresholds has no effect when every sequence is greedy; omit it")
+        return rule, drafter
+    # Greedy sequences alone need no distributions.
+    if all_greedy:
+        return greedy, drafter
+    if rule == "greedy":
+        raise ValueError("accept='greedy' ignores the temperature; omit it, or use 'coupled'")
+    return RULES[rule], optional.adapted(drafter, NEEDS[rule]) if rule in NEEDS else drafter
+
+
+def choose_method(
+    target: Target,
+    draft: object,
+    drafter: Drafter,
+    accept: str | Accept | None,
+    sampling: RowSampling | None,
+    *,
+    batch: int = 1,
+    placement: Placement | None = None,
+    record: int | None = None,
+) -> tuple[Method, RowSampling | None]:
+    """Binds a drafter to the models and chooses the rule for the sampling parameters of a batch.
+
+    record: as of `Method`.
+
+    Returns:
+      The method, and the sampling parameters as its rule needs them.
+
+    Raises:
+      ValueError, TypeError: as `choose_rule` and `bind_drafter`.
+    """
+    sampling = with_point_masses(accept, sampling, batch)
+    rule, adapted = choose_rule(accept, sampling, drafter)
+    return Method(target, bind_drafter(adapted, target, draft), rule, placement, record), sampling
+
+
+def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
+    """The drafter bound to these models.
+
+    Raises:
+      ValueError, TypeError: it does not work with them, or drafts longer chains than can be recorded.
+    """
+    bound = drafter.bind(target, draft)
+    kind, bound_kind = type(drafter).__name__, type(bound).__name__
+    # A drafter of one's own may lack a part, or have one of another type.
+    if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
+        raise TypeError(f"{kind}.bind: must return a drafter, but this {bound_kind} has no {', '.join(missing)}")
+    if not isinstance(bound.capture_layers, tuple):
+        raise TypeError(
+            f"{bound_kind}(capture_layers={bound.capture_layers!r}): must be a tuple of layers, () for none"
+        )
+    for layer in bound.capture_layers:
+        check_int("capture_layers", layer, least=0, most=target.num_layers + 1, owner=bound_kind)
+    check_int("depth", bound.depth, least=0, most=MAX_DEPTH, owner=type(bound).__name__)
+    return bound

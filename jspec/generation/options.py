@@ -1,0 +1,386 @@
+"""The options of a generation: one frozen value, validated when it is built."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar, cast
+
+import numpy as np
+
+from jspec import drafters
+from jspec.cache.pages import DEFAULT_PAGE_SIZE
+from jspec.core import optional
+from jspec.core.accept import RULES, Imposed
+from jspec.core.automaton import TokenTable
+from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
+from jspec.core.options import check_options, option
+from jspec.core.sampling import Sampling, each_of
+from jspec.core.types import Accept, Drafter, Target
+from jspec.loading import memory
+from jspec.loading.model import Model
+from jspec.text.grammar import compile_grammar
+from jspec.text.stream import check_stop
+
+MAX_SEED = 2**32 - 1
+DEFAULT_CONTEXT = 8192
+"""Tokens of the longest request, prompt included, unless the model's context is shorter."""
+MAX_TOP_LOGPROBS = 20
+"""Largest number of most probable tokens to record with each new token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The per-request options of a generation; see `jspec.generate`.
+
+    Raises:
+      ValueError, TypeError: an invalid option; the message has its name, its value and what is valid.
+    """
+
+    max_new_tokens: int | Sequence[int] = 128
+    sampling: Sampling | Sequence[Sampling | None] | None = None
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = option(False)
+    seed: int | Sequence[int | tuple[int, int]] = 0
+    logprobs: bool | int = False
+
+    def __post_init__(self):
+        # Convert: equal options must compare equal.
+        check_options(self)
+        values: dict[str, object] = {
+            "max_new_tokens": _check_limits(self.max_new_tokens),
+            "stop": tuple(check_stop(self.stop)),
+            "seed": _check_seed(self.seed),
+            "logprobs": _check_logprobs(self.logprobs),
+        }
+        if self.sampling is not None and not isinstance(self.sampling, Sampling):
+            values["sampling"] = _check_samplings(self.sampling)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many of the most probable tokens to record with each new token."""
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError if more of the most probable tokens are to be recorded than there are."""
+        if self.top_logprobs > size:
+            raise ValueError(f"logprobs={self.logprobs}: must be at most {size}, the vocabulary of the model")
+
+    def limits(self, batch: int) -> list[int]:
+        """The maximum number of new tokens of each of `batch` sequences.
+
+        Raises:
+          ValueError: neither one for all nor one per sequence.
+        """
+        if isinstance(self.max_new_tokens, int):
+            return [self.max_new_tokens] * batch
+        if len(self.max_new_tokens) != batch:
+            raise ValueError(
+                f"max_new_tokens={shorten(self.max_new_tokens)}: {len(self.max_new_tokens)} entries for {batch} "
+                "sequences; must be one int, or one per sequence"
+            )
+        return list(self.max_new_tokens)
+
+    def seeds(self, batch: int) -> list[tuple[int, int]]:
+        """The seed and the index of each of `batch` sequences, as `jspec.core.sampling.seeds_to_keys` takes them.
+
+        Raises:
+          ValueError: not one seed per sequence.
+        """
+        if isinstance(self.seed, int):
+            return [(self.seed, i) for i in range(batch)]
+        if len(self.seed) != batch:
+            raise ValueError(
+                f"seed={shorten(self.seed)}: {len(self.seed)} seeds for {batch} sequences; give one int, or one seed "
+                "per sequence"
+            )
+        return [(one, 0) if isinstance(one, int) else one for one in self.seed]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(RequestOptions):
+    """The options of a generation. Their meaning is documented at `jspec.generate`, whose keywords they are.
+
+    `generate` and `stream` build this value from their keywords; code in between builds it itself and
+    hands it to `jspec.generation.run.Run`. What depends on the model or on the prompts is validated there.
+
+    Raises:
+      ValueError, TypeError: as `RequestOptions`.
+    """
+
+    drafter: str | Drafter | None = "auto"
+    accept: str | Accept | None = None
+    page_size: int = option(DEFAULT_PAGE_SIZE, least=1)
+    debug: bool = option(False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.drafter, str) or self.drafter != "auto":
+            check_hashable("drafter", drafters.resolve(self.drafter))
+        check_rule(self.accept)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options of an engine. Their meaning is documented at `jspec.Engine`, whose keywords they are.
+
+    Raises:
+      ValueError, TypeError: an option of another type, or out of bounds; the message has its name and its value.
+    """
+
+    drafter: str | Drafter | None = "auto"
+    accept: str | Accept | None = None
+    slots: int = option(64, "sequences that are generated at the same time, by each group of devices", least=1)
+    context: int | None = option(
+        None, "tokens of the longest sequence, prompt included (default: the model's, at most 8192)", least=2
+    )
+    pages: int | None = option(None, "cache pages of each group (default: as many as fit)", least=2)
+    memory_fraction: float | None = option(
+        None,
+        "fraction of the device's memory that may be in use, weights included (default: 0.9; on a CPU 0.75)",
+        above=0.0,
+        most=1.0,
+    )
+    page_size: int = option(DEFAULT_PAGE_SIZE, "rows per cache page", metavar="ROWS", least=1)
+    prefill_tokens: int = option(1024, "prompt tokens that are read between two bursts of rounds", least=1)
+    burst_ms: float = option(25.0, "time that rounds run before new tokens are sent", metavar="MS", above=0.0)
+    prefix_cache: bool = option(True, "do not share the cache pages of equal beginnings")
+    max_queue: int | None = option(
+        None, "requests that may wait for a slot, of all groups together (default: any number)", least=0
+    )
+
+    def __post_init__(self):
+        check_options(self)
+
+    def for_model(self, model: Model) -> "EngineOptions":
+        """Fills in the context and the share of the memory for a model, where they are None.
+
+        Raises:
+          ValueError: the context is longer than the model's.
+        """
+        longest = model.target.max_length
+        context = min(longest, DEFAULT_CONTEXT) if self.context is None else self.context
+        check_int("context", context, least=2, most=longest)
+        fraction = memory.usable_fraction() if self.memory_fraction is None else self.memory_fraction
+        return dataclasses.replace(self, context=context, memory_fraction=fraction)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions`, as keywords of a function."""
+
+    drafter: str | Drafter | None
+    accept: str | Accept | None
+    slots: int
+    context: int | None
+    pages: int | None
+    memory_fraction: float | None
+    page_size: int
+    prefill_tokens: int
+    burst_ms: float
+    prefix_cache: bool
+    max_queue: int | None
+
+
+class _SharedKeywords(TypedDict, total=False):
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: bool | int
+
+
+class RequestKeywords(_SharedKeywords, total=False):
+    """The fields of `RequestOptions` for a single prompt, as keywords of a function."""
+
+    max_new_tokens: int
+    sampling: Sampling | None
+    seed: int | Sequence[int | tuple[int, int]]
+
+
+class BatchKeywords(_SharedKeywords, total=False):
+    """The fields of `RequestOptions`, as keywords of a function."""
+
+    max_new_tokens: int | Sequence[int]
+    sampling: Sampling | Sequence[Sampling | None] | None
+    seed: int | Sequence[int | tuple[int, int]]
+
+
+class GenerateKeywords(BatchKeywords, total=False):
+    """The fields of `GenerateOptions`, as keywords of a function."""
+
+    drafter: str | Drafter | None
+    accept: str | Accept | None
+    page_size: int
+    debug: bool
+
+
+R = TypeVar("R", bound=RequestOptions)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes(kind: type) -> Callable[[F], F]:
+    """Shows the fields of a dataclass, with defaults, in the signature of a function with these keywords."""
+
+    def show(function: F) -> F:
+        # Keywords in the place of `**keywords`.
+        signature = inspect.signature(function)
+        fields = dataclasses.fields(kind)
+        keywords = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+                annotation=field.type,
+            )
+            for field in fields
+        ]
+        named = list(signature.parameters.values())[:-1]
+        has_sampling = any(field.name == "sampling" for field in fields)
+        misplaced = {field.name for field in dataclasses.fields(Sampling)} if has_sampling else set()
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **keywords_given: Any) -> Any:
+            # Other libraries take sampling parameters here.
+            for name in misplaced & keywords_given.keys():
+                value = shorten(keywords_given[name])
+                raise TypeError(f"{name}={value}: is a sampling parameter: sampling=jspec.Sampling({name}={value})")
+            return function(*arguments, **keywords_given)
+
+        setattr(checked, "__signature__", signature.replace(parameters=[*named, *keywords]))  # noqa: B010
+        return cast(F, checked)
+
+    return show
+
+
+def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list[TokenTable | None]:
+    """The automaton of the grammar of each sequence over the tokens of the model, or None.
+
+    Raises:
+      ValueError: a grammar unsuited to the model or the other options.
+    """
+    grammars = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
+    if any(one is not None for one in grammars):
+        check_grammar_options(options.accept, ignore_eos=options.ignore_eos)
+    return [compile_grammar(one, model.tokenizer, model.target.vocab_size, model.eos) for one in grammars]
+
+
+def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> None:
+    """Raises ValueError for options in conflict with a grammar."""
+    if ignore_eos:
+        raise ValueError("ignore_eos=True: a text of a grammar ends with an id that ends the text; omit it")
+    if isinstance(accept, Imposed):
+        raise ValueError(f"accept={accept}: accepts tokens that a grammar forbids; use another rule")
+
+
+def check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
+    """Checks the longest prompt and its new tokens against the context of the model.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if longest >= target.max_length:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, which leaves no space for new ones in the model's context of "
+            f"{target.max_length}"
+        )
+    if longest + max_new_tokens > target.max_length:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, at most "
+            f"{target.max_length - longest} fit in the model's context of {target.max_length}"
+        )
+
+
+def check_draft_fits(drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    """Checks the shortest sequence against the context of a bound drafter's model.
+
+    Longer ones cost a batch nothing: where a draft proposes nothing useful, they decode plainly.
+
+    Raises:
+      ValueError: every sequence exceeds it.
+    """
+    context = optional.max_length(drafter)
+    length, new = min(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)
+    if context is not None and length + new > context:
+        raise ValueError(
+            f"max_new_tokens={new}: with a prompt of {length} tokens, this exceeds the draft's context of {context}, "
+            "after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
+            f"{max(0, context - length)} new tokens"
+        )
+
+
+def longest_sequence(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[int, int]:
+    """The length of the prompt and the new tokens of the longest possible sequence."""
+    return max(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)
+
+
+def repeat(options: R, prompts: int, n: int) -> R:
+    """The options of n samples of each of `prompts` prompts: what is given per prompt becomes one entry per sample.
+
+    Raises:
+      ValueError: `sampling` or `max_new_tokens` have another number of entries than there are prompts.
+    """
+    limits, sampling = options.limits(prompts), options.sampling
+    if isinstance(sampling, Sequence):
+        if len(sampling) != prompts:
+            raise ValueError(f"sampling: {len(sampling)} for {prompts} prompts; must be one, or one per prompt")
+        sampling = [one for one in sampling for _ in range(n)]
+    return dataclasses.replace(options, max_new_tokens=[one for one in limits for _ in range(n)], sampling=sampling)
+
+
+def _check_limits(limits: object) -> int | tuple[int, ...]:
+    if hasattr(limits, "__index__") and not getattr(limits, "ndim", 0) or not isinstance(limits, Sequence | np.ndarray):
+        return check_int("max_new_tokens", limits, least=1)
+    entries = check_sequence("max_new_tokens", limits, items="an int, or a list of one int per sequence")
+    return tuple(check_int(f"max_new_tokens[{i}]", one, least=1) for i, one in enumerate(entries))
+
+
+def _check_seed(seed: object) -> int | tuple[int | tuple[int, int], ...]:
+    if hasattr(seed, "__index__") and not getattr(seed, "ndim", 0):
+        return check_int("seed", seed, least=0, most=MAX_SEED)
+    valid = "an int, or a list with an int or a pair (seed, index) per sequence"
+    return tuple(_check_seed_of(f"seed[{i}]", one) for i, one in enumerate(check_sequence("seed", seed, items=valid)))
+
+
+def _check_seed_of(name: str, seed: object) -> int | tuple[int, int]:
+    if not isinstance(seed, Sequence):
+        return check_int(name, seed, least=0, most=MAX_SEED)
+    if len(seed) != 2:
+        raise ValueError(f"{name}={shorten(seed)}: must be an int, or a pair (seed, index)")
+    first, index = (check_int(f"{name}[{i}]", one, least=0, most=MAX_SEED) for i, one in enumerate(seed))
+    return first, index
+
+
+def _check_logprobs(logprobs: object) -> bool | int:
+    if isinstance(logprobs, bool | np.bool_):
+        return bool(logprobs)
+    valid = f"True, False, or a number of most probable tokens from 1 to {MAX_TOP_LOGPROBS}"
+    try:
+        return check_int("logprobs", logprobs, least=1, most=MAX_TOP_LOGPROBS)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"logprobs={shorten(logprobs)}: must be {valid}") from None
+
+
+def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:
+    valid = "a jspec.Sampling, a list with one per sequence, or None (greedy)"
+    entries = check_sequence("sampling", samplings, items=valid)
+    for i, one in enumerate(entries):
+        if one is not None and not isinstance(one, Sampling):
+            raise TypeError(f"sampling[{i}]={shorten(one)}: must be a jspec.Sampling, or None (greedy)")
+    return tuple(one for one in entries if one is None or isinstance(one, Sampling))
+
+
+def check_rule(rule: object) -> None:
+    """Raises TypeError or ValueError unless `rule` is None, the name of an acceptance rule, or may be one."""
+    # None, a name, or a callable object.
+    if rule is None:
+        return
+    valid = f"one of {', '.join(RULES)}, or a callable"
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"accept={shorten(rule)}: must be {valid}")
+    elif isinstance(rule, type):
+        raise TypeError(f"accept={rule.__name__}: must be an object, not a class")
+    elif not callable(rule):
+        raise TypeError(f"accept={shorten(rule)}: must be {valid}")
+    else:
+        check_hashable("accept", rule)

@@ -1,0 +1,1 @@
+"""Models: from files, a hub or the caller's own code, with their memory and compiled programs."""

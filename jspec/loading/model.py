@@ -1,0 +1,259 @@
+"""Loading a target, its tokenizer and an optional draft."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jspec.checkpoints.loading import LoadOptions, place_model, plan_model
+from jspec.checkpoints.plan import Checkpoint
+from jspec.checkpoints.source import Source
+from jspec.core.checks import check_flag
+from jspec.core.processes import agreement
+from jspec.core.sharding import Placement
+from jspec.core.types import Params
+from jspec.loading import memory
+from jspec.loading.hub import DRAFT_FILES, bundled_draft, locate
+from jspec.loading.probe import Fit, make_prompts, probe_fit
+from jspec.loading.replacement import check_same_devices, check_same_shapes
+from jspec.models import MtpHeads
+from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
+from jspec.models.quantized import dtype_names
+from jspec.text.tokenizer import Tokenizer, check_same_tokens
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A target ready to generate.
+
+    name: where it was loaded from.
+    target: its configuration.
+    draft: the draft's configuration: a language model, an EAGLE head, an assistant or the MTP heads of the target's own
+      checkpoint; None if no draft was loaded.
+    params: weights of both.
+    tokenizer: None if the checkpoint has none; prompts and outputs are then token ids.
+    eos: end-of-text ids.
+    placement: the devices over which weights and sequences are split, and whether the draft is; None: all are on one
+      device.
+    """
+
+    name: str
+    target: Decoder
+    params: Params
+    tokenizer: Tokenizer | None
+    eos: tuple[int, ...]
+    draft: Draft | None = None
+    placement: Placement | None = None
+
+    def __repr__(self) -> str:
+        draft = "no draft" if self.draft is None else self.draft.summary()
+        is_decoder = isinstance(self.target, Decoder)
+        outline = self.target.outline() if is_decoder else f"target {type(self.target).__name__}"
+        shape = f"{outline}, vocabulary {self.target.vocab_size}"
+        devices = "" if self.placement is None else f" on {self.placement}"
+        return f"Model({self.name!r}: {shape}, {_dtypes(self.params.target)}{devices}; {draft})"
+
+    def with_params(self, params: Any) -> "Model":
+        """Swap in other weights, by reference, such as those of a training loop. Compiles nothing.
+
+        params: `Params` of target and draft, or the weights of the target alone.
+
+        Raises:
+          ValueError: another structure, shape or dtype than those of this model's, or of a split model, another
+            sharding; with the path of the leaf.
+        """
+        params = params if isinstance(params, Params) else Params(params, self.params.draft)
+        self.check_replacement(params)
+        return dataclasses.replace(self, params=params)
+
+    def check_replacement(self, params: Any) -> None:
+        """Check whether weights can replace this model's without compiling anything.
+
+        Raises:
+          ValueError: as `with_params`.
+        """
+        check_same_shapes(self.params, params)
+        if self.placement is not None:
+            check_same_devices(self.params, params)
+
+    def by_group(self) -> "list[Model]":
+        """This model on each group of its devices alone, without copies of weights."""
+        placement = self.placement
+        if placement is None or placement.groups == 1:
+            return [self]
+        parts = [placement.group(index) for index in range(placement.groups)]
+        return [dataclasses.replace(self, params=part.own(self.params), placement=part) for part in parts]
+
+    def with_draft(self, draft: "Model | None") -> "Model":
+        """Use another language model as the draft, for the drafter `jspec.Standalone`; None: no draft.
+
+        Raises:
+          TypeError, ValueError: not a model, or one of another vocabulary.
+        """
+        # No draft: drop its weights, too.
+        if draft is None:
+            return dataclasses.replace(self, draft=None, params=Params(self.params.target))
+        if not isinstance(draft, Model):
+            raise TypeError(f"draft is of type {type(draft).__name__}: must be a jspec.Model, or None")
+        # Both must have one vocabulary.
+        if draft.target.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"draft={draft.name!r}: has a vocabulary of {draft.target.vocab_size} tokens; must have "
+                f"{self.target.vocab_size}, as {self.name!r}"
+            )
+        refuse_split(draft, "with_draft")
+        # The draft is whole on each device.
+        params, placement = Params(self.params.target, draft.params.target), self.placement
+        if placement is not None:
+            placement = dataclasses.replace(placement, draft=False)
+            params = placement.complete(params)
+        return dataclasses.replace(self, draft=draft.target, params=params, placement=placement)
+
+
+def _dtypes(params: Any) -> str:
+    """The dtypes of weights."""
+    return "/".join(dtype_names(params))
+
+
+def refuse_split(model: Model, user: str) -> None:
+    """Raise ValueError if the model is split over devices: `user` does not support this."""
+    if model.placement is not None:
+        raise ValueError(
+            f"model={model.name!r}: is split over {model.placement}, which {user} does not support yet; "
+            "load it without tensor, data and mesh, or use jspec.generate, stream, score or generate_ids"
+        )
+
+
+def load(
+    source: str | Path,
+    *,
+    draft: str | Path | None = None,
+    dtype: str | None = None,
+    tensor: int | None = None,
+    data: int | None = None,
+    mesh: Mesh | None = None,
+    draft_tensor: bool | None = None,
+    exact: bool = False,
+    weights: str | None = None,
+    kv: str | None = None,
+    probe: bool = False,
+) -> Model:
+    """Load a target, and a draft for it, onto the default device, or split it over several.
+
+    Args:
+      source: "bundled:python-small", a Hugging Face directory, a .gguf file, or a hub id such as "org/name".
+      draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
+        EAGLE head or an assistant made for this target. None: the draft bundled with the target, or the MTP heads in
+        its checkpoint, if any.
+      dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
+      tensor: number of devices over which heads, MLPs and the vocabulary of the target are split (tensor parallelism);
+        None: one, or those of `mesh`. See docs/several-gpus.md.
+      data: number of groups of `tensor` devices over which the sequences of a batch are split (data parallelism); each
+        group has all weights. None: one, or those of `mesh`.
+      mesh: the devices to use, with the axes "tensor" and "data" or one of them. None: the first ones.
+      draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster; an assistant is
+        always split.
+      exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
+        half precision too; on one device, for the families in docs/losslessness.md.
+      weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
+        have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
+        "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them, and the
+        others are in `dtype`. See docs/quantization.md.
+      kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. A float that rounds
+        the other way can change a near-tie between drafted and plain output, see docs/quantization.md.
+      probe: whether to warn of a draft that does not fit the target, or fits better under a neighboring reading of its
+        checkpoint, see `probe_draft`.
+
+    Raises:
+      CheckpointError: files are missing, damaged or not supported.
+      ValueError: an unknown dtype, format or bundled model, the draft's tokenizer differs, a model without an exact
+        forward or a narrow cache, an unsupported number of devices, or weights too large for
+        the memory of a device (known before any of them is read); or another process has failed.
+      TypeError: an argument of the wrong type.
+    """
+    options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv, draft_tensor)
+    if check_flag("probe", probe) and options.placement is not None:
+        raise ValueError(f"probe=True: must be False for a model that is split over {options.placement}")
+    # Each process reads other parts, so one alone may find an error.
+    with agreement(options.placement, _COMPARED) as compare:
+        model = _load(source, bundled_draft(source) if draft is None else draft, options)
+        compare({"target": model.target, "draft": model.draft})
+    if probe and model.draft is not None:
+        warning = probe_draft(model).warning(str(source if draft is None else draft))
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+    return model
+
+
+def probe_draft(model: Model) -> Fit:
+    """Whether the draft of a model proposes what the target writes, and whether it would under another reading.
+
+    Nothing is changed. It takes some forwards over 200 tokens, seconds on two CPU cores for 100 million
+    parameters.
+
+    Raises:
+      ValueError: the model has no draft, or is split over devices.
+    """
+    refuse_split(model, "probe")
+    if model.draft is None:
+        raise ValueError(f"model={model.name!r}: must have a draft")
+    prompts = make_prompts(model.tokenizer, model.target.vocab_size)
+    return probe_fit(model.params, model.target, model.draft, prompts, model.eos)
+
+
+_COMPARED = ("target", "draft")
+"""Values of a loaded model to compare between processes."""
+
+
+def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) -> Model:
+    """Load in one of the processes. All errors but those of damaged weights precede the reading of weights."""
+    # Open the files. Target and draft must have the same tokens.
+    directory, draft_directory = locate(source), None if draft is None else locate(draft, DRAFT_FILES, "draft")
+    tokenizer = Tokenizer.load(directory)
+    if draft_directory is not None:
+        check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
+    target_files = Source(directory, str(source))
+    draft_files = None if draft_directory is None else Source(draft_directory, str(draft))
+
+    # Plan what each device gets.
+    plan = plan_model(target_files, draft_files, options)
+    name = str(source) if draft is None else f"{source} with draft={str(draft)!r}"
+    devices = None if options.placement is None else options.placement.devices
+    memory.check_weights(name, plan.memory(), devices=devices)
+
+    # Read the weights.
+    target = _complete(plan.target.read(), options.placement)
+    small = None if plan.draft is None else _complete(plan.draft.read(), options.placement)
+    return assemble(str(source), target, small, tokenizer, options)
+
+
+def _complete(loaded: Checkpoint, placement: Placement | None) -> Checkpoint:
+    """Copy unsplit weights to all devices."""
+    return loaded if placement is None else dataclasses.replace(loaded, params=placement.complete(loaded.params))
+
+
+def assemble(
+    name: str, target: Checkpoint, draft: Checkpoint | None, tokenizer: Tokenizer | None, options: LoadOptions
+) -> Model:
+    """Make a model of a target and a draft; draft None: the MTP heads of the target, if it has any."""
+    if draft is None:
+        target, draft = _split_heads(target)
+    config = target.config.configured(exact=options.exact, kv=options.kv)
+    draft_config, placement = None if draft is None else draft.config, options.placement
+    if placement is not None:
+        placement = dataclasses.replace(placement, draft=getattr(draft_config, "tensor", 1) > 1)
+    params = Params(target.params, None if draft is None else draft.params)
+    return Model(name, config, params, tokenizer, target.eos, draft_config, placement)
+
+
+def _split_heads(target: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
+    """Separate a language model from its MTP heads; None if there are none."""
+    config = target.config
+    if not config.mtp_layers:
+        return target, None
+    heads = Checkpoint(MtpHeads(config.mtp_layer(), config.mtp_layers), target.params.mtp)
+    params = dataclasses.replace(target.params, mtp=())
+    return dataclasses.replace(target, config=dataclasses.replace(config, mtp_layers=0), params=params), heads

@@ -1,0 +1,227 @@
+"""One automaton for all sequences of an engine, joined from the automata of their stop sets or grammars."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from jspec.core import grammar, stopping
+from jspec.core.automaton import Automaton, SparseTable, TokenTable, sparse
+from jspec.core.grammar import TokenGrammar, shift
+from jspec.loading.model import Model
+from jspec.runner.request import QueueFull
+from jspec.text.grammar import compile_grammar
+from jspec.text.stream import compile_stops
+
+MAX_STATES = 2**15
+"""Bound of the states of all automata, stored as int16."""
+MAX_CELLS = 2**27
+"""Bound of the entries of the table (states x classes) and of the maps (automata x vocabulary), of two bytes each."""
+_GRAMMAR_STATES, _GRAMMAR_MAPS = 2048, 8
+"""Initial states and maps of the table of grammars, so most grammars share a program."""
+_GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES = 256, 2**16
+"""Initial patterns and transitions of its `SparseTable`."""
+
+
+class AutomatonPool:
+    """The automata in use, consecutive in one table, each with its own map of classes.
+
+    A sequence starts in the first state of its automaton. Transitions are absolute, so the table is one automaton. Its
+    sizes are powers of two and never shrink, so they rarely change.
+
+    name: the option of the automata, for messages.
+    model: its vocabulary is used.
+    reserved: number of first states; in these every token leads to state 0.
+    unused: value of unused entries of the table.
+    states, maps: initial sizes.
+    """
+
+    def __init__(self, name: str, model: Model, *, reserved: int = 0, unused: int = 0, states: int = 1, maps: int = 1):
+        self._name, self._reserved, self._unused = name, reserved, unused
+        self._vocab_size = model.target.vocab_size
+        self._lock = threading.Lock()
+        self._places: OrderedDict[Hashable, tuple[int, int, int]] = OrderedDict()
+        """First state, number of states and map of each automaton."""
+        self._users: dict[Hashable, int] = {}
+        self._table = np.full((states, 64), unused, np.int16)
+        self._table[:reserved] = 0
+        self._maps = np.zeros((maps, self._vocab_size), np.int16)
+        self._map_of_state = np.zeros(states, np.int32)
+        self._likely = np.full(states, -1, np.int32)
+        self._copy: Automaton | None = None
+
+    @property
+    def automaton(self) -> Automaton:
+        """A copy on the host without states of sequences; the same object until an automaton is inserted."""
+        with self._lock:
+            if self._copy is None:
+                maps, map_of_state, likely = map(np.copy, (self._maps, self._map_of_state, self._likely))
+                self._copy = Automaton(self._stored(), maps, None, map_of_state, likely)  # pyright: ignore[reportArgumentType]
+            return self._copy
+
+    def _stored(self) -> np.ndarray | SparseTable:
+        """The table as an argument of programs."""
+        return self._table.copy()
+
+    def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
+        """Use an automaton until `free`; returns its first state. Equal keys share one.
+
+        Raises:
+          ValueError: the automaton alone is too large for the pool.
+          QueueFull: it is too large beside those in use.
+        """
+        with self._lock:
+            present = key in self._places
+            if present:
+                self._users[key] += 1
+        # Compile without the lock, for this may take seconds.
+        table = None if present else compile()
+        with self._lock:
+            if table is not None:
+                if key not in self._places:
+                    self._place(key, table)
+                self._users[key] += 1
+            self._places.move_to_end(key)
+            return self._places[key][0]
+
+    def free(self, key: Hashable) -> None:
+        """End one use. The automaton stays until its place is needed."""
+        with self._lock:
+            self._users[key] -= 1
+
+    def state_after(self, state: int, tokens: Sequence[int]) -> int:
+        """The state after tokens; none of them may end the text."""
+        for token in tokens:
+            state = int(self._table[state, self._maps[self._map_of_state[state], token]])
+        return state
+
+    def _place(self, key: Hashable, table: TokenTable) -> None:
+        states, classes = table.table.shape
+        if states + self._reserved > MAX_STATES or classes * states > MAX_CELLS:
+            raise ValueError(
+                f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}: use "
+                "fewer or shorter ones"
+            )
+        # A larger table compiles new programs, so evict unused automata first, by least recent use.
+        while (place := self._find(states, classes, grow=False)) is None:
+            unused = next((key for key in self._places if not self._users[key]), None)
+            if unused is None:
+                break
+            start, count, _ = self._places.pop(unused)
+            self._table[start : start + count] = self._unused
+            del self._users[unused]
+        place = self._find(states, classes, grow=True) if place is None else place
+        if place is None:
+            raise QueueFull(
+                f"{self._name}: {states} states beside those of other requests are more than {MAX_STATES}, or too many "
+                "for their table; try again later"
+            )
+        # Write its rows and its map.
+        base, number = place
+        rows = slice(base, base + states)
+        self._places[key], self._users[key] = (base, states, number), 0
+        self._table[rows, :classes] = shift(table.table, base)
+        self._maps[number] = table.token_class
+        self._map_of_state[rows] = number
+        self._likely[rows] = -1 if table.likely is None else table.likely
+        self._copy = None
+
+    def _find(self, states: int, classes: int, *, grow: bool) -> tuple[int, int] | None:
+        """Find consecutive free states and a free map; None: no space. grow: enlarge the table if possible."""
+        # First fit between the automata.
+        base = self._reserved
+        for start, count, _ in sorted(self._places.values()):
+            if start - base >= states:
+                break
+            base = start + count
+        used = {number for _, _, number in self._places.values()}
+        number = next(number for number in range(len(used) + 1) if number not in used)
+        # Sizes with room for it.
+        rows, columns = _double(len(self._table), base + states), _double(self._table.shape[1], classes)
+        maps = _double(len(self._maps), number + 1)
+        larger = (rows, columns, maps) != (*self._table.shape, len(self._maps))
+        too_large = rows > MAX_STATES or rows * columns > MAX_CELLS or maps * self._vocab_size > MAX_CELLS
+        if larger and (too_large or not grow):
+            return None
+        self._table = _grown(self._table, (rows, columns), self._unused)
+        self._table[: self._reserved] = 0
+        self._maps = _grown(self._maps, (maps, self._vocab_size))
+        self._map_of_state = _grown(self._map_of_state, (rows,))
+        self._likely = _grown(self._likely, (rows,), -1)
+        return base, number
+
+
+def _double(size: int, least: int) -> int:
+    """Double a size until it is at least `least`."""
+    while size < least:
+        size *= 2
+    return size
+
+
+def _grown(array: np.ndarray, shape: tuple[int, ...], value: int = 0) -> np.ndarray:
+    extra = [(0, new - old) for new, old in zip(shape, array.shape, strict=True)]
+    return np.pad(array, extra, constant_values=value)
+
+
+class StopPool(AutomatonPool):
+    """The automata of stop sets: stop strings, and whether EOS is ignored."""
+
+    def __init__(self, model: Model):
+        super().__init__("stop", model)
+        self._model = model
+
+    def add(self, stop: Sequence[str], ignore_eos: bool = False) -> int:
+        """Insert a stop set."""
+        return self.insert((tuple(stop), ignore_eos), lambda: self._compile(tuple(stop), ignore_eos))
+
+    def remove(self, stop: Sequence[str], ignore_eos: bool = False) -> None:
+        """Free a stop set."""
+        self.free((tuple(stop), ignore_eos))
+
+    def _compile(self, strings: tuple[str, ...], ignore_eos: bool) -> TokenTable:
+        vocab_size = self._model.target.vocab_size
+        eos = () if ignore_eos else self._model.eos
+        compiled = compile_stops(self._model.tokenizer, vocab_size, eos, strings)
+        if compiled is None:
+            return TokenTable(np.full((1, 1), stopping.RUNNING, np.int16), np.zeros(vocab_size, np.int32))
+        return compiled
+
+
+class GrammarPool(AutomatonPool):
+    """The automata of grammars. Sequences without a grammar are in state `FREE`."""
+
+    def __init__(self, model: Model):
+        sizes = {"states": _GRAMMAR_STATES, "maps": _GRAMMAR_MAPS}
+        super().__init__("grammar", model, reserved=grammar.FREE + 1, unused=grammar.FORBIDDEN, **sizes)
+        self._model = model
+        self._patterns, self._entries = _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES
+
+    def _stored(self) -> SparseTable:
+        table = sparse(self._table)
+        self._patterns = _double(self._patterns, len(table.leads))
+        self._entries = _double(self._entries, len(table.following))
+        states, classes = self._table.shape
+        return table.padded(states, classes, self._patterns, self._entries)
+
+    def add(self, token_grammar: TokenGrammar | None) -> int:
+        """Insert a grammar; `FREE` for None."""
+        return (
+            grammar.FREE if token_grammar is None else self.insert(token_grammar, lambda: self.compile(token_grammar))
+        )
+
+    def remove(self, token_grammar: TokenGrammar | None) -> None:
+        """Free a grammar."""
+        if token_grammar is not None:
+            self.free(token_grammar)
+
+    def compile(self, token_grammar: TokenGrammar) -> TokenTable:
+        """Compile a grammar.
+
+        Raises:
+          ValueError: as `compile_grammar`.
+        """
+        # Compilation may take seconds.
+        table = compile_grammar(token_grammar, self._model.tokenizer, self._vocab_size, self._model.eos)
+        assert table is not None
+        return table

@@ -1,0 +1,304 @@
+"""Runs one engine over several processes: process 0 schedules, and the others make the same calls.
+
+The devices of a group run one program together, so each of their processes must dispatch the same programs with the
+same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of an
+`Executor` to the other processes with devices of the group (the followers), then makes it itself. Followers decide
+nothing, so host differences cannot make them diverge. They do not read reports, unless the leader has no device of the
+group: then the first of its processes sends the reports to the leader.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, cast
+
+import jax
+
+from jspec.core.processes import announced, least
+from jspec.core.sharding import Placement
+from jspec.generation.options import EngineOptions
+from jspec.loading import memory
+from jspec.runner.executor import Call, Executor, on_own_device
+from jspec.runner.programs import Report
+from jspec.runner.request import EngineError
+from jspec.runner.wire import Listener, Wire, connect
+
+COMPARED = (*(field.name for field in dataclasses.fields(EngineOptions)), "target", "draft")
+"""Arguments of an engine that must be equal in all processes."""
+_REPORTS = ("read", "burst")
+"""Calls with a report."""
+_POLL_SECONDS = 0.01
+_FAREWELL_SECONDS = 1.0
+"""Timeout of messages about a failure."""
+
+
+def join(placement: Placement) -> "Leader | Follower":
+    """Connects all processes of a placement; each must call this.
+
+    Raises:
+      EngineError: one of them cannot be reached.
+    """
+    index = jax.process_index()
+    try:
+        # Process 0 listens; its invitation reaches all others.
+        listener = None if index else Listener()
+        invitation = announced("" if listener is None else listener.invitation)
+        if listener is None:
+            return Follower(connect(invitation, index), index)
+        return Leader(listener.accept([process for process in placement.processes if process]))
+    except OSError as error:
+        raise EngineError(f"Engine: {error}") from None
+
+
+def least_free(placement: Placement | None) -> tuple[int, int] | None:
+    """`memory.least_free` of all devices of a placement, in whatever process they are."""
+    local = memory.least_free(None if placement is None else placement.devices)
+    free, limit = (least(placement, size) for size in (local or (-1, -1)))
+    return None if free < 0 else (free, limit)
+
+
+class Leader:
+    """Process 0, which sends the calls.
+
+    wires: the connections to the other processes.
+    """
+
+    def __init__(self, wires: Mapping[int, Wire]):
+        self._wires = dict(wires)
+        self._expected: dict[int, deque[Future[Report]]] = defaultdict(deque)
+        """Futures for reports of other processes, by group, in order."""
+        self._lock, self._closing = threading.Lock(), False
+        self._error: BaseException | None = None
+        self._lost: Callable[[BaseException], None] = lambda _: None
+
+    def start(self, lost: Callable[[BaseException], None]) -> None:
+        """Listens to the followers. lost: is called in any thread with the error if one fails or is gone."""
+        self._lost = lost
+        for process, wire in self._wires.items():
+            wire.start(lambda message, process=process: self._handle(process, message), self._on_loss)
+
+    def call(self, group: int, placement: Placement, call: Call) -> "Future[Report] | None":
+        """Sends a call to the followers with devices of a group; returns a future for its report if none is local.
+
+        Raises:
+          EngineError: one of them is gone.
+        """
+        future = None
+        if 0 not in placement.processes and call.name in _REPORTS:
+            future = Future()
+            with self._lock:
+                if self._error is None:
+                    self._expected[group].append(future)
+        if self._error is not None:
+            raise EngineError(str(self._error))
+        # Device arrays, such as sampling options, are copied to the host before sending.
+        message = "call", group, Call(call.name, jax.tree.map(_on_host, call.arguments))
+        for process in placement.processes:
+            if process:
+                try:
+                    self._wires[process].send(message)
+                except OSError:
+                    # It may have sent a reason before it closed the connection.
+                    self._wires[process].join(_FAREWELL_SECONDS)
+                    self._on_loss(f"process {process} is gone: it takes no calls")
+                    raise EngineError(str(self._error)) from None
+        return future
+
+    def close(self) -> None:
+        """Ends the followers and waits for their last calls, unless a process has failed or is gone."""
+        self._closing = True
+        if self._error is None:
+            for wire in self._wires.values():
+                with contextlib.suppress(OSError):
+                    wire.send(("end",))
+            for wire in self._wires.values():
+                wire.join()
+        for wire in self._wires.values():
+            wire.close()
+
+    def abort(self, error: BaseException) -> None:
+        """Ends the followers and all waits for their reports with an error."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            # All waits for reports end with the error.
+            waiting = [future for group in self._expected.values() for future in group]
+        for future in waiting:
+            future.set_exception(error)
+        for wire in self._wires.values():
+            with contextlib.suppress(OSError):
+                wire.send(("failed", str(error)), _FAREWELL_SECONDS)
+            wire.close()
+
+    def _handle(self, process: int, message: Any) -> bool:
+        match message:
+            case ("report", group, report):
+                with self._lock:
+                    future = self._expected[group].popleft() if self._error is None else None
+                if future is not None:
+                    future.set_result(report)
+            case ("failed", text):
+                self._on_loss(f"process {process} has failed: {text}")
+                return False
+            case _:  # It has ended, as it was told to.
+                return False
+        return True
+
+    def _on_loss(self, problem: str) -> None:
+        if self._closing:
+            return
+        error = EngineError(problem)
+        self.abort(error)
+        self._lost(error)
+
+
+class Follower:
+    """Another process: makes the calls of the leader.
+
+    wire: the connection to process 0.
+    index: of this process.
+    """
+
+    def __init__(self, wire: Wire, index: int):
+        self._wire, self.index = wire, index
+        self._calls: dict[int, queue.SimpleQueue[Call | None]] = {}
+        self._executors: dict[int, Executor] = {}
+        self._lock, self._over, self._finished = threading.Lock(), threading.Event(), False
+        self._error: EngineError | None = None
+
+    def start(self, executors: Mapping[int, Executor]) -> None:
+        """Makes calls, in one thread per group. executors: of the groups with devices of this process."""
+        self._executors = dict(executors)
+        self._calls = {group: queue.SimpleQueue() for group in executors}
+        for group, executor in executors.items():
+            self._thread(self._execute, executor, self._calls[group], self._reporter(group, executor))
+        self._wire.start(self._handle, lambda problem: self._end(EngineError(problem)))
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
+    def replace(self, params: Mapping[int, Any]) -> None:
+        """Offers new weights of each group, and waits until the leader swaps them in.
+
+        Raises:
+          EngineError: the engine has ended.
+        """
+        # Offer, then wait until every group has swapped.
+        executors = dict(self._executors)
+        before = {group: executor.replaced for group, executor in executors.items()}
+        for group, executor in executors.items():
+            executor.offer(params[group])
+
+        def missing() -> bool:
+            return any(executor.replaced == before[group] for group, executor in executors.items())
+
+        while missing() and not self._over.wait(_POLL_SECONDS):
+            pass
+        if not executors or missing():
+            raise EngineError(f"the engine has failed: {self._error}" if self._error else "the engine is closed")
+
+    def wait(self) -> None:
+        """Waits until the leader closes the engine.
+
+        Raises:
+          EngineError: the leader is gone, or the engine has failed.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise EngineError(f"the engine has failed: {self._error}") from None
+
+    def leave(self, error: BaseException) -> None:
+        """Ends this process's part and the engine with an error."""
+        text = f"{type(error).__name__}: {error}"
+        self._end(EngineError(text), tell=text)
+
+    def _handle(self, message: Any) -> bool:
+        match message:
+            case ("call", group, call):
+                self._calls[group].put(call)
+            case ("failed", text):
+                self._end(EngineError(text))
+                return False
+            case _:  # Process 0 may still be lost before all calls are made.
+                for calls in self._calls.values():
+                    calls.put(None)
+        return True
+
+    def _execute(
+        self,
+        executor: Executor,
+        calls: "queue.SimpleQueue[Call | None]",
+        reports: "queue.SimpleQueue[Report | None] | None",
+    ) -> None:
+        """Makes the calls of a group."""
+        with on_own_device(executor.method.placement):
+            while (call := calls.get()) is not None:
+                report = executor.run(call)
+                if call.name in _REPORTS and reports is not None:
+                    jax.tree.map(lambda x: x.copy_to_host_async(), report)
+                    reports.put(cast(Report, report))
+        if reports is not None:
+            reports.put(None)
+        else:
+            self._finish(executor)
+
+    def _reporter(self, group: int, executor: Executor) -> "queue.SimpleQueue[Report | None] | None":
+        """Starts a thread to send reports to the leader; returns its queue, or None if this process sends none."""
+        placement = executor.method.placement
+        if placement is None or placement.processes[0] != self.index:
+            return None
+        reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            while (report := reports.get()) is not None:
+                self._wire.send(("report", group, jax.device_get(report)))
+            self._finish(executor)
+
+        self._thread(run)
+        return reports
+
+    def _finish(self, executor: Executor) -> None:
+        """Removes a group after its last call; the last group ends the process's part."""
+        with self._lock:
+            self._executors = {group: other for group, other in self._executors.items() if other is not executor}
+            last = self._finished = not self._executors and self._error is None
+        if last:
+            # The leader closes the connection as soon as it has this.
+            with contextlib.suppress(OSError):
+                self._wire.send(("ended",))
+            self._wire.close()
+            self._over.set()
+
+    def _end(self, error: EngineError, tell: str | None = None) -> None:
+        with self._lock:
+            if self._error is not None or self._finished:
+                return
+            self._error = error
+        if tell is not None:
+            with contextlib.suppress(OSError):
+                self._wire.send(("failed", tell), _FAREWELL_SECONDS)
+        self._wire.close()
+        self._over.set()
+
+    def _thread(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Starts a thread; its error fails the engine."""
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+                self._end(EngineError(text), tell=text)
+
+        threading.Thread(target=run, name="jspec follower", daemon=True).start()
+
+
+def _on_host(x: Any) -> Any:
+    return jax.device_get(x) if isinstance(x, jax.Array) else x

@@ -1,0 +1,101 @@
+"""Messages between the scheduler and the device: plans in, outputs back.
+
+Lists of a program have an entry per request.
+"""
+
+import dataclasses
+
+from jspec.runner.request import Request
+
+
+@dataclasses.dataclass
+class Admission:
+    """A request gets a slot. Its first round follows its last read."""
+
+    request: Request
+    slot: int
+    begin: int
+    """Tokens of the shared prefix; their rows are in the first pages, in all caches."""
+    restore: int | None
+    """The snapshot after these tokens, for a recurrent target; None: the state begins with zeros."""
+    tokens: list[int]
+    """Prompt and, after a preemption, the tokens generated before it."""
+    resumed: bool
+    rounds: int
+    accept_counts: list[int]
+    branch_counts: list[list[int]] | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Read:
+    """A program: prefills a chunk of each of some sequences."""
+
+    requests: list[Request]
+    slots: list[int]
+    begin: list[int]
+    count: list[int]
+    ends: list[bool]
+    """Whether prefill ends: the sequence runs rounds afterwards."""
+    resumed: list[bool]
+    """Whether the next token is known from before a preemption, so none is chosen."""
+    rows: int
+    size: int
+    """Shape of the program: sequences and columns, padding included."""
+    table: list[list[int]]
+    save: list[int | None]
+    """The snapshot in which to save the state after the chunk; None: it is not saved."""
+
+    def max_tokens(self, index: int) -> int:
+        """Maximum new tokens of request `index`."""
+        return int(self.ends[index] and not self.resumed[index])
+
+
+@dataclasses.dataclass(eq=False)
+class Burst:
+    """A program: runs rounds."""
+
+    requests: list[Request]
+    slots: list[int]
+    table: list[list[int]]
+    row_limit: list[int]
+    """Rows of its pages; at least limit + extra_rows if these are all it can need. A sequence is held if
+    min(length + depth, limit) + extra_rows exceeds it."""
+    rounds: int
+    per_round: int
+    """Maximum tokens of a round: depth + 1."""
+    stop_early: bool
+    """Whether to stop once a sequence ends, because a request waits."""
+
+    def max_tokens(self, index: int) -> int:
+        """Maximum new tokens of request `index`."""
+        return self.rounds * self.per_round
+
+
+@dataclasses.dataclass
+class Plan:
+    """What to dispatch, in this order. False if there is nothing."""
+
+    released: list[int]
+    """Slots to empty."""
+    admissions: list[Admission]
+    read: Read | None
+    burst: Burst | None
+
+    def __bool__(self) -> bool:
+        return bool(self.released or self.admissions or self.read or self.burst)
+
+
+@dataclasses.dataclass
+class Output:
+    """What a program reports of one request."""
+
+    length: int
+    """Tokens of the sequence, prompt included."""
+    tokens: list[int]
+    """New tokens since the last report, in order."""
+    finish_code: int
+    rounds: int
+    """Rounds since the request was submitted."""
+    accept_counts: list[int]
+    branch_counts: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
+    """As in `jspec.core.types.Stats`; None if the drafter has no branches."""

@@ -1,0 +1,298 @@
+"""The device programs of the engine. Each takes and returns one donated state of S slots, which stays on the device.
+
+`admit` puts sequences into slots, `read` prefills chunks of their prompts, `burst` runs rounds, `release` empties
+slots. `save` and `restore` copy slot states, such as recurrent states, to snapshots and back. `read` and `burst` work
+on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. They return a `Report`: small arrays
+of their own, never parts of the state, which the next program may already be changing.
+
+With a `placement` every device runs each program on its own part of the weights and pools; all decide alike, and their
+reports are equal.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int8, PyTree, UInt32
+
+from jspec.core import branches, optional, sharding, slots, stopping
+from jspec.core.automaton import Automaton
+from jspec.core.loop import run_while
+from jspec.core.method import Method, on_devices
+from jspec.core.prefill import empty_record, read_columns
+from jspec.core.sampling import seeds_to_keys
+from jspec.core.struct import struct
+from jspec.core.types import (
+    Cache,
+    DecodeState,
+    Drafter,
+    Params,
+    Recorded,
+    RowSampling,
+    Stats,
+)
+from jspec.core.xla_options import LoopProgram
+from jspec.runner.slot_state import EMPTY, WAITING, all_caches, extra_rows
+
+
+@struct
+class Report:
+    """The report of a program to the host, for R slots."""
+
+    length: Int[Array, " R"]
+    finish_code: Int[Array, " R"]
+    tokens: Int[Array, "R W"]
+    """New tokens, from the first column on."""
+    origin: Int8[Array, "R W"]
+    recorded: Recorded | None
+    """Log-probabilities of these tokens, [R, W]."""
+    stats: Stats
+
+
+@struct
+class View:
+    """The host's part of the state of the R slots of a program.
+
+    slots: None: all of them, in order.
+    table: block tables; unused entries are 0.
+    stop, grammar: shared by all sequences, one state per sequence; the grammar may be empty.
+    """
+
+    slots: Int[Array, " R"] | None
+    table: Int[Array, "R W"]
+    stop: Automaton
+    grammar: Automaton
+    sampling: RowSampling | None
+    costs: Float[Array, " K"] | None = None
+    """As in `DecodeState`; None: those of the drafter."""
+
+
+@struct
+class Admitted:
+    """n sequences and the slots they get; slots out of range are padding.
+
+    tokens: known tokens, padded.
+    length: number of known tokens.
+    shared: rows of the shared prefix, after which prefill begins.
+    rounds, accept_counts, branch_counts: counters from before a preemption, or zeros.
+    """
+
+    slots: Int[Array, " n"]
+    tokens: Int[Array, "n C"]
+    length: Int[Array, " n"]
+    limit: Int[Array, " n"]
+    prompt_length: Int[Array, " n"]
+    seed: UInt32[Array, "n 2"]
+    stop_state: Int[Array, " n"]
+    grammar_state: Int[Array, " n"]
+    shared: Int[Array, " n"]
+    rounds: Int[Array, " n"]
+    accept_counts: Int[Array, "n A"]
+    branch_counts: Int[Array, "n K A"] | None = None
+
+
+@partial(jax.jit, static_argnames=("method",), donate_argnames=("s",))
+@on_devices
+def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
+    """Puts sequences into slots, where they wait for their prefill."""
+
+    def write(buffer: Array, values: Array) -> Array:
+        return buffer.at[new.slots].set(values.astype(buffer.dtype), mode="drop")
+
+    # Random keys are written as integers.
+    keys = jax.random.wrap_key_data(
+        write(jax.random.key_data(s.key), jax.random.key_data(seeds_to_keys(new.seed))), impl=jax.random.key_impl(s.key)
+    )
+    # The draft state with shared prefixes.
+    draft = _resumed(method.drafter, slots.clear(s.draft, new.slots), new)
+    assert s.stop.state is not None and s.grammar.state is not None
+    return dataclasses.replace(
+        s,
+        tokens=write(s.tokens, new.tokens),
+        length=write(s.length, new.length),
+        limit=write(s.limit, new.limit),
+        finish_code=write(s.finish_code, jnp.full_like(new.length, WAITING)),
+        stop=Automaton(state=write(s.stop.state, new.stop_state)),
+        grammar=Automaton(state=write(s.grammar.state, new.grammar_state)),
+        draft=draft,
+        key=keys,
+        prompt_length=write(s.prompt_length, new.prompt_length),
+        origin=write(s.origin, jnp.zeros_like(new.tokens)),
+        stats=Stats(
+            write(s.stats.rounds, new.rounds),
+            write(s.stats.accept_counts, new.accept_counts),
+            write(s.stats.dropped, jnp.zeros_like(new.rounds)),
+            jax.tree.map(write, s.stats.branch_counts, new.branch_counts),
+        ),
+    )
+
+
+def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
+    """The drafter's state with cleared slots for new sequences and their shared prefixes."""
+    branching = optional.as_branching(drafter)
+    if branching is None:
+        return optional.resumed(drafter, state, new.slots, new.shared)
+    parts = tuple(_resumed(part, part_state, new) for part, part_state in branching.parts(state))
+    return branching.with_parts(state, parts)
+
+
+@partial(jax.jit, static_argnames=("placement",), donate_argnames=("snapshots",))
+def save(
+    snapshots: list[PyTree],
+    cache: Cache,
+    slot: Int[Array, ""],
+    place: Int[Array, ""],
+    placement: sharding.Placement | None = None,
+) -> list[PyTree]:
+    """Copies the slot state of the target's cache to a snapshot."""
+
+    def saved(snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""]) -> list[PyTree]:
+        states = [part.state_of(slot) for part in all_caches(cache)]
+        return jax.tree.map(lambda x, state: x.at[place].set(state), snapshots, states)
+
+    return sharding.over(placement, saved, snapshots, cache, slot, place)
+
+
+@partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
+def restore(
+    s: DecodeState,
+    snapshots: list[PyTree],
+    slot: Int[Array, ""],
+    place: Int[Array, ""],
+    placement: sharding.Placement | None = None,
+) -> DecodeState:
+    """Copies a snapshot to the slot state of the target's cache."""
+
+    def restored(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""]) -> DecodeState:
+        states = iter(jax.tree.map(lambda x: x[place], snapshots))
+        cache = slots.map_parts(lambda cache: cache.with_state(slot, next(states)), lambda x: x, s.cache)
+        return dataclasses.replace(s, cache=cache)
+
+    return sharding.over(placement, restored, s, snapshots, slot, place)
+
+
+@partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
+def release(s: DecodeState, mask: Bool[Array, " S"], placement: sharding.Placement | None = None) -> DecodeState:
+    """Empties slots. Programs run in order, so their pages may be allocated again at once."""
+
+    def released(s: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
+        finish_code = jnp.where(mask, EMPTY, s.finish_code)
+        return dataclasses.replace(s, finish_code=finish_code, length=jnp.where(mask, 1, s.length))
+
+    return sharding.over(placement, released, s, mask)
+
+
+@struct
+class ReadPlan:
+    """The chunk of each of R slots in `read`: `count` tokens from `begin` on.
+
+    ends: whether prefill ends there, so that the sequence runs rounds afterwards.
+    resumed: whether the next token is known from before a preemption, so none is chosen.
+    """
+
+    begin: Int[Array, " R"]
+    count: Int[Array, " R"]
+    ends: Bool[Array, " R"]
+    resumed: Bool[Array, " R"]
+
+
+@partial(jax.jit, static_argnames=("method", "size"), donate_argnames=("s",))
+@on_devices
+def read(
+    params: Params, s: DecodeState, view: View, plan: ReadPlan, *, method: Method, size: int
+) -> tuple[DecodeState, Report]:
+    """Prefills at most `size` more tokens of each slot of the view."""
+    # Slots whose prefill ends are running from here on.
+    part = _part(s, view, method)
+    before = part.length
+    finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
+    part = dataclasses.replace(part, finish_code=finish)
+    # A resumed sequence has its next token.
+    active = plan.ends & ~plan.resumed
+    part = read_columns(params, part, plan.begin, plan.count, active, method=method, size=size)
+    return _whole(s, view, part), _report(part, before, 1)
+
+
+@partial(LoopProgram, static_argnames=("method", "max_rounds"), donate_argnames=("s",))
+@on_devices
+def burst(
+    params: Params,
+    s: DecodeState,
+    view: View,
+    row_limit: Int[Array, " R"],
+    rounds: Int[Array, ""],
+    stop_early: Bool[Array, ""],
+    *,
+    method: Method,
+    max_rounds: int,
+) -> tuple[DecodeState, Report]:
+    """Runs at most `rounds` rounds of the view's slots.
+
+    A sequence is held if its pages have fewer rows than another round may commit: it waits, and its tokens are never
+    truncated, so rounds do not depend on memory.
+
+    row_limit: rows of each sequence's pages.
+    stop_early: stop after the first round in which a sequence ends.
+    max_rounds: upper bound of `rounds`; sets the width of the report.
+    """
+    # The view, and bounds of its rounds.
+    part = _part(s, view, method)
+    before, first = part.length, part.finish_code
+    until = part.round_index + rounds
+    extra, depth = extra_rows(s, method.drafter), method.drafter.depth
+
+    def held(part: DecodeState) -> Bool[Array, " R"]:
+        rows = jnp.minimum(part.length + depth, part.limit) + extra
+        return (part.finish_code == stopping.RUNNING) & (rows > row_limit)
+
+    def moves(part: DecodeState) -> Bool[Array, ""]:
+        live = (part.finish_code == stopping.RUNNING) & ~held(part)
+        ended = stop_early & (part.finish_code != first).any()
+        return live.any() & (part.round_index < until) & ~ended
+
+    part = run_while(params, part, moves, method=method, held=held)
+    return _whole(s, view, part), _report(part, before, max_rounds * (depth + 1))
+
+
+def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
+    """The state of the view's slots, with the host's part."""
+    # The slots, then block tables, automata and options.
+    part = slots.with_table(slots.take(s, view.slots), view.table)
+    costs = branches.costs(method.drafter, part.length.shape[0]) if view.costs is None else view.costs
+    return dataclasses.replace(
+        part,
+        stop=dataclasses.replace(view.stop, state=part.stop.state),
+        grammar=dataclasses.replace(view.grammar, state=part.grammar.state),
+        sampling=view.sampling,
+        recorded=empty_record(part.tokens.shape, view.sampling, method.record),
+        costs=costs,
+    )
+
+
+def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
+    """Writes the view's slots back, without the host's part."""
+    # Only states per sequence are written back.
+    stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
+    part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None)
+    empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
+    return slots.with_table(slots.put(s, view.slots, part), empty)
+
+
+def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
+    """The report of a view, with the first `width` tokens after position `before`."""
+    index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+
+    def window(buffer: PyTree) -> PyTree:
+        # Columns of the new tokens.
+        at = index.reshape(*index.shape, *[1] * (buffer.ndim - 2))
+        return jnp.take_along_axis(buffer, at, axis=1, mode="clip")
+
+    return Report(
+        length=part.length,
+        finish_code=part.finish_code,
+        tokens=window(part.tokens),
+        origin=window(part.origin),
+        recorded=jax.tree.map(window, part.recorded),
+        stats=part.stats,
+    )

@@ -1,0 +1,102 @@
+"""Chooses the sizes of an engine by the memory available, and the shapes of its read programs."""
+
+import dataclasses
+from functools import partial
+
+import jax
+
+from jspec.core import slots
+from jspec.core.method import Method
+from jspec.core.types import DecodeState, Params
+from jspec.generation.run import bucket
+from jspec.loading import memory
+from jspec.models.sizes import tree_bytes
+from jspec.runner.slot_state import Sizes, empty_state, lookahead, slot_states
+
+SNAPSHOT_SHARE = 0.1
+"""Share of snapshots in the memory left after the slots and the pages of one sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Memory of an engine's state on each device.
+
+    pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
+    fraction: maximum share of each device's memory in use, weights included.
+    share: whether sequences may share prefixes. If the target's cache has slot state, sharing needs memory for a
+      snapshot; there is at most one per slot.
+    free: free bytes of each device, and its limit; None if unknown.
+    """
+
+    pages: int | None
+    fraction: float
+    share: bool
+    free: tuple[int, int] | None
+
+
+def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
+    """Shapes (sequences, columns) of the read programs: few long chunks or many short ones.
+
+    least: columns of the smallest.
+    """
+    # Full and half programs, and a quarter for one sequence.
+    areas = {rows: prefill_tokens // rows for rows in (1, 2, 4, 8, 16)}
+    halves = {rows: size // 2 for rows, size in areas.items() if rows <= 4}
+    shapes = [*areas.items(), *halves.items(), (1, prefill_tokens // 4)]
+    return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in shapes if rows <= slots})
+
+
+def fit(params: Params, method: Method, sizes: Sizes, budget: Budget, *, samples: bool) -> tuple[Sizes, bool]:
+    """Adds the pages and snapshots that fit to the sizes; returns them and whether sequences share prefixes.
+
+    Args:
+      sizes: slots, context and page size.
+      samples: as of `slot_state.empty_state`.
+
+    Raises:
+      ValueError: `budget.pages`, or the pages of one sequence, do not fit.
+    """
+    devices = "" if method.placement is None else f" on each of {len(method.placement.devices)} devices"
+    pages, free = budget.pages, budget.free
+    # Bytes of a page, of a snapshot, and of everything else.
+    one = _state(params, method, sizes, samples)
+    of_page = tree_bytes(jax.eval_shape(partial(_pooled, pages=2), one)) - tree_bytes(one)
+    of_snapshot = tree_bytes(slot_states(one.cache))
+    fixed = tree_bytes(one) + memory.logit_bytes(method.target, method.drafter, sizes.slots, sizes.context)
+    # Snapshots get a share of what is left beside the pages of one sequence.
+    least = sizes.pages_per_slot + 2
+    share = budget.share and lookahead(one, method.drafter) is not None
+    snapshots = sizes.slots if share and of_snapshot else 0
+    available = None if free is None else free[0] - int((1 - budget.fraction) * free[1])
+    needed = fixed + ((least if pages is None else pages) - 1) * of_page
+    if available is not None and snapshots:
+        snapshots = min(sizes.slots, max(0, int(SNAPSHOT_SHARE * (available - needed))) // of_snapshot)
+    # Pages get the rest.
+    if pages is not None and free is not None and needed > free[0]:
+        raise ValueError(
+            f"pages={pages}, slots={sizes.slots}: the state takes {memory.gigabytes(needed)}{devices}, "
+            f"{memory.gigabytes(free[0])} are free; use fewer pages or slots"
+        )
+    if pages is None:
+        pages = max(sizes.slots * sizes.pages_per_slot + 1, least)
+        if available is not None:
+            pages = min(pages, 1 + (available - fixed - snapshots * of_snapshot) // max(of_page, 1))
+            if pages < least:
+                raise ValueError(
+                    f"slots={sizes.slots}, context={sizes.context}: the state takes {memory.gigabytes(needed)}"
+                    f"{devices} with pages for one sequence, {memory.gigabytes(max(0, available))} are available at "
+                    f"memory_fraction={budget.fraction}; use fewer slots or a shorter context"
+                )
+    fitting = dataclasses.replace(sizes, pages=pages, snapshots=snapshots)
+    return fitting, share and (snapshots > 0 or not of_snapshot)
+
+
+def _state(params: Params, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
+    """The shapes of the state of all slots, with one page; of each device's part if the model is split."""
+    shapes = jax.eval_shape(partial(empty_state, method=method, sizes=sizes, samples=samples), params)
+    return shapes if method.placement is None else method.placement.local(shapes)
+
+
+def _pooled(s: DecodeState, *, pages: int) -> DecodeState:
+    """The state with pools of `pages` pages."""
+    return slots.map_parts(lambda cache: cache.pooled(pages), lambda x: x, s)

@@ -1,0 +1,185 @@
+"""The on-device state of an engine's S slots, before any sequence is in it, and its parts.
+
+Pools of pages belong to all slots. All other state of a sequence in caches and drafters is slot state: it can be copied
+to a snapshot at the end of a prefix, but not shared.
+"""
+
+import dataclasses
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from jspec.core import optional, sharding, slots
+from jspec.core.automaton import Automaton
+from jspec.core.method import Method, on_devices
+from jspec.core.prefill import prefill
+from jspec.core.sampling import seeds_to_keys
+from jspec.core.types import Cache, DecodeState, Drafter, Params, Prompts, RowSampling
+
+WAITING, EMPTY = 8, 9
+"""Finish codes of idle slots: waiting for prefill; empty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of an engine on each group of devices.
+
+    slots: maximum number of running sequences.
+    context: tokens of the longest sequence.
+    page_size: rows per page.
+    pages: of each pool, page 0 included.
+    snapshots: places for slot states of prefixes; 0 if there are none, or if nothing is shared.
+    """
+
+    slots: int
+    context: int
+    page_size: int
+    pages: int = 1
+    snapshots: int = 0
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Entries of a sequence's block table."""
+        return -(-self.context // self.page_size)
+
+
+@on_devices
+def empty_state(params: Params, *, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
+    """A state of empty slots and of pools of pages.
+
+    samples: what `always_samples` returns.
+    """
+    # All but the caches: zeros of the shapes after a prefill.
+    like = dataclasses.replace(_prefilled_shapes(params, method, sizes, samples), sampling=None)
+    target_cache = method.target.init_cache(params.target, sizes.slots, sizes.context, sizes.page_size)
+    draft_state = method.drafter.init(params, sizes.slots, sizes.context, sizes.page_size)
+    # Pools of pages.
+    caches = iter(all_caches((target_cache, draft_state)))
+    s = slots.map_parts(lambda _: next(caches).pooled(sizes.pages), _zeros, like)
+    return dataclasses.replace(s, length=jnp.ones_like(s.length), finish_code=jnp.full_like(s.finish_code, EMPTY))
+
+
+def always_samples(params: Params, *, method: Method, sizes: Sizes) -> bool:
+    """Whether programs need a temperature even if no sequence samples.
+
+    A sampling drafter keeps the distributions of its drafts, so its state then has other parts.
+    """
+
+    def state(samples: bool) -> DecodeState:
+        @on_devices
+        def prefilled(params: Params, *, method: Method) -> DecodeState:
+            return jax.tree.map(_zeros, _prefilled_shapes(params, method, sizes, samples))
+
+        return jax.eval_shape(partial(prefilled, method=method), params)
+
+    without, with_temperature = (jax.tree.structure(state(samples).draft) for samples in (False, True))
+    return without != with_temperature
+
+
+def _prefilled_shapes(params: Params, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
+    """The shapes of `_prefilled`: a drafter's state has all its parts only after a prompt is read."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda params: params, params))
+    sizes = dataclasses.replace(sizes, pages=1, snapshots=0)  # These shapes do not depend on them.
+    return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), method, sizes, samples)
+
+
+@lru_cache(maxsize=32)
+def _shapes_once(
+    structure: Any, leaves: tuple[tuple[Any, Any], ...], method: Method, sizes: Sizes, samples: bool
+) -> DecodeState:
+    """Cached, as an engine needs the same shapes several times, and a forward has to be traced for them."""
+    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    return jax.eval_shape(partial(_prefilled, method=method, sizes=sizes, samples=samples), params)
+
+
+def _prefilled(params: Params, *, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
+    """The state after prompts of 4 tokens, with a temperature or without."""
+    count = sizes.slots
+    # Prompts of four tokens, read in two chunks.
+    ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
+    keys, stop = seeds_to_keys(jnp.zeros((count, 2), jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
+    sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
+    prompts = Prompts(ids, length, length + 1, keys, stop, sampling, stop)
+    return prefill(params, prompts, method=method, capacity=sizes.context, page_size=sizes.page_size, chunk=2)
+
+
+# Parts of the state
+
+
+def all_caches(tree: PyTree) -> list[slots.SlotCache]:
+    """The caches in a state or in a part of it."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=slots.is_slot_cache) if slots.is_slot_cache(x)]
+
+
+def without_slots(params: Params, method: Method) -> set[str]:
+    """The kinds of caches of target and draft without the methods of `slots.SlotCache`."""
+
+    def lacks(x: PyTree) -> bool:
+        return hasattr(x, "commit") and not slots.is_slot_cache(x)
+
+    def caches(params: Params) -> PyTree:
+        return method.target.init_cache(params.target, 1, 16, 16), method.drafter.init(params, 1, 16, 16)
+
+    leaves = jax.tree.leaves(jax.eval_shape(caches, params), is_leaf=lacks)
+    return {type(x).__name__ for x in leaves if lacks(x)}
+
+
+def slot_states(caches: PyTree) -> list[PyTree]:
+    """The shapes of the slot state of each cache, of a state or of a part of it."""
+    return [jax.eval_shape(lambda cache: cache.state_of(jnp.int32(0)), cache) for cache in all_caches(caches)]
+
+
+def empty_snapshots(cache: Cache, count: int, placement: sharding.Placement | None = None) -> list[PyTree]:
+    """`count` places for slot states of the target's cache."""
+
+    def empty(cache: Cache) -> list[PyTree]:
+        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), slot_states(cache))
+
+    return sharding.over(placement, empty, cache)
+
+
+def lookahead(s: DecodeState, drafter: Drafter) -> int | None:
+    """Lookahead of a cache row, in tokens, or None if prefix sharing is impossible.
+
+    Rows are shared only if these later tokens agree as well. Where the target's cache has slot state, sequences can
+    share the prefixes of snapshots. A drafter's cache may hold more rows than the target's, so its slot state would
+    belong to another prefix: it must have pages only.
+    """
+    # The largest lookahead of the parts decides.
+    most = 0
+    for part, state in _parts(drafter, s.draft):
+        tokens = _lookahead(part, state)
+        if tokens is None:
+            return None
+        most = max(most, tokens)
+    return most
+
+
+def extra_rows(s: DecodeState, drafter: Drafter) -> int:
+    """Rows of a sequence in the drafter's caches beyond those of the target's."""
+    return max(
+        optional.extra_rows(part, default=int(bool(all_caches(state)))) for part, state in _parts(drafter, s.draft)
+    )
+
+
+def _parts(drafter: Drafter, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
+    """The drafter with its state, or its distinct parts if it has branches."""
+    branching = optional.as_branching(drafter)
+    return ((drafter, state),) if branching is None else branching.parts(state)
+
+
+def _lookahead(drafter: Drafter, state: PyTree) -> int | None:
+    """`lookahead` of one part of a drafter."""
+    if jax.tree.leaves(slot_states(state)):
+        return None
+    tokens = optional.lookahead(drafter)
+    return 0 if tokens is None and not all_caches(state) else tokens
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return seeds_to_keys(jnp.zeros((*x.shape, 2), jnp.uint32))
+    return jnp.zeros(x.shape, x.dtype)

@@ -1,0 +1,229 @@
+"""The choice by measured costs: they decide it and never the tokens; where they are kept, and what is compiled."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax.experimental.compilation_cache import compilation_cache
+
+import jspec
+from jspec.core import accept
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
+from jspec.core.types import Params
+from jspec.drafters import WITHOUT_DRAFT, Adaptive, Ngram, Plain
+from jspec.generation import costs
+from jspec.runner import programs
+
+DRAFTER = Adaptive(WITHOUT_DRAFT, one_depth=True)
+REPEATED = [3, 4, 5, 6, 7, 8] * 4
+DISTINCT = list(range(10, 34))
+NEW = 24
+
+
+@functools.cache
+def model():
+    return jspec.Model("toy", toy.TARGET, Params(toy.params().target), None, ())
+
+
+def generated(prompts, drafter="auto", **options):
+    return jspec.generate(model(), prompts, drafter=drafter, max_new_tokens=NEW, page_size=8, **options)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """An empty directory of programs, and a process that knows no costs."""
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(costs, "_known", {})
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    compilation_cache.reset_cache()
+    yield tmp_path / "compiled"
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def planted(monkeypatch, *table):
+    """Makes every measurement find these costs; returns the list of measurements."""
+    measured = []
+
+    def measure(loop, params, s, trial):
+        measured.append(s.length.shape[0])
+        trial.costs, trial.done = tuple(map(float, table)), True
+        costs._remember(trial._key, trial.costs, trial._method, trial._batch)
+
+    monkeypatch.setattr(costs, "measure", measure)
+    return measured
+
+
+def rounds(out):
+    return list(out.stats.branches.rounds.values())
+
+
+@pytest.mark.parametrize(
+    ("table", "taken"),
+    (((1, 1e6, 1e6), [True, False, False]), ((1, 1.001, 1.01), [False, False, True])),
+    ids=("drafts are dear", "drafts are cheap"),
+)
+def test_the_choice_follows_the_costs_and_the_tokens_are_those_of_plain_decoding(directory, monkeypatch, table, taken):
+    planted(monkeypatch, *table)
+    out = generated([REPEATED])
+    assert out.tokens == generated([REPEATED], None).tokens
+    assert [count > 0 for count in rounds(out)][1:] == taken[1:]
+    assert (rounds(out)[0] > 0) or not taken[0]
+
+
+def choice(s, table, drafter=DRAFTER):
+    drafter = drafter.bind(toy.TARGET, None)
+    return int(drafter.choose(None, dataclasses.replace(s, costs=jnp.array(table, jnp.float32)))[0])
+
+
+def matched(s, lengths):
+    (plain, copy) = s.draft.states
+    copy = dataclasses.replace(copy, matched=jnp.array(lengths, jnp.int32))
+    return dataclasses.replace(s, draft=dataclasses.replace(s.draft, states=(plain, copy)))
+
+
+def test_a_round_without_a_match_is_plain():
+    s = jax.tree.map(jnp.asarray, toy.start(DRAFTER.bind(toy.TARGET, None), toy.params()))
+    table, engine = (1.0, 1.05, 1.1), DRAFTER.continuous()
+    for drafter in (DRAFTER, engine):
+        assert choice(matched(s, [0, 0, 0]), table, drafter) == 0
+        assert choice(matched(s, [3, 3, 3]), table, drafter) == 2
+        assert choice(matched(s, [3, 3, 3]), (1.0, 9.0, 9.0), drafter) == 0
+    assert choice(matched(s, [3, 0, 0]), table, engine) == 2, "one sequence with a match is enough in an engine"
+    assert choice(matched(s, [3, 0, 0]), table) == 0, "the others are those that the batch will wait for"
+    assert choice(matched(s, [1, 0, 0]), (1.0, 1.6, 2.0), engine) == 0, "a short match is not worth as much"
+
+
+def test_the_sequence_with_most_rounds_to_go_decides():
+    s = jax.tree.map(jnp.asarray, toy.start(DRAFTER.bind(toy.TARGET, None), toy.params()))
+    s, table = matched(s, [3, 0, 0]), (1.0, 1.6, 2.0)
+    length = np.array(s.length)
+    assert choice(dataclasses.replace(s, limit=jnp.asarray(length + np.array([40, 4, 4]))), table) == 2
+    assert choice(dataclasses.replace(s, limit=jnp.asarray(length + np.array([4, 40, 40]))), table) == 0
+
+
+def test_programs_have_one_depth_by_their_tokens():
+    drafter = DRAFTER.bind(toy.TARGET, None)
+    assert [drafter.offered(batch) for batch in (1, 4, 5, 8, 64)] == [[0, 2], [0, 2], [0, 1], [0, 1], [0, 1]]
+    everything = dataclasses.replace(drafter, one_depth=False)
+    assert everything.offered(64) == [0, 1, 2]
+
+
+def test_costs_are_measured_once_and_kept_beside_the_programs(directory, monkeypatch):
+    out = generated([REPEATED])
+    (path,) = directory.glob("jspec-costs-*.json")
+    entry = json.loads(path.read_text())
+    assert (entry["target"], entry["batch"], entry["device"]) == ("Llama", 1, jax.devices()[0].device_kind)
+    plain, left_out, deep = entry["milliseconds"]
+    assert 0 < plain < costs.UNAFFORDABLE == left_out and 0 < deep < costs.UNAFFORDABLE
+    assert costs.recorded(directory) == [entry]
+    # Another process reads them.
+    monkeypatch.setattr(costs, "_known", {})
+    measured = planted(monkeypatch, 1, 1, 1)
+    again = generated([REPEATED])
+    assert not measured and list(costs._known.values()) == [(plain, left_out, deep)]
+    assert rounds(again) == rounds(out) and again.tokens == out.tokens
+
+
+@pytest.mark.parametrize("damage", ("", "[]", '{"milliseconds": [1.0]}', "{"), ids=("empty", "list", "short", "cut"))
+def test_an_unreadable_entry_is_measured_again(directory, monkeypatch, damage):
+    measured = planted(monkeypatch, 1, 2, 3)
+    generated([REPEATED])
+    (path,) = directory.glob("jspec-costs-*.json")
+    path.write_text(damage)
+    monkeypatch.setattr(costs, "_known", {})
+    generated([REPEATED])
+    assert measured == [1, 1] and json.loads(path.read_text())["milliseconds"] == [1, 2, 3]
+
+
+def test_batches_up_to_a_power_of_two_share_costs(directory, monkeypatch):
+    measured = planted(monkeypatch, 1, 2, 3)
+    for count in (3, 4, 3):
+        generated([REPEATED] * count)
+    assert measured == [3]
+    generated([REPEATED] * 2)
+    generated([REPEATED] * 4, sampling=jspec.Sampling(temperature=1.0))
+    assert measured == [3, 2, 4]
+
+
+def test_without_a_directory_a_process_remembers_them(directory, monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", None)
+    measured = planted(monkeypatch, 1, 2, 3)
+    generated([REPEATED])
+    generated([REPEATED])
+    assert measured == [1] and not directory.exists()
+
+
+def test_other_costs_compile_nothing(directory, monkeypatch):
+    generated([REPEATED])
+    count = [f._cache_size() for f in (decode, jitted_prefill)]
+    monkeypatch.setattr(costs, "_known", {})
+    planted(monkeypatch, 5, 6, 7)
+    generated([REPEATED])
+    assert [f._cache_size() for f in (decode, jitted_prefill)] == count
+
+
+def test_nothing_is_measured_where_a_generation_has_no_rounds(directory, monkeypatch):
+    measured = planted(monkeypatch, 1, 2, 3)
+    jspec.generate(model(), [REPEATED], max_new_tokens=1)
+    jspec.generate(model(), [REPEATED], max_new_tokens=4, debug=True)
+    assert not measured
+
+
+def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, monkeypatch):
+    measured = planted(monkeypatch, 1, 2, 3)
+
+    @jax.jit
+    def run(params):
+        ids, lengths = jnp.array([REPEATED], jnp.int32), jnp.array([len(REPEATED)], jnp.int32)
+        options = {"target": toy.TARGET, "drafter": DRAFTER, "max_new_tokens": NEW}
+        return jspec.generate_ids(params, ids, lengths, jax.random.key(0), **options)
+
+    out = run(model().params)
+    assert out.tokens[0, len(REPEATED) :].tolist() == generated([REPEATED], None).tokens[0]
+    assert not measured and int(out.stats.branch_counts[0, 2].sum()) > 0
+
+
+def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory):
+    def run():
+        with jspec.Engine(model(), slots=1, context=128, page_size=8, prefix_cache=False) as engine:
+            out = [engine.generate([prompt], max_new_tokens=60) for prompt in (REPEATED, DISTINCT, REPEATED)]
+            return [one.tokens for one in out], engine.groups[0].device.executor._trial(1)
+
+    tokens, trial = run()
+    assert tokens == [
+        jspec.generate(model(), [p], drafter=None, max_new_tokens=60).tokens for p in (REPEATED, DISTINCT, REPEATED)
+    ]
+    assert trial.done and len(list(directory.glob("jspec-costs-*.json"))) == 1
+    count = programs.burst._cache_size()
+    again, later = run()
+    assert again == tokens and later.costs == trial.costs
+    assert programs.burst._cache_size() == count, "costs compile nothing"
+
+
+def test_a_trial_takes_the_fastest_call_of_each_branch(directory):
+    method = Method(toy.TARGET, DRAFTER.bind(toy.TARGET, None), accept.greedy)
+    trial = costs.Trial(model().params, method, 1)
+    order = []
+    while not trial.done:
+        branch = trial.costs.index(1.0)
+        order.append(branch)
+        trial.record(1.0, 0)  # a call without rounds does not count
+        trial.record((5.0 - len(order) / 10) * (1 + branch), 2)
+    assert order == [0, 2] * costs.REPEATS
+    assert trial.costs == (2050.0, costs.UNAFFORDABLE, 6000.0)
+
+
+def test_drafters_with_costs_of_their_own_want_none(directory, monkeypatch):
+    measured = planted(monkeypatch, 1, 2, 3)
+    drafter = Adaptive((Plain(), Ngram(depth=2)), costs=(1, 1))
+    assert generated([REPEATED], drafter).tokens == generated([REPEATED], None).tokens
+    generated([REPEATED], Ngram())
+    assert not measured
