@@ -23,8 +23,7 @@ from jspec.drafters import Ngram
 from jspec.loading.model import load
 from jspec.models import EagleHead, Llama
 from jspec.models.llama import require_llama
-from jspec.train import batches, data, distill, head
-from jspec.train.distill import DraftSetup
+from jspec.train import batches, data, distill
 from jspec.train.head import HeadLearner
 from jspec.train.recipe import DraftRecipe, HeadShape
 from tools.pretrain import __main__ as pretrain
@@ -117,11 +116,10 @@ def untrained(target: Path, data_path: Path, prompts: list[list[int]]) -> float:
     """The accept length of the head before its first step."""
     model = load(target)
     shape = require_llama(model.target, "this benchmark")
-    learner = HeadLearner(head.configure(shape, HeadShape(capture_layers=CAPTURE)), shape)
-    recipe = DraftRecipe(steps=STEPS, length=shape.max_length)
-    setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
-    sources = (batches.Source(batches.open_tokens(data_path / "train.npy", vocab_size=shape.vocab_size)),)
-    params = distill.init(setup, model.params.target, learner.vocabulary(sources)).serve("float32")
+    recipe, dtype = DraftRecipe(steps=STEPS, length=shape.max_length), str(model.params.target.embed.dtype)
+    learner = HeadLearner.make(shape, HeadShape(capture_layers=CAPTURE), recipe, dtype)
+    sources = (batches.open_source(data_path / "train.npy", vocab_size=shape.vocab_size),)
+    params = distill.init(learner, model.params.target, learner.vocabulary(sources)).serve("float32")
     return accept_length(distill.accept_length(model, learner.config, params, prompts, depth=DEPTH))
 
 

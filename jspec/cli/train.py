@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jspec.cli.arguments import Parser, add_options, read_options
-from jspec.train import data, prepare, replies, text
+from jspec.train import data, prepare, records, replies, text
 from jspec.train.kinds import KINDS
 from jspec.train.options import DraftRun
 
@@ -31,10 +31,10 @@ def build_parser() -> argparse.ArgumentParser:
             add_options(command, kind)
         command.set_defaults(run=lambda arguments: run(*(read_options(arguments, kind) for kind in kinds)))
 
-    add("data", SUMMARIES["data"], f"{prepare.__doc__}\n{data.__doc__}", [prepare.DataOptions], prepare.main)
+    add("data", SUMMARIES["data"], f"{prepare.__doc__}\n{data.__doc__}", [records.DataOptions], prepare.main)
     for name, kind in KINDS.items():
         options = [DraftRun, kind.recipe, kind.shape, *kind.output]
-        add(name, kind.summary, kind.help, options, lambda *values, kind=kind: _train(kind, *values))
+        add(name, kind.first.partition(":")[0], kind.help, options, lambda *values, kind=kind: _train(kind, *values))
     add("replies", SUMMARIES["replies"], replies.__doc__, [replies.ReplyOptions], replies.main)
     add("text", SUMMARIES["text"], text.__doc__, [text.TextOptions], text.main)
     return parser

@@ -6,7 +6,6 @@ A chain that starts at row p reads the keys and values of rows 0 to p and stays 
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
 from jspec.train import model, ttt
 from jspec.train.model import CausalAttention
-from jspec.train.recipe import AssistantShape, Recipe
+from jspec.train.recipe import AssistantShape
 
 Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
 
@@ -88,21 +87,38 @@ class AssistantLearner(ttt.UnrolledLearner):
             )
 
     @classmethod
-    def make(cls, target: Decoder, shape: AssistantShape) -> Self:
-        """An assistant of a shape, see `configure`."""
-        return cls(configure(require_keys(target), shape), target)
+    def configure(cls, target: Decoder, shape: AssistantShape) -> Assistant:
+        """An assistant with the target's shape except for what is given."""
+        target = require_keys(target)
+        # Layers of the target to read.
+        reads, count = shape.reads, shape.num_layers
+        if reads is None:
+            reads = default_reads(target, min(DEFAULT_LAYERS, target.num_layers) if count is None else count)
+        elif count not in (None, len(reads)):
+            raise ValueError(f"num_layers={count}: must be {len(reads)}, the length of reads={reads}, or be omitted")
+        if not reads or not all(0 <= layer < target.num_layers for layer in reads):
+            raise ValueError(
+                f"reads={reads}: each must be between 0 and {target.num_layers - 1}, a layer of the target"
+            )
+        config = Assistant(
+            vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            target_layers=reads,
+            head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
+            rms_norm_eps=target.rms_norm_eps,
+            target_head=shape.target_head,
+            **shape.sizes(target),
+        )
+        FrozenKvMtp().bind(target, config)
+        return config
 
-    def describe(self, weights: int, target: str) -> str:
-        """The assistant in a sentence, for a card."""
-        config = self.config
-        heads = " and ".join(f"{size}" for size in sorted(set(config.head_dims)))
+    def describe(self, target: str) -> tuple[str, str]:
+        """Its kind, the layers that it reads, and its LM head."""
+        layers = ", ".join(map(str, self.config.target_layers))
+        head = "the LM head of the target" if self.config.target_head else "an LM head of its own"
         return (
-            f"An assistant for {target} (frozen-KV MTP, as the assistants of Gemma 4): {weights:,} parameters, "
-            f"{config.num_layers} layers of width {config.hidden_size} ({config.num_heads} heads of {heads}, MLP of "
-            f"{config.intermediate_size}) that read the keys and values of the target's layers "
-            f"{', '.join(map(str, config.target_layers))}, "
-            f"{'the LM head of the target' if config.target_head else 'an LM head of its own'}, weights in bfloat16; "
-            "it has no cache"
+            f"An assistant for {target} (frozen-KV MTP, as the assistants of Gemma 4)",
+            f"that read the keys and values of the target's layers {layers}, {head}; it has no cache",
         )
 
     @property
@@ -110,14 +126,37 @@ class AssistantLearner(ttt.UnrolledLearner):
         """The hidden state after the final norm."""
         return (self.target.num_layers + 1,)
 
-    def logits_per_token(self, recipe: Recipe) -> float:
+    def logits_per_token(self) -> float:
         """Those of one step."""
         return self.config.vocab_size
 
     def init(self, target: PyTree, ids: Array | None, key: Key[Array, ""]) -> AssistantParams:
-        """Initial weights, see `init_params`."""
+        """Random weights, except for the last layers if the widths agree.
+
+        Then the final norm and the LM head are the target's, and the next step reads the output of that norm unchanged.
+        """
         assert ids is None
-        return init_params(self.config, self.target, target, key)
+        config, decoder = self.config, self.target
+        keys = iter(jax.random.split(key, 5 * config.num_layers + 4))
+        width, outer = config.hidden_size, config.target_hidden_size
+        spreads = jnp.concatenate([jnp.full(outer, _spread(x)) for x in (_embedded(decoder, target), target.norm)])
+        norm, post = jnp.ones(width, jnp.float32), model.init_matrix(next(keys), width, outer)
+        head = model.init_matrix(next(keys), width, config.vocab_size).T
+        if width == outer:
+            norm, post = target.norm.astype(jnp.float32), jnp.eye(width, dtype=jnp.float32)
+            head = jnp.array(target.embed if target.lm_head is None else target.lm_head.T, jnp.float32)
+        return AssistantParams(
+            # Embeddings may be much smaller than hidden states; scaling gives both the same weight.
+            pre_projection=model.init_matrix(next(keys), 2 * outer, width) / spreads[:, None],
+            layers=tuple(
+                _init_layer(shapes, decoder.layer_scale(layer), keys)
+                for shapes, layer in zip(config.param_shapes(jnp.float32).layers, config.target_layers, strict=True)
+            ),
+            norm=norm,
+            post_projection=post,
+            head=None if config.target_head else head,
+            clusters=None,
+        )
 
     def observe(self, out: ForwardOutput) -> Observed:
         """The hidden states, and the keys and values of the layers that it reads."""
@@ -141,38 +180,6 @@ class AssistantLearner(ttt.UnrolledLearner):
         hidden = carry.reshape(batch * length, 1, -1)
         out = self.config.apply(params, self.target, read, hidden, cache, position + 1, position)
         return out.logits.reshape(batch, length, -1), out.hidden.reshape(carry.shape)
-
-
-def configure(target: Decoder, shape: AssistantShape) -> Assistant:
-    """An assistant for a target, with the target's shape except for what is given.
-
-    Raises:
-      ValueError: a layer that the target does not have, or a number of layers or heads that does not fit.
-    """
-    # Layers of the target to read.
-    reads, count = shape.reads, shape.num_layers
-    if reads is None:
-        reads = default_reads(target, min(DEFAULT_LAYERS, target.num_layers) if count is None else count)
-    elif count not in (None, len(reads)):
-        raise ValueError(f"num_layers={count}: must be {len(reads)}, the length of reads={reads}, or be omitted")
-    if not reads or not all(0 <= layer < target.num_layers for layer in reads):
-        raise ValueError(f"reads={reads}: each must be between 0 and {target.num_layers - 1}, a layer of the target")
-    # Sizes default to those of the target.
-    sizes: dict[str, Any] = {
-        name: getattr(target if getattr(shape, name) is None else shape, name)
-        for name in ("hidden_size", "intermediate_size", "num_heads")
-    }
-    config = Assistant(
-        vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        target_layers=reads,
-        head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
-        rms_norm_eps=target.rms_norm_eps,
-        target_head=shape.target_head,
-        **sizes,
-    )
-    FrozenKvMtp().bind(target, config)
-    return config
 
 
 def require_keys(target: Decoder) -> Decoder:
@@ -213,33 +220,6 @@ def default_reads(target: Decoder, count: int) -> tuple[int, ...]:
     if len(last) > 1:
         return (*last[:1] * (count - len(last)), *last)
     return tuple(range(target.num_layers - count, target.num_layers))
-
-
-def init_params(config: Assistant, target: Decoder, params: PyTree, key: Key[Array, ""]) -> AssistantParams:
-    """Initial weights in float32: random, except for the last layers if the widths agree.
-
-    Then the final norm and the LM head are the target's, and the next step reads the output of that norm unchanged.
-    """
-    keys = iter(jax.random.split(key, 5 * config.num_layers + 4))
-    width, outer = config.hidden_size, config.target_hidden_size
-    spreads = jnp.concatenate([jnp.full(outer, _spread(x)) for x in (_embedded(target, params), params.norm)])
-    norm, post = jnp.ones(width, jnp.float32), model.init_matrix(next(keys), width, outer)
-    head = model.init_matrix(next(keys), width, config.vocab_size).T
-    if width == outer:
-        norm, post = params.norm.astype(jnp.float32), jnp.eye(width, dtype=jnp.float32)
-        head = jnp.array(params.embed if params.lm_head is None else params.lm_head.T, jnp.float32)
-    return AssistantParams(
-        # Embeddings may be much smaller than hidden states; scaling gives both the same weight.
-        pre_projection=model.init_matrix(next(keys), 2 * outer, width) / spreads[:, None],
-        layers=tuple(
-            _init_layer(shapes, target.layer_scale(layer), keys)
-            for shapes, layer in zip(config.param_shapes(jnp.float32).layers, config.target_layers, strict=True)
-        ),
-        norm=norm,
-        post_projection=post,
-        head=None if config.target_head else head,
-        clusters=None,
-    )
 
 
 def _embedded(target: Decoder, params: PyTree) -> Float[Array, "1 N E"]:

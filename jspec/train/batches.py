@@ -27,8 +27,8 @@ class Source:
     """Tokens to sample from: UInt[tokens], cut anywhere, or UInt[sequences, T], whole sequences.
 
     Raises:
-      TypeError, ValueError: tokens that are not ids in one or two dimensions, a share below 0, or a mask that does not
-        fit the tokens.
+      TypeError, ValueError: tokens other than ids in one or two dimensions, a share below 0, or a mask of another shape
+        than the tokens.
     """
 
     tokens: np.ndarray
@@ -50,7 +50,7 @@ class Source:
     def groups(self) -> tuple[tuple[int, np.ndarray], ...]:
         """Whole sequences by length, without most of their padding: tokens to read, and the rows of a group.
 
-        Few lengths, because each compiles a program: quarters of that of the longest.
+        Few lengths, because each compiles a program: quarters of the longest.
         """
         count, width = self.tokens.shape
         if self.mask is None or width < _GROUPED:
@@ -118,30 +118,23 @@ def check_ids(name: str, tokens: np.ndarray, vocab_size: int) -> None:
         raise ValueError(f"{name}: holds token {low if low < 0 else high}, but the model has vocab_size={vocab_size}")
 
 
-def check_sources(sources: Sequence[Source], *, length: int, context: int, vocab_size: int) -> None:
+def check_sources(sources: Sequence[Source], *, length: int, vocab_size: int) -> None:
     """Check for a batch at each step, so no run ends in the middle.
 
-    Args:
-      length: tokens of a sequence, cut from a text.
-      context: the most tokens of one forward; a model reads all tokens of a sequence but the last.
+    length: tokens of a sequence, cut from a text.
 
     Raises:
-      ValueError: no source or no share, a text shorter than a sequence, sequences beyond the context, or ids outside of
-        the vocabulary.
+      ValueError: no source or no share, a text shorter than a sequence, or ids outside of the vocabulary.
     """
     if not sources or not all(isinstance(source, Source) for source in sources):
         raise ValueError(f"sources: {len(sources)} given; must be a tuple of at least one Source")
     if not sum(source.share for source in sources):
         raise ValueError("sources: the shares of all are 0; at least one must be above 0")
     for index, source in enumerate(sources):
-        name, tokens = source.name or f"sources[{index}]", source.tokens
-        if tokens.ndim == 1 and len(tokens) <= length:
-            raise ValueError(f"{name}: has {len(tokens)} tokens: a sequence needs length + 1 = {length + 1}")
-        if tokens.ndim == 2 and tokens.shape[1] - 1 > context:
-            raise ValueError(
-                f"{name}: has sequences of {tokens.shape[1]} tokens, but the model's context holds {context}"
-            )
-        check_ids(name, tokens, vocab_size)
+        name = source.name or f"sources[{index}]"
+        if source.tokens.ndim == 1:
+            cut(name, source.tokens, length)
+        check_ids(name, source.tokens, vocab_size)
 
 
 def fit_chunk(batch_tokens: int, length: int, token_bytes: int) -> int:
@@ -171,66 +164,68 @@ def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
 
 
 def open_source(
-    path: Path, name: str = "", *, vocab_size: int, share: float = 1.0, axes: tuple[int, ...] = (1, 2)
+    *paths: Path, name: str = "", vocab_size: int, share: float = 1.0, axes: tuple[int, ...] = (1, 2)
 ) -> Source:
-    """A token file and its mask, memory-mapped.
+    """A token file and its mask, memory-mapped: `train_mask.npy` beside `train.npy`.
+
+    Several files are joined in memory. Their sequences may differ in length: the mask excludes what fills the shorter
+    ones.
 
     name: what errors call it; empty: the name of the file.
-
-    Raises:
-      FileNotFoundError, ValueError: as `open_tokens` and `open_mask`.
-    """
-    tokens = open_tokens(path, vocab_size=vocab_size, axes=axes)
-    return Source(tokens, share, name=name or path.name, mask=open_mask(path, tokens))
-
-
-def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
-    """A token file, memory-mapped.
-
-    axes: how many axes are valid.
+    axes: how many axes are valid; [sequences, T] if there are several files.
 
     Raises:
       FileNotFoundError: a missing file.
-      ValueError: not an array of unsigned ids of 16 or 32 bits, another number of axes, or ids outside the vocabulary.
+      ValueError: an array of other values than unsigned ids of 16 or 32 bits, ids outside the vocabulary, or a mask of
+        another shape than the tokens.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such token file; `jspec train data` writes it")
+    parts = []
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such token file; `jspec train data` writes it")
+        tokens, mask = _open_array(path, np.uint16, np.uint32), path.with_name(f"{path.stem}_mask.npy")
+        check_tokens(str(path), tokens, axes=axes if len(paths) == 1 else (2,))
+        check_ids(str(path), tokens, vocab_size)
+        counted = check_mask(str(mask), _open_array(mask, np.uint8), tokens) if mask.exists() else None
+        parts.append((tokens, counted))
+    if len(parts) == 1:
+        tokens, mask = parts[0]
+        return Source(tokens, share, name or paths[0].name, mask)
+    # One array, as wide as the longest sequences.
+    shape = sum(len(tokens) for tokens, _ in parts), max(tokens.shape[1] for tokens, _ in parts)
+    joined, counted = np.zeros(shape, np.result_type(*(tokens for tokens, _ in parts))), np.zeros(shape, np.uint8)
+    begin = 0
+    for tokens, mask in parts:
+        rows = slice(begin, begin + len(tokens)), slice(tokens.shape[1])
+        joined[rows], counted[rows] = tokens, 1 if mask is None else mask
+        begin += len(tokens)
+    return Source(joined, share, name or paths[0].name, None if counted.all() else counted)
+
+
+def _open_array(path: Path, *dtypes: type[np.unsignedinteger]) -> np.ndarray:
+    """An array in a file, memory-mapped."""
+    names = " or ".join(np.dtype(dtype).name for dtype in dtypes)
     try:
-        tokens = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r")
     except Exception as error:  # NumPy raises many classes for damaged headers
-        raise ValueError(f"{path}: not a token file, which `numpy.save` writes ({error})") from None
-    if not isinstance(tokens, np.ndarray):
-        tokens.close()
+        raise ValueError(f"{path}: must be an array of {names}, as `numpy.save` writes it ({error})") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
         raise ValueError(f"{path}: holds several arrays; must be one, as `numpy.save` writes it")
-    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim not in axes or not tokens.size:
-        shown = f"{tokens.dtype}{list(tokens.shape)}"
-        counts = " or ".join(map(str, axes))
-        raise ValueError(
-            f"{path}: holds {shown}; must be uint16 or uint32 with {counts} {'axis' if axes == (1,) else 'axes'}"
-        )
-    if tokens.ndim == 2 and tokens.shape[1] < 2:
-        raise ValueError(f"{path}: holds sequences of 1 token; a sequence must have at least 2")
-    check_ids(str(path), tokens, vocab_size)
-    return tokens
+    if array.dtype not in dtypes:
+        raise ValueError(f"{path}: holds {array.dtype}{list(array.shape)}; must be {names}")
+    return array
 
 
-def open_mask(path: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """The mask of a token file, memory-mapped: `train_mask.npy` beside `train.npy`; None: there is none.
+def cut(name: str, text: np.ndarray, length: int) -> np.ndarray:
+    """All windows of length + 1 tokens of a text, from each position on, as a view.
 
     Raises:
-      ValueError: it is damaged, or does not fit the tokens.
+      ValueError: it is shorter.
     """
-    path = path.with_name(f"{path.stem}_mask.npy")
-    if not path.exists():
-        return None
-    try:
-        mask = np.load(path, mmap_mode="r")
-    except Exception as error:  # NumPy raises many classes for damaged headers
-        raise ValueError(f"{path}: not a mask, which `numpy.save` writes ({error})") from None
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8:
-        raise ValueError(f"{path}: must be a uint8 array, as `numpy.save` writes it")
-    return check_mask(str(path), mask, tokens)
+    if len(text) <= length:
+        raise ValueError(f"{name}: has {len(text)} tokens: a sequence needs length + 1 = {length + 1}")
+    return np.lib.stride_tricks.sliding_window_view(text, length + 1)
 
 
 def sample(
@@ -250,64 +245,32 @@ def sample(
     random = np.random.default_rng((seed, step))
     shares = np.array([source.share for source in sources])
     source = sources[int(random.choice(len(sources), p=shares / shares.sum()))]
-    tokens = source.tokens
-    if tokens.ndim == 2:
-        # A group, by its tokens, so that each sequence is equally likely.
-        sizes = np.array([width * len(group) for width, group in source.groups], float)
-        index = int(random.choice(len(sizes), p=sizes / sizes.sum())) if len(sizes) > 1 else 0
-        width, group = source.groups[index]
-        rows = np.sort(group[random.integers(0, len(group), max(1, batch_tokens // (width - 1)))])
-        mask = None if source.mask is None else source.mask[rows, :width].astype(np.float32)
-        return tokens[rows, :width].astype(np.int32), mask
-    if len(tokens) <= length:
-        raise ValueError(f"the token file has {len(tokens)} tokens: a sequence needs length + 1 = {length + 1}")
-    starts = random.integers(0, len(tokens) - length, max(1, batch_tokens // length))
-    return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int32), None
+    if source.tokens.ndim == 1:
+        windows = cut(source.name or "the text", source.tokens, length)
+        return windows[random.integers(0, len(windows), max(1, batch_tokens // length))].astype(np.int32), None
+    # A group, by its tokens, so that each sequence is equally likely.
+    sizes = np.array([width * len(group) for width, group in source.groups], float)
+    index = int(random.choice(len(sizes), p=sizes / sizes.sum())) if len(sizes) > 1 else 0
+    width, group = source.groups[index]
+    rows = np.sort(group[random.integers(0, len(group), max(1, batch_tokens // (width - 1)))])
+    mask = None if source.mask is None else source.mask[rows, :width].astype(np.float32)
+    return source.tokens[rows, :width].astype(np.int32), mask
 
 
 def heldout_batches(
     tokens: np.ndarray, mask: np.ndarray | None, *, batch_tokens: int, length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """All of a held-out text once, in order, with its mask: `windows` of a text, or whole sequences.
+    """All of a held-out text once, in order, with its mask. The last batch may have fewer sequences.
 
-    The last batch may have fewer sequences.
+    A text is cut into sequences of length + 1 tokens. Each begins with the last token of the one before; tokens short
+    of a sequence are omitted.
 
     Raises:
-      ValueError: a text of fewer tokens than one window.
+      ValueError: a text of fewer tokens than one sequence.
     """
     if tokens.ndim == 1:
-        for batch in windows(tokens, batch_tokens=batch_tokens, length=length):
-            yield batch, None
-        return
+        tokens = cut("the held-out text", tokens, length)[::length]
     size = max(1, batch_tokens // (tokens.shape[1] - 1))
     for i in range(0, len(tokens), size):
         part = None if mask is None else mask[i : i + size].astype(np.float32)
         yield tokens[i : i + size].astype(np.int32), part
-
-
-def windows(tokens: np.ndarray, *, batch_tokens: int, length: int) -> Iterator[np.ndarray]:
-    """All of `tokens` once, in order, as batches Int32[B, length + 1].
-
-    Each window begins with the last token of the one before.
-    Tokens short of a window are omitted, and the last batch may have fewer windows.
-
-    Raises:
-      ValueError: fewer tokens than one window.
-    """
-    count = count_windows(tokens, length)
-    size = max(1, batch_tokens // length)
-    starts = np.arange(count) * length
-    for i in range(0, count, size):
-        yield np.stack([tokens[start : start + length + 1] for start in starts[i : i + size]]).astype(np.int32)
-
-
-def count_windows(tokens: np.ndarray, length: int) -> int:
-    """How many windows `windows` has.
-
-    Raises:
-      ValueError: fewer tokens than one window.
-    """
-    count = (len(tokens) - 1) // length
-    if count < 1:
-        raise ValueError(f"the held-out text has {len(tokens)} tokens: a window needs length + 1 = {length + 1}")
-    return count

@@ -6,7 +6,7 @@ DFlash, arXiv 2602.06036).
 """
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.cache.mha import Rows
-from jspec.core.struct import struct
-from jspec.core.types import ForwardOutput, Params
+from jspec.core.types import Params
 from jspec.models import BlockHead, BlockParams, Llama, LlamaParams
 from jspec.models.block_head import MarkovParams
 from jspec.models.decoder import Decoder
@@ -72,83 +71,131 @@ class BlockAttention:
         return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
-@struct
-class Blocks:
-    """The predictions of A blocks of each text, d of each block."""
-
-    logits: Float[Array, "B A d V"]
-    confidence: Float[Array, "B A d"] | None
-    """Logits of the probability of accepting a prediction after those before it; None: there is no such head."""
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockLearner(Learner):
     """A block draft for a target."""
 
     config: BlockHead
     target: Llama
+    recipe: BlockRecipe
     test: ClassVar[str] = "blocks after sampled anchors"
 
     @classmethod
-    def make(cls, target: Decoder, shape: BlockShape) -> Self:
-        """A draft of a shape, see `configure`."""
+    def configure(cls, target: Decoder, shape: BlockShape) -> BlockHead:
+        """A draft whose layers have the shape of the target's, with full attention and its embedding and LM head."""
         llama = require_llama(target, "the training of a block draft")
-        return cls(configure(llama, shape), llama)
+        count = llama.num_layers
+        if shape.capture_layers is None and count < 8:
+            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
+        spread = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
+        markov: Any = None if shape.markov == "none" else shape.markov  # a str of `MARKOV_KINDS`
+        confidence = None if shape.no_confidence else "hidden" if markov is None else "markov"
+        # Of the target's shape.
+        sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length")
+        same = ("vocab_size", "hidden_size", *sizes, "rms_norm_eps", "rope")
+        return BlockHead(
+            **{name: getattr(llama, name) for name in same},
+            draft_vocab_size=llama.vocab_size,
+            target_hidden_size=llama.hidden_size,
+            num_layers=shape.num_layers,
+            capture_layers=model.check_capture(shape.capture_layers, spread, count),
+            block_size=shape.block_size,
+            mask_token=llama.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
+            next_token=not shape.fill_in,
+            windows=(None,) * shape.num_layers,
+            causal=(False,) * shape.num_layers,
+            markov=markov,
+            markov_rank=0 if markov is None else shape.markov_rank,
+            confidence=confidence,
+        )
 
-    def describe(self, weights: int, target: str) -> str:
-        """The draft in a sentence, for a card."""
-        config = self.config
-        markov = "no Markov head"
+    def describe(self, target: str) -> tuple[str, str]:
+        """Its kind and paper, the layers that it reads, and its Markov head."""
+        config, markov = self.config, "no Markov head"
         if config.markov is not None:
             markov = f"a {config.markov} Markov head of rank {config.markov_rank}"
         return (
-            f"A {config.summary()} (arXiv 2607.05147) for {target}: {weights:,} parameters, {config.num_layers} "
-            f"decoder layers of width {config.hidden_size} ({config.num_heads} heads of {config.head_dim}, "
-            f"{config.num_kv_heads} key heads, MLP of {config.intermediate_size}) over projections of the residual "
-            f"stream that enters the target's layers {', '.join(map(str, config.capture_layers))}, {markov}, the "
-            "target's embedding and LM head, weights in bfloat16"
+            f"A {config.summary()} (arXiv 2607.05147) for {target}",
+            "over projections of the residual stream that enters the target's layers "
+            f"{', '.join(map(str, config.capture_layers))}, {markov}, the target's embedding and LM head",
         )
 
-    def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
-        """Initial weights, see `init_params`."""
-        assert ids is None
-        return init_params(self.config, target, key)
-
-    def describe_loss(self, recipe: BlockRecipe) -> str:
+    def describe_loss(self) -> str:
         """The loss, for a card."""
+        recipe = self.recipe
         return (
             f"blocks after {recipe.anchors} anchors in each text; {recipe.cross_entropy:g} times cross-entropy, "
             f"{recipe.distance:g} times the L1 distance to the target's distribution, {recipe.confidence:g} times the "
             f"confidence head's cross-entropy; prediction k weighted by exp(-(k-1)/{recipe.reach:g})"
         )
 
-    def logits_per_token(self, recipe: BlockRecipe) -> float:
+    def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
+        """Random weights, except for the norm, which is the target's. The Markov head begins small."""
+        assert ids is None
+        config = self.config
+        shapes = config.param_shapes(jnp.float32)
+        keys = iter(jax.random.split(key, 4 * config.num_layers + 5))
+        return BlockParams(
+            embed=None,
+            mask_embed=None,
+            fc=model.init_matrix(next(keys), *shapes.fc.shape),
+            hidden_norm=jnp.ones(shapes.hidden_norm.shape, jnp.float32),
+            layers=tuple(
+                model.init_layer(layer, keys, branch=(2 * config.num_layers) ** -0.5) for layer in shapes.layers
+            ),
+            norm=target.norm.astype(jnp.float32),
+            lm_head=None,
+            ids=None,
+            markov=None if shapes.markov is None else _init_markov(shapes.markov, keys),
+            confidence=None if shapes.confidence is None else model.init_matrix(next(keys), *shapes.confidence.shape),
+            confidence_bias=None if shapes.confidence is None else jnp.zeros(1, jnp.float32),
+        )
+
+    def logits_per_token(self) -> float:
         """Those of all blocks."""
-        return self.config.vocab_size * min(recipe.anchors / recipe.length, 1) * self.config.depth
+        return self.config.vocab_size * min(self.recipe.anchors / self.recipe.length, 1) * self.config.depth
 
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """The counted tokens: those of the mask."""
         return jax.device_put(np.ones(tokens.shape, np.float32) if mask is None else np.asarray(mask, np.float32))
 
-    def learn(self, params: Params, texts: Texts, out: ForwardOutput, recipe: BlockRecipe) -> Learned:
+    def learn(self, params: Params, texts: Texts) -> Learned:
         """The mean loss of blocks after sampled anchors, its weight, and metrics of each of the d predictions."""
+        tokens, mask, out = texts.tokens, texts.mask, texts.out
         assert out.hidden is not None
-        tokens, mask = texts.tokens, texts.mask
-        anchors, used = sample_anchors(mask, recipe.anchors, texts.keys)
-        predicted = self.forward(params, tokens, out.hidden, anchors)
+        anchors, used = sample_anchors(mask, self.recipe.anchors, texts.keys)
+        logits, confidence = self.forward(params, tokens, out.hidden, anchors)
         place = anchors[:, :, None] + jnp.arange(self.config.depth, dtype=jnp.int32)[None, None]
         row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
         # Of a prediction k, counted from 0, the target's distribution is that after position a + k.
         target_logits = out.logits.at[row, place].get(mode="clip")
         labels = tokens.at[row, place + 1].get(mode="clip")
+        # Predictions that count are a prefix of each block.
         counted = mask.at[row, place + 1].get(mode="fill", fill_value=0.0) * used[:, :, None]
         counted = jnp.cumprod(counted, axis=2)
-        return compare(predicted, target_logits, labels, counted, recipe, tokens.size)
+        weight = counted * jnp.exp(-jnp.arange(self.config.depth, dtype=jnp.float32) / self.recipe.reach)[None, None]
+        total = weight.sum() + 1e-6
+        # The loss.
+        recipe = self.recipe
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        distance = jnp.abs(jax.nn.softmax(logits) - jax.nn.softmax(target_logits)).sum(-1)
+        loss = recipe.cross_entropy * jnp.sum(weight * nats) + recipe.distance * jnp.sum(weight * distance)
+        if confidence is not None:
+            accepted = lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
+            surprise = optax.sigmoid_binary_cross_entropy(confidence, accepted)
+            loss = loss + recipe.confidence * jnp.sum(weight * surprise)
+        # The metrics.
+        agreed = (counted > 0) & (jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1))
+        chained = jnp.cumprod(agreed.astype(jnp.int32), axis=2)
+        sums = (jnp.sum(x, axis=(0, 1), dtype=jnp.int32) for x in (agreed, chained, counted > 0))
+        return loss / total, total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens.size, *sums)
 
     def forward(
         self, params: Params, tokens: Int[Array, "B T"], hidden: Float[Array, "B T C"], anchors: Int[Array, "B A"]
-    ) -> Blocks:
-        """The blocks after these anchors.
+    ) -> tuple[Float[Array, "B A d V"], Float[Array, "B A d"] | None]:
+        """The logits of the d predictions of the blocks after these anchors, and of their confidence.
+
+        Confidence is the probability of accepting a prediction after those before it; None: there is no such head.
 
         hidden: the target's captured hidden states of the text.
         """
@@ -169,7 +216,7 @@ class BlockLearner(Learner):
         before = before.reshape(batch * blocks, size)[:, :depth]
         logits = self._correct(draft, before, out, logits).reshape(batch, blocks, depth, -1)
         confidence = config.confide(draft, before, out)
-        return Blocks(logits, None if confidence is None else confidence.reshape(batch, blocks, depth))
+        return logits, None if confidence is None else confidence.reshape(batch, blocks, depth)
 
     def _correct(
         self, draft: BlockParams, before: Int[Array, "N d"], out: Float[Array, "N d E"], logits: Float[Array, "N d V"]
@@ -199,90 +246,6 @@ def sample_anchors(
     anchors = jnp.sort(jnp.where(jnp.take_along_axis(valid, candidates, axis=1), candidates, length), axis=1)
     used = anchors < length
     return jnp.where(used, anchors, 0).astype(jnp.int32), used.astype(jnp.float32)
-
-
-def compare(
-    predicted: Blocks,
-    target_logits: Float[Array, "B A d V"],
-    labels: Int[Array, "B A d"],
-    counted: Float[Array, "B A d"],
-    recipe: BlockRecipe,
-    tokens: int,
-) -> Learned:
-    """The mean loss of predictions, its weight, and metrics of each position in a block.
-
-    Args:
-      target_logits: the target's logits.
-      labels: the tokens of the text.
-      counted: 1 for predictions that count, a prefix of each block.
-      tokens: those of the batch, the divisor of the losses of the metrics.
-    """
-    depth = labels.shape[2]
-    weight = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / recipe.reach)[None, None]
-    total = weight.sum() + 1e-6
-    nats = optax.softmax_cross_entropy_with_integer_labels(predicted.logits, labels)
-    distance = jnp.abs(jax.nn.softmax(predicted.logits) - jax.nn.softmax(target_logits)).sum(-1)
-    loss = recipe.cross_entropy * jnp.sum(weight * nats) + recipe.distance * jnp.sum(weight * distance)
-    if predicted.confidence is not None:
-        accepted = lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
-        surprise = optax.sigmoid_binary_cross_entropy(predicted.confidence, accepted)
-        loss = loss + recipe.confidence * jnp.sum(weight * surprise)
-    agreed = (counted > 0) & (jnp.argmax(predicted.logits, axis=-1) == jnp.argmax(target_logits, axis=-1))
-    chained = jnp.cumprod(agreed.astype(jnp.int32), axis=2)
-    sums = (jnp.sum(x, axis=(0, 1), dtype=jnp.int32) for x in (agreed, chained, counted > 0))
-    return loss / total, total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens, *sums)
-
-
-def configure(target: Llama, shape: BlockShape) -> BlockHead:
-    """A block draft whose layers have the shape of the target's, with full attention and the target's embedding and LM
-    head.
-
-    Raises:
-      ValueError: a layer or a token outside of the target.
-    """
-    count = target.num_layers
-    if shape.capture_layers is None and count < 8:
-        raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
-    spread = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
-    markov: Any = None if shape.markov == "none" else shape.markov  # a str of `MARKOV_KINDS`
-    confidence = None if shape.no_confidence else "hidden" if markov is None else "markov"
-    # Of the target's shape.
-    sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length")
-    same = ("vocab_size", "hidden_size", *sizes, "rms_norm_eps", "rope")
-    return BlockHead(
-        **{name: getattr(target, name) for name in same},
-        draft_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        num_layers=shape.num_layers,
-        capture_layers=model.check_capture(shape.capture_layers, spread, count),
-        block_size=shape.block_size,
-        mask_token=target.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
-        next_token=not shape.fill_in,
-        windows=(None,) * shape.num_layers,
-        causal=(False,) * shape.num_layers,
-        markov=markov,
-        markov_rank=0 if markov is None else shape.markov_rank,
-        confidence=confidence,
-    )
-
-
-def init_params(config: BlockHead, target: LlamaParams, key: Key[Array, ""]) -> BlockParams:
-    """Initial weights in float32: random, except for the norm, which is the target's. The Markov head begins small."""
-    shapes = config.param_shapes(jnp.float32)
-    keys = iter(jax.random.split(key, 4 * config.num_layers + 5))
-    return BlockParams(
-        embed=None,
-        mask_embed=None,
-        fc=model.init_matrix(next(keys), *shapes.fc.shape),
-        hidden_norm=jnp.ones(shapes.hidden_norm.shape, jnp.float32),
-        layers=tuple(model.init_layer(layer, keys, branch=(2 * config.num_layers) ** -0.5) for layer in shapes.layers),
-        norm=target.norm.astype(jnp.float32),
-        lm_head=None,
-        ids=None,
-        markov=None if shapes.markov is None else _init_markov(shapes.markov, keys),
-        confidence=None if shapes.confidence is None else model.init_matrix(next(keys), *shapes.confidence.shape),
-        confidence_bias=None if shapes.confidence is None else jnp.zeros(1, jnp.float32),
-    )
 
 
 def _init_markov(shapes: MarkovParams, keys) -> MarkovParams:

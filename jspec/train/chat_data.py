@@ -14,8 +14,8 @@ from jspec.checkpoints.language_model import ends_of_text
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import batches, chats, records
 from jspec.train.chats import Encoded
-from jspec.train.data import Counts, Half, PromptLimits
-from jspec.train.records import Dropped, Files
+from jspec.train.data import Counts, Half
+from jspec.train.records import DataOptions, Dropped
 
 MOST_TOKENS = 2**32
 """Bound of the tokens of all sequences, each filled up to the longest, which are held in memory."""
@@ -42,33 +42,33 @@ def read_ends(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends)
 
 
-def read(
-    files: Files, tokenizer: Tokenizer, ends: frozenset[int], limits: PromptLimits, dropped: Dropped
-) -> tuple[Half, Half]:
+def read(command: DataOptions, tokenizer: Tokenizer, ends: frozenset[int], dropped: Dropped) -> tuple[Half, Half]:
     """The chats to train on and the held-out ones, in a fixed random choice.
 
     Args:
       ends: ids that end a reply.
-      limits: how many held-out prompts there are.
       dropped: gets the counts of what is dropped, and prints them.
 
     Raises:
       ValueError: a chat that is not valid, or too few chats.
     """
-    encoded = _encode_chats(files, tokenizer, ends, dropped)
+    width = command.most_tokens
+    encoded = _encode_chats(command.paths, width, tokenizer, ends, dropped)
     dropped.say()
     if len(encoded) < 2:
         raise ValueError(f"--chats: {len(encoded)} chats with a reply are left; must be at least 2, to hold one out")
     # The split.
     order = list(range(len(encoded)))
     random.Random(0).shuffle(order)
-    count = min(len(encoded) - 1, max(1, round(files.heldout_share * len(encoded))))
+    count = min(len(encoded) - 1, max(1, round(command.heldout_share * len(encoded))))
     train, heldout = ([encoded[index] for index in sorted(part)] for part in (order[count:], order[:count]))
     # The prompt of the last reply of each held-out sequence, unless it is trained on.
     trained = {sequence.prompt for sequences, _ in train for sequence in sequences}
     unseen = dict.fromkeys(x.prompt for sequences, _ in heldout for x in sequences if x.prompt not in trained)
-    most = files.width * 3 // 4
-    prompts = [prompt for prompt in unseen if len(tokenizer.encode(prompt, special=False)) <= most][: limits.heldout]
+    most = width * 3 // 4
+    prompts = [prompt for prompt in unseen if len(tokenizer.encode(prompt, special=False)) <= most][
+        : command.heldout_prompts
+    ]
     if not prompts:
         why = f"none of the {len(unseen)} has at most {most} tokens, 3/4 of --width"
         raise ValueError(
@@ -79,14 +79,18 @@ def read(
     return _fill(train, [], tokenizer.vocab_size), _fill(heldout, rendered, tokenizer.vocab_size)
 
 
-def _encode_chats(files: Files, tokenizer: Tokenizer, ends: frozenset[int], dropped: Dropped) -> list[EncodedChat]:
+def _encode_chats(
+    paths: Sequence[Path], width: int, tokenizer: Tokenizer, ends: frozenset[int], dropped: Dropped
+) -> list[EncodedChat]:
+    records.check_files("--chats", paths)
+
     def encode(where: str, value: object) -> EncodedChat:
         chat = chats.parse(where, value)
         size = sum(len(message["content"].encode()) for message in chat.messages)
-        return chats.encode(chat, tokenizer, ends=ends, most=files.width, dropped=dropped.counts), size
+        return chats.encode(chat, tokenizer, ends=ends, most=width, dropped=dropped.counts), size
 
     encoded_chats = []
-    for where, value in records.read_json(files.paths, dropped):
+    for where, value in records.read_json(paths, dropped):
         encoded = dropped.check(lambda where=where, value=value: encode(where, value))
         if encoded is None or not encoded[0]:
             continue

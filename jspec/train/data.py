@@ -14,7 +14,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import tokenizers
@@ -22,31 +22,10 @@ import tokenizers
 from jspec.analysis.records import read_prompts
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError, read_json
-from jspec.core.checks import check_int
 from jspec.train import tokenizer
 
 _REPLACED = ("train_mask.npy", "heldout_mask.npy", "train_prompts.json")
 """Optional files, to remove from earlier data."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptLimits:
-    """How many prompts to write, and their lengths in tokens.
-
-    Raises:
-      TypeError, ValueError: a value other than an int or below 1, or a minimum above the maximum.
-    """
-
-    heldout: int = 128
-    train: int = 65536
-    min_tokens: int = 4
-    max_tokens: int = 400
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            check_int(field.name, getattr(self, field.name), least=1, owner="PromptLimits")
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens}: must be at most {self.max_tokens}, max_tokens")
 
 
 class Counts(TypedDict):
@@ -145,25 +124,20 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path}: no such file; `jspec train data` writes it, and the model card describes the data by it"
         )
     manifest = read_json(path)
-    sizes: dict[str, type] = dict.fromkeys(("files", "bytes", "tokens"), int)
-    _check_keys(path, "", manifest, {"vocab_size": int, "kind": str, "skipped": dict})
-    for name, kinds in (
-        ("train", sizes),
-        ("heldout", sizes),
-        ("card", dict.fromkeys(CardTexts.__annotations__, str)),
-        ("skipped", dict.fromkeys(manifest["skipped"], int)),
-    ):
-        _check_keys(path, name, manifest.get(name), kinds)
+    _check(path, "", manifest, Manifest)
     return cast(Manifest, manifest)
 
 
-def _check_keys(path: Path, name: str, value: object, kinds: Mapping[str, type]) -> None:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {name} must be an object, but is {value!r:.60}")
-    for key, kind in kinds.items():
-        if type(value.get(key)) is not kind:
-            full = f"{name}.{key}" if name else key
-            raise CheckpointError(f"{path}: {full} must be of type {kind.__name__}, but is {value.get(key)!r:.60}")
+def _check(path: Path, name: str, value: Any, kind: Any) -> None:
+    """Check a value of the manifest against its type: a TypedDict, dict[str, int], int or str."""
+    typed, counted = is_typeddict(kind), get_origin(kind) is dict
+    expected = dict if typed or counted else kind
+    if type(value) is not expected:
+        raise CheckpointError(f"{path}: {name} must be of type {expected.__name__}, but is {value!r:.60}")
+    fields = get_type_hints(kind) if typed else dict.fromkeys(value, int) if counted else {}
+    for key, field in fields.items():
+        if key in value or not typed or key in kind.__required_keys__:
+            _check(path, f"{name}.{key}".lstrip("."), value.get(key), field)
 
 
 def read_heldout_prompts(directory: Path, count: int | None, default: int) -> list[str]:

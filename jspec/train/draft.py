@@ -18,13 +18,15 @@ from jspec.core.types import Params
 from jspec.loading.hub import locate
 from jspec.loading.model import Model, load, refuse_split
 from jspec.text.tokenizer import Tokenizer
-from jspec.train import batches, card, data, distill
+from jspec.train import batches, data, distill, trainer
 from jspec.train.batches import Source
-from jspec.train.distill import Metrics
+from jspec.train.card import EXAMPLE, DraftCard, Inputs, final_metrics
+from jspec.train.distill import Distillation
 from jspec.train.kinds import KINDS, Kind
 from jspec.train.model import count
 from jspec.train.options import DEFAULT_PROMPTS, DraftRun
 from jspec.train.recipe import Recipe
+from jspec.train.run_directory import Metrics
 
 
 def train_draft(
@@ -64,23 +66,23 @@ def train_draft(
     check_flag("progress", progress)
     shape, hyperparameters = _split_options(KINDS[kind], options)
     sequences = batches.check_tokens("sequences", sequences, axes=(2,))
-    # The learner. `distill.check` refuses a length below the least and names the sequences.
-    learner = KINDS[kind].load().make(model.target, KINDS[kind].shape(**shape))
-    length = max(3, sequences.shape[1])
-    recipe = KINDS[kind].recipe(steps=steps, batch_tokens=batch_tokens, length=length, **hyperparameters)
-    sources, target = (Source(sequences, name="sequences", mask=mask),), model.params.target
-    setup = distill.set_up(learner, recipe, str(target.embed.dtype))
-    distill.check(setup, sources)
+    # The task, which refuses a length below the least and names the sequences.
+    recipe = KINDS[kind].recipe(
+        steps=steps, batch_tokens=batch_tokens, length=max(3, sequences.shape[1]), **hyperparameters
+    )
+    target = model.params.target
+    learner = KINDS[kind].load().make(model.target, KINDS[kind].shape(**shape), recipe, str(target.embed.dtype))
+    task = Distillation(learner, target, (Source(sequences, name="sequences", mask=mask),))
     # The steps.
-    state = distill.init(setup, target, learner.vocabulary(sources))
+    state = task.init()
     bar = tqdm(range(steps), disable=not progress)
     for step in bar:
-        state, loss, _ = distill.advance(setup, target, sources, state, step)
+        state, loss, _ = task.advance(state, step)
         if progress and step % 10 == 0:
             bar.set_postfix(loss=f"{float(loss):.3f}")
         if step == steps - 1 and not np.isfinite(loss):
             raise ValueError(f"loss={float(loss)} after {steps} steps: it diverged; try a lower learning_rate")
-    return dataclasses.replace(model, params=Params(target, state.serve(setup.dtype)), draft=learner.config)
+    return dataclasses.replace(model, params=Params(target, state.serve(learner.dtype)), draft=learner.config)
 
 
 def _split_options(kind: Kind, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -112,42 +114,30 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     if manifest["kind"] == "chats":
         assert model.tokenizer is not None
         prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]
-    learner, target = kind.load().make(model.target, shape), model.params.target
-    setup = distill.set_up(learner, recipe, str(target.embed.dtype))
-    sources, heldout = run.sources(model.target.vocab_size), run.heldout(model.target.vocab_size)
-    # Try the card before the run, not after it.
-    distill.check(setup, sources, heldout)
-    distill.check_evaluation(model, learner.config, prompts, run.depth)
+    target = model.params.target
+    learner = kind.load().make(model.target, shape, recipe, str(target.embed.dtype))
 
     def measure(params: PyTree) -> Metrics:
         return distill.accept_length(model, learner.config, params, prompts, depth=run.depth)
 
+    sources, heldout = run.sources(model.target.vocab_size), run.heldout(model.target.vocab_size)
+    task = Distillation(learner, target, sources, heldout, measure)
+    distill.check_evaluation(model, learner.config, prompts, run.depth)
     if run.minutes is not None:
-        ends = began + 60 * run.minutes
-        steps = run.recorded_steps() or distill.fit_steps(setup, target, sources, heldout, measure, run.intervals, ends)
-        setup = dataclasses.replace(setup, recipe=dataclasses.replace(recipe, steps=steps))
-    print(f"jspec: {setup.recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {setup.chunk_tokens:,} at a time")
-    weights = count(jax.eval_shape(lambda: distill.init(setup, target, learner.vocabulary(sources)).params))
-    inputs = card.inputs(manifest, sources, run, len(prompts))
-    draft_card = card.DraftCard(kind, setup, inputs, run, shape, output, weights)
-    draft_card.write(card.EXAMPLE, setup.recipe.steps)
-    state = distill.train(
-        setup,
-        target,
-        sources,
-        heldout,
-        measure_draft=measure,
-        directory=run.work,
-        resume=run.resume,
-        intervals=run.intervals,
-        stop_after=run.stop_after,
-    )
-    # The checkpoint, with its card.
-    text = draft_card.write(card.final_metrics(run.work, "heldout_agreement"), int(state.step))
+        steps = run.recorded_steps() or task.fit_steps(run.intervals, began + 60 * run.minutes)
+        learner = dataclasses.replace(learner, recipe=dataclasses.replace(recipe, steps=steps))
+        task = dataclasses.replace(task, learner=learner)
+    # Try the card before the run, not after it.
+    inputs = Inputs.of(manifest, sources, run, len(prompts))
+    card = DraftCard(kind, learner, inputs, run, shape, output, count(jax.eval_shape(task.init).params))
+    card.write(EXAMPLE, task.recipe.steps)
+    # The run, and the checkpoint with its card.
+    print(f"jspec: {task.recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {learner.chunk_tokens:,} at a time")
+    state = trainer.run(task, run.work, resume=run.resume, intervals=run.intervals, stop_after=run.stop_after)
+    text = card.write(final_metrics(run.work, "heldout_agreement"), int(state.step))
     with atomic.staged(run.out, key="config.json", replaced=atomic.WEIGHTS) as stage:
         stored = {} if output is None else {"layout": output.layout, "weights": "int8" if output.int8 else None}
-        name = data.public_name(run.target)
-        drafts.save(stage, learner.config, state.serve(jnp.float32), verifier=name, **stored)
+        drafts.save(stage, learner.config, state.serve(jnp.float32), verifier=card.target, **stored)
         (stage / "README.md").write_text(text, encoding="utf-8")
     return 0
 

@@ -4,7 +4,6 @@ Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and Sa
 """
 
 import dataclasses
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.llama import require_llama
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.train.recipe import HeadShape, Recipe
+from jspec.train.recipe import HeadShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,33 +61,82 @@ class HeadLearner(ttt.UnrolledLearner):
     target: Llama
 
     @classmethod
-    def make(cls, target: Decoder, shape: HeadShape) -> Self:
-        """A head of a shape, see `configure`."""
+    def configure(cls, target: Decoder, shape: HeadShape) -> EagleHead:
+        """A head of one layer, which uses the target's embedding; with another width it learns one of its own."""
         llama = require_llama(target, "the training of an EAGLE-3 head")
-        return cls(configure(llama, shape), llama)
-
-    def describe(self, weights: int, target: str) -> str:
-        """The head in a sentence, for a card."""
-        config = self.config
-        return (
-            f"An EAGLE-3 head (arXiv 2503.01840) for {target}: {weights:,} parameters, one decoder layer of width "
-            f"{config.hidden_size} ({config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} key heads, "
-            f"MLP of {config.intermediate_size}) on the residual stream that enters the target's layers "
-            f"{', '.join(map(str, config.capture_layers))}, {config.draft_vocab_size:,} of the target's "
-            f"{config.vocab_size:,} tokens, weights in bfloat16"
+        # The layers to read, and the vocabulary.
+        count, vocabulary = llama.num_layers, llama.vocab_size
+        if shape.capture_layers is None and count < 7:
+            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
+        layers = model.check_capture(shape.capture_layers, (2, count // 2, count - 3), count)
+        if shape.draft_vocab_size is not None:
+            vocabulary = check_int("draft_vocab_size", shape.draft_vocab_size, least=1, most=vocabulary)
+        # The target's shape, with changes.
+        sizes, same = (
+            shape.sizes(llama, "num_kv_heads", "head_dim"),
+            ("max_length", "rms_norm_eps", "rope", "vocab_size"),
+        )
+        heads, kv_heads = sizes["num_heads"], sizes["num_kv_heads"]
+        if heads % kv_heads:
+            raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}")
+        return EagleHead(
+            version=3,
+            draft_vocab_size=vocabulary,
+            target_hidden_size=llama.hidden_size,
+            num_layers=1,
+            capture_layers=layers,
+            **{name: getattr(llama, name) for name in same},
+            **sizes,
         )
 
-    def logits_per_token(self, recipe: Recipe) -> float:
-        """Those of one step."""
-        return self.config.draft_vocab_size
+    def describe(self, target: str) -> tuple[str, str]:
+        """Its paper, the layers that it reads, and its vocabulary."""
+        layers, size = ", ".join(map(str, self.capture_layers)), self.config.draft_vocab_size
+        return (
+            f"An EAGLE-3 head (arXiv 2503.01840) for {target}",
+            f"on the residual stream that enters the target's layers {layers}, {size:,} of the target's "
+            f"{self.config.vocab_size:,} tokens",
+        )
 
     def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
-        """The most common tokens of the sources, see `vocabulary`."""
-        return vocabulary(self.config, sources)
+        """The most common tokens of the sources, each source weighted by its share. Only tokens of the loss count."""
+        size, full = self.config.draft_vocab_size, self.config.vocab_size
+        if size == full:
+            return None
+        weighted = []
+        for source in sources:
+            counts = count_tokens(source.tokens, full, source.mask)
+            weighted.append(source.share / counts.sum() * counts)
+        return most_common(np.sum(weighted, axis=0), size)
 
     def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> EagleParams:
-        """Initial weights, see `init_params`."""
-        return init_params(self.config, target, ids, key)
+        """Random weights, except for norm and LM head, which are the target's if the widths agree."""
+        shapes, width = self.config.param_shapes(jnp.float32), self.config.hidden_size
+        assert shapes.lm_head is not None and shapes.fc is not None
+        keys = iter(jax.random.split(key, 7))
+        fc = model.init_matrix(next(keys), *shapes.fc.shape)
+        head = model.init_matrix(next(keys), *shapes.lm_head.shape)
+        norm, embed = jnp.ones(width, jnp.float32), None
+        # Norm and LM head of the target, or embeddings for another width.
+        if shapes.embed is None:
+            full = target.embed.T if target.lm_head is None else target.lm_head
+            head = (full if ids is None else jnp.take(full, ids, axis=1, mode="clip")).astype(jnp.float32)
+            norm = target.norm.astype(jnp.float32)
+        else:
+            rows, columns = shapes.embed.shape
+            embed = model.init_matrix(next(keys), rows, columns, model.EMBEDDING_SPREAD * rows**0.5)
+        return EagleParams(
+            embed=embed,
+            fc=fc,
+            fc_bias=None,
+            fc_norms=None,
+            input_norm=None,
+            hidden_norm=jnp.ones(width, jnp.float32),
+            layers=tuple(model.init_layer(layer, keys, branch=2**-0.5) for layer in shapes.layers),
+            norm=norm,
+            lm_head=head,
+            ids=None,
+        )
 
     def observe(self, out: ForwardOutput) -> Float[Array, "B T C"]:
         """The captured hidden states."""
@@ -115,38 +163,6 @@ class HeadLearner(ttt.UnrolledLearner):
         return out.logits, (out.feature, out.rows)
 
 
-def configure(target: Llama, shape: HeadShape) -> EagleHead:
-    """A head of one layer for a target, with the target's shape except for what is given.
-
-    It uses the target's embedding. If its width differs, it has and learns an embedding of its own.
-
-    Raises:
-      ValueError: a layer outside of the target, or a vocabulary or number of heads that does not fit.
-    """
-    # The layers to read, and the vocabulary.
-    count, vocabulary = target.num_layers, target.vocab_size
-    if shape.capture_layers is None and count < 7:
-        raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
-    layers = model.check_capture(shape.capture_layers, (2, count // 2, count - 3), count)
-    if shape.draft_vocab_size is not None:
-        vocabulary = check_int("draft_vocab_size", shape.draft_vocab_size, least=1, most=vocabulary)
-    # The target's shape, with changes.
-    sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    same = (*sizes, "max_length", "rms_norm_eps", "rope", "vocab_size")
-    fields: dict[str, Any] = {name: getattr(target, name) for name in same}
-    fields |= {name: getattr(shape, name) for name in sizes if getattr(shape, name) is not None}
-    if fields["num_heads"] % fields["num_kv_heads"]:
-        raise ValueError(f"num_heads={fields['num_heads']} is not a multiple of num_kv_heads={fields['num_kv_heads']}")
-    return EagleHead(
-        version=3,
-        draft_vocab_size=vocabulary,
-        target_hidden_size=target.hidden_size,
-        num_layers=1,
-        capture_layers=layers,
-        **fields,
-    )
-
-
 def most_common(counts: np.ndarray, size: int) -> np.ndarray:
     """The `size` most common tokens, Int32[size] ascending; among equally common ones, even unused, the lower ids.
 
@@ -164,50 +180,3 @@ def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = 
         counted = piece if mask is None else piece[mask[i : i + 2**16] != 0]
         counts += np.bincount(counted.reshape(-1), minlength=vocab_size)
     return counts
-
-
-def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | None:
-    """The draft's vocabulary, Int32[Vd]: the most common tokens of the sources, each source weighted by its share.
-
-    Only tokens of the loss are counted.
-
-    None if the draft has the vocabulary of the target.
-    """
-    size, full = config.draft_vocab_size, config.vocab_size
-    if size == full:
-        return None
-    weighted = []
-    for source in sources:
-        counts = count_tokens(source.tokens, full, source.mask)
-        weighted.append(source.share / counts.sum() * counts)
-    return most_common(np.sum(weighted, axis=0), size)
-
-
-def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Array) -> EagleParams:
-    """Initial weights in float32: random, except for norm and LM head, which are the target's if the widths agree."""
-    shapes, width = config.param_shapes(jnp.float32), config.hidden_size
-    assert shapes.lm_head is not None and shapes.fc is not None
-    keys = iter(jax.random.split(key, 7))
-    fc = model.init_matrix(next(keys), *shapes.fc.shape)
-    head = model.init_matrix(next(keys), *shapes.lm_head.shape)
-    norm, embed = jnp.ones(width, jnp.float32), None
-    # Norm and LM head of the target, or embeddings for another width.
-    if shapes.embed is None:
-        full = target.embed.T if target.lm_head is None else target.lm_head
-        head = (full if ids is None else jnp.take(full, ids, axis=1, mode="clip")).astype(jnp.float32)
-        norm = target.norm.astype(jnp.float32)
-    else:
-        rows, columns = shapes.embed.shape
-        embed = model.init_matrix(next(keys), rows, columns, model.EMBEDDING_SPREAD * rows**0.5)
-    return EagleParams(
-        embed=embed,
-        fc=fc,
-        fc_bias=None,
-        fc_norms=None,
-        input_norm=None,
-        hidden_norm=jnp.ones(width, jnp.float32),
-        layers=tuple(model.init_layer(layer, keys, branch=2**-0.5) for layer in shapes.layers),
-        norm=norm,
-        lm_head=head,
-        ids=None,
-    )

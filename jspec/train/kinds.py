@@ -5,11 +5,11 @@ No package of the extra `train` is needed here: the help of a command is there w
 
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jspec.checkpoints import block_config, eagle_config
 from jspec.core.options import option
-from jspec.train.recipe import AssistantShape, BlockRecipe, BlockShape, DraftRecipe, HeadShape, Recipe
+from jspec.train.recipe import AssistantShape, BlockRecipe, BlockShape, DraftRecipe, HeadShape, Options, Recipe
 
 if TYPE_CHECKING:
     from jspec.train.learner import Learner
@@ -28,29 +28,9 @@ Other files, and chats: see `jspec train data --help` and `jspec train replies -
 {cost}
 """
 
-_EAGLE3_COST = """\
-Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head;
-on an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token:
-the target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which
-is 29 kB in float32 for a head of width 256. `--batch-tokens` bounds all three. The card of the bundled head states
-what its training took."""
-
-_DSPARK_COST = """\
-DFlash as published: --fill-in --block-size 16 --markov none --no-confidence --cross-entropy 1 --distance 0 --reach
-7.
-
-Cost: a token takes one forward of the target; each of the `anchors` of a sequence takes a forward and a backward of
-the draft over one block. Memory: the target's logits (4 bytes times its vocabulary for each token), and the
-draft's, which are as many for each prediction of a block. `--batch-tokens` and `--anchors` bound both."""
-
-_ASSISTANT_COST = """\
-Targets are models of the Llama shape (Llama, Qwen3) and Gemma 4. Training and cost are those of an EAGLE-3 head
-(see `jspec train eagle3`): the assistant predicts from the same states with the same losses, but has no keys and
-values of its own. The card of the bundled assistant states what its training took."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class Output(Options):
     """How a checkpoint is written."""
 
     int8: bool = option(False, "store matrices in 8 bits, with a scale for each output")
@@ -75,8 +55,6 @@ class Kind:
     """A kind of draft.
 
     name: of the command.
-    noun: what such a draft is called.
-    summary: the command's line in an overview.
     first, cost: the first and the last paragraphs of its help.
     shape, recipe: dataclasses of options: the draft's shape, and the hyperparameters.
     learner: module and class of the `Learner`.
@@ -84,14 +62,12 @@ class Kind:
     """
 
     name: str
-    noun: str
-    summary: str
     first: str
     cost: str
-    shape: type[Any]
+    shape: type[Options]
     recipe: type[Recipe]
     learner: tuple[str, str]
-    output: tuple[type[Any], ...] = ()
+    output: tuple[type[Output], ...] = ()
 
     @property
     def help(self) -> str:
@@ -108,42 +84,46 @@ class Kind:
         return getattr(importlib.import_module(f"jspec.train.{module}"), name)
 
 
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind(
-            name="eagle3",
-            noun="head",
-            summary="train an EAGLE-3 head for a target",
-            first="Trains an EAGLE-3 head for a target (Li et al., EAGLE-3, arXiv 2503.01840, section 3).",
-            cost=_EAGLE3_COST,
-            shape=HeadShape,
-            recipe=DraftRecipe,
-            learner=("head", "HeadLearner"),
-            output=(HeadOutput,),
-        ),
-        Kind(
-            name="dspark",
-            noun="draft",
-            summary="train a block draft for a target: DSpark or DFlash",
-            first="Trains a block draft for a target: DSpark (arXiv 2607.05147) or, with --fill-in, DFlash (arXiv "
-            "2602.06036).",
-            cost=_DSPARK_COST,
-            shape=BlockShape,
-            recipe=BlockRecipe,
-            learner=("block", "BlockLearner"),
-            output=(BlockOutput,),
-        ),
-        Kind(
-            name="frozen-kv-mtp",
-            noun="assistant",
-            summary="train an assistant for a target, which reads the target's keys and values",
-            first="Trains an assistant for a target, which drafts from the target's keys and values.",
-            cost=_ASSISTANT_COST,
-            shape=AssistantShape,
-            recipe=DraftRecipe,
-            learner=("assistant", "AssistantLearner"),
-        ),
-    )
-}
+_HEAD = Kind(
+    name="eagle3",
+    first="Trains an EAGLE-3 head for a target (Li et al., EAGLE-3, arXiv 2503.01840, section 3).",
+    cost="""\
+Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head;
+on an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token:
+the target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which
+is 29 kB in float32 for a head of width 256. `--batch-tokens` bounds all three. The card of the bundled head states
+what its training took.""",
+    shape=HeadShape,
+    recipe=DraftRecipe,
+    learner=("head", "HeadLearner"),
+    output=(HeadOutput,),
+)
+_BLOCK = Kind(
+    name="dspark",
+    first="Trains a block draft for a target: DSpark (arXiv 2607.05147) or, with --fill-in, DFlash (arXiv 2602.06036).",
+    cost="""\
+DFlash as published: --fill-in --block-size 16 --markov none --no-confidence --cross-entropy 1 --distance 0 --reach
+7.
+
+Cost: a token takes one forward of the target; each of the `anchors` of a sequence takes a forward and a backward of
+the draft over one block. Memory: the target's logits (4 bytes times its vocabulary for each token), and the
+draft's, which are as many for each prediction of a block. `--batch-tokens` and `--anchors` bound both.""",
+    shape=BlockShape,
+    recipe=BlockRecipe,
+    learner=("block", "BlockLearner"),
+    output=(BlockOutput,),
+)
+_ASSISTANT = Kind(
+    name="frozen-kv-mtp",
+    first="Trains an assistant for a target, which drafts from the target's keys and values.",
+    cost="""\
+Targets are models of the Llama shape (Llama, Qwen3) and Gemma 4. Training and cost are those of an EAGLE-3 head
+(see `jspec train eagle3`): the assistant predicts from the same states with the same losses, but has no keys and
+values of its own. The card of the bundled assistant states what its training took.""",
+    shape=AssistantShape,
+    recipe=DraftRecipe,
+    learner=("assistant", "AssistantLearner"),
+)
+
+KINDS = {kind.name: kind for kind in (_HEAD, _BLOCK, _ASSISTANT)}
 """The kinds by name."""

@@ -2,16 +2,25 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.models.decoder import Decoder
+from jspec.train import batches, model
 from jspec.train.batches import Source
+from jspec.train.trainer import Setup, State
+
+P = TypeVar("P")
+
+Batch: TypeAlias = tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, " B"]]
+"""Tokens, the result of `Learner.count_rows`, and the index of each sequence in the batch."""
 
 
 @struct
@@ -21,6 +30,8 @@ class Texts:
     tokens: Int[Array, "B T"]
     mask: Float[Array, "B T"]
     """The result of `Learner.count_rows`."""
+    out: ForwardOutput
+    """The target's forward over the texts."""
     ids: Int[Array, " Vd"] | None
     """The draft's vocabulary, as target ids; None: all."""
     keys: Key[Array, " B"]
@@ -45,9 +56,21 @@ Learned: TypeAlias = tuple[Float[Array, ""], Float[ArrayLike, ""], StepMetrics]
 """The mean loss of texts in nats, its weight beside that of other texts, and metrics."""
 
 
+class DraftState(State):
+    """The state of a draft; `params` are float32 and do not contain the integers `ids`."""
+
+    ids: Int[Array, " Vd"] | None
+    """The draft's vocabulary, as target ids; None: all."""
+
+    def serve(self, dtype: DTypeLike) -> PyTree:
+        """The draft's weights for serving, in `dtype`: a copy, to outlive the donation of the state."""
+        params, ids = model.cast((self.params, self.ids), dtype)
+        return params if ids is None else dataclasses.replace(params, ids=ids)
+
+
 @dataclasses.dataclass(frozen=True)
-class Learner(abc.ABC):
-    """A draft of some kind and shape, for one target: static, hashable by value.
+class Learner(Setup):
+    """A draft of some kind and shape, for one target, with everything else that is static in its training.
 
     config, target: of the draft and of its target.
     test: what its metrics on held-out text are called.
@@ -58,20 +81,35 @@ class Learner(abc.ABC):
     test: ClassVar[str]
 
     @classmethod
+    def make(cls, target: Decoder, shape: Any, recipe: Any, dtype: str) -> Self:
+        """A draft of a shape, see `configure`; the chunks of its batches fit into the free memory.
+
+        Raises:
+          ValueError: also if one sequence does not fit.
+        """
+        learner = cls(recipe, dtype, cls.configure(target, shape), target)
+        # Arrays of float32: logits of the target, those of the draft with their gradients, and scores of attention.
+        scores = recipe.length * target.num_heads
+        size = 4 * round(3 * target.vocab_size + 8 * learner.logits_per_token() + 3 * scores)
+        return dataclasses.replace(learner, chunk_tokens=batches.fit_chunk(recipe.batch_tokens, recipe.length, size))
+
+    @classmethod
     @abc.abstractmethod
-    def make(cls, target: Decoder, shape: Any) -> Self:
-        """A draft of a shape, of the dataclass in the table of kinds.
+    def configure(cls, target: Any, shape: Any) -> Any:
+        """The configuration of a draft of a shape; sizes default to those of the target.
+
+        shape: of the dataclass in the table of kinds.
 
         Raises:
           ValueError: a target without drafts of this kind, or a shape that does not fit it.
         """
 
     @abc.abstractmethod
-    def describe(self, weights: int, target: str) -> str:
-        """The draft in a sentence, for a card. weights: how many it has."""
+    def describe(self, target: str) -> tuple[str, str]:
+        """For a card: the draft's kind with its target's name, and what follows its sizes."""
 
     @abc.abstractmethod
-    def describe_loss(self, recipe: Any) -> str:
+    def describe_loss(self) -> str:
         """The loss, for a card."""
 
     @property
@@ -84,25 +122,37 @@ class Learner(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def logits_per_token(self, recipe: Any) -> float:
+    def logits_per_token(self) -> float:
         """How many logits of its own it computes at once, for each token of a text."""
 
     @abc.abstractmethod
     def init(self, target: Any, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> PyTree:
-        """Initial weights in float32, given the target's; `ids` as in `Texts`."""
-
-    @abc.abstractmethod
-    def forward(self, *args: Any, **options: Any) -> PyTree:
-        """Its forward over a text; what it reads and returns depends on the kind."""
+        """Initial weights in float32, given the target's; `ids` as in `DraftState`."""
 
     @abc.abstractmethod
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """What `learn` needs to know of the counted tokens. mask: 1 for those; None: all count."""
 
     @abc.abstractmethod
-    def learn(self, params: Params, texts: Texts, out: ForwardOutput, recipe: Any) -> Learned:
-        """What texts teach; differentiable in `params.draft`.
+    def learn(self, params: Params, texts: Texts) -> Learned:
+        """What texts teach; differentiable in `params.draft`. Both models' weights are in the forward's precision."""
 
-        params: both models' weights, in the precision of the forward.
-        out: the target's forward over the texts.
-        """
+    def run_target(self, target: PyTree, tokens: Int[Array, "B T"]) -> ForwardOutput:
+        """The target's forward over a text, with the captured hidden states."""
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        attention = model.causal_attention(self.target, self.dtype)
+        return self.target.apply(target, tokens, positions, attention, None, capture_layers=self.capture_layers)
+
+    def learn_batch(
+        self, params: Params, batch: Batch, ids: Int[Array, " Vd"] | None, step: Int[ArrayLike, ""]
+    ) -> Learned:
+        """What a batch teaches. The keys of its texts follow from its step and their index, wherever chunks begin."""
+        tokens, mask, index = batch
+        key = jax.random.fold_in(jax.random.key(self.recipe.seed), step)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+        return self.learn(params, Texts(tokens, mask, self.run_target(params.target, tokens), ids, keys))
+
+    def loss(self, state: DraftState, frozen: PyTree, batch: Batch) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+        """The mean loss in nats, and its weight. frozen: the target's weights, in the setup's precision."""
+        params = Params(frozen, jax.tree.map(lambda leaf: leaf.astype(self.dtype), state.params))
+        return self.learn_batch(params, batch, state.ids, state.step)[:2]

@@ -8,6 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from jspec.models.decoder import Decoder
@@ -117,6 +118,16 @@ def check_capture(layers: tuple[int, ...] | None, default: tuple[int, ...], coun
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= count:
         raise ValueError(f"capture_layers={layers}: must be ascending, each between 0 and {count}")
     return layers
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def cast(params: L, dtype: DTypeLike) -> L:
+    """A copy of weights, with floats in `dtype`."""
+
+    def copy(leaf: Array) -> Array:
+        return jnp.copy(leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf)
+
+    return jax.tree.map(copy, params)
 
 
 def count(params: PyTree) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import read_json
-from jspec.core.options import check_options, option, option_of, options_of, typed
+from jspec.core.options import option, option_of, options_of, typed
 from jspec.train import batches
 from jspec.train.batches import Source
-from jspec.train.recipe import Intervals
+from jspec.train.recipe import Intervals, Options
 
 DEFAULT_PROMPTS = 32
 """Held-out prompts in each evaluation of a draft."""
@@ -17,7 +17,7 @@ _ROWS_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Options):
     """Input and output of a run.
 
     Raises:
@@ -27,7 +27,9 @@ class Run:
     data: Path = option(help="directory written by `jspec train data`")
     out: Path = option(help="directory to write the model to")
     work: Path = option(help="directory for checkpoints and metrics")
-    rows: Path | None = option(None, "a token file with one sequence per row, from `jspec train text`")
+    rows: tuple[Path, ...] | None = option(
+        None, "token files with one sequence per row, from `jspec train text`; their widths may differ"
+    )
     rows_share: float | None = option(
         None, f"fraction of batches from --rows (default: {_ROWS_SHARE})", least=0, most=1
     )
@@ -37,14 +39,14 @@ class Run:
     checkpoint_every: int = option(Intervals.checkpoint, "steps between checkpoints", least=1)
 
     def __post_init__(self):
-        check_options(self)
-        if self.rows is None and self.rows_share is not None:
+        super().__post_init__()
+        if not self.rows and self.rows_share is not None:
             raise ValueError(f"--rows-share={self.rows_share}: has an effect only with --rows")
 
     @property
     def share(self) -> float:
         """The fraction of batches from --rows; 0 without --rows."""
-        return 0.0 if self.rows is None else _ROWS_SHARE if self.rows_share is None else self.rows_share
+        return 0.0 if not self.rows else _ROWS_SHARE if self.rows_share is None else self.rows_share
 
     @property
     def intervals(self) -> Intervals:
@@ -78,9 +80,9 @@ class Run:
           FileNotFoundError: a missing token file.
         """
         text = batches.open_source(self.data / "train.npy", vocab_size=vocab_size, share=1 - self.share)
-        if self.rows is None:
+        if not self.rows:
             return (text,)
-        return text, batches.open_source(self.rows, "--rows", vocab_size=vocab_size, share=self.share, axes=(2,))
+        return text, batches.open_source(*self.rows, name="--rows", vocab_size=vocab_size, share=self.share, axes=(2,))
 
     def heldout(self, vocab_size: int) -> Source:
         """The held-out text of --data.
@@ -115,10 +117,10 @@ class DraftRun(Run):
         return int(read_json(self.work / "recipe.json")["steps"]) if self.resume else None
 
 
-def describe(values: object) -> str:
-    """The options of a dataclass as they are typed, each after a space; those with their default are omitted."""
+def describe(values: object, *omitted: str) -> str:
+    """The options of a dataclass as they are typed, each after a space, without those that have their default."""
     changed = [name for name, (field, _) in options_of(values).items() if getattr(values, name) != field.default]
-    return "".join(f" {typed(values, name)}" for name in changed)
+    return "".join(f" {typed(values, name)}" for name in changed if name not in omitted)
 
 
 def check_writable(name: str, directory: Path) -> None:

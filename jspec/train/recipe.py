@@ -1,54 +1,57 @@
-"""What a run is told: the shape of its draft, its hyperparameters, and how often it logs, evaluates and saves.
+"""Options of a training run: the shape of its draft, its hyperparameters, and how often it logs, evaluates and saves.
 
 Each field has its bounds and its help, from which checks and the command line are derived. No package of the extra
 `train` is needed here, so that help is there without it.
 """
 
 import dataclasses
+from typing import Any
 
-from jspec.core.options import check_options, option
+from jspec.core.options import check_options, option, options_of
 from jspec.models.block_head import MARKOV_KINDS
 
 _STEPS = 2**31 - 1
 _SIZE = {"least": 1, "most": 2**20}
-_SEQUENCE = "T, tokens of a sequence; those of --rows have their own length"
-_BATCH = "tokens per step, in chunks that fit into memory"
-_PEAK, _DECAY = "peak learning rate", "weight decay of matrices"
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Hyperparameters of a training run; together with the data they determine the result.
+class Options:
+    """Base of dataclasses of options.
 
     Raises:
       TypeError, ValueError: a value of another type, or out of bounds.
     """
 
-    steps: int = option(20000, "optimizer steps of the whole run, at most", least=2, most=_STEPS)
-    batch_tokens: int = option(131072, _BATCH, least=1, most=2**26)
-    length: int = option(1024, _SEQUENCE, least=1, most=2**24)
-    learning_rate: float = option(3e-3, _PEAK, above=0)
-    warmup: int = option(200, "steps until the learning rate reaches its peak, at most steps - 1", least=0, most=_STEPS)
-    weight_decay: float = option(0.1, _DECAY, least=0)
-    clip: float = option(1.0, "largest norm of a gradient; larger ones are scaled down to it", above=0)
-    seed: int = option(0, "seed of the initial weights and of the order of the text", least=0, most=2**32 - 1)
-
     def __post_init__(self):
         check_options(self)
 
 
+def with_default(owner: type, name: str, default: Any) -> Any:
+    """An option of another dataclass, with another default."""
+    field, _ = options_of(owner)[name]
+    return dataclasses.field(default=default, metadata=field.metadata)
+
+
 @dataclasses.dataclass(frozen=True)
-class DraftRecipe(Recipe):
-    """Hyperparameters of the training of a draft by the training-time test.
+class Recipe(Options):
+    """Hyperparameters of a training run; together with the data they determine the result.
 
     Drafts of large targets need a lower rate: SafeAILab and SpecForge train those of 8B targets at 5e-5 to 1e-4.
     """
 
-    batch_tokens: int = option(32768, _BATCH, least=1, most=2**26)
-    length: int = option(512, _SEQUENCE, least=3, most=2**24)
-    learning_rate: float = option(2e-3, _PEAK, above=0)
-    weight_decay: float = option(0.0, _DECAY, least=0)
+    steps: int = option(20000, "optimizer steps of the whole run, at most", least=2, most=_STEPS)
+    batch_tokens: int = option(32768, "tokens per step, in chunks that fit into memory", least=1, most=2**26)
+    length: int = option(512, "T, tokens of a sequence; those of --rows have their own length", least=3, most=2**24)
+    learning_rate: float = option(2e-3, "peak learning rate", above=0)
+    warmup: int = option(200, "steps until the learning rate reaches its peak, at most steps - 1", least=0, most=_STEPS)
+    weight_decay: float = option(0.0, "weight decay of matrices", least=0)
     clip: float = option(0.5, "largest norm of a gradient; larger ones are scaled down to it", above=0)
+    seed: int = option(0, "seed of the initial weights and of the order of the text", least=0, most=2**32 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRecipe(Recipe):
+    """Hyperparameters of the training of a draft by the training-time test."""
+
     ttt_steps: int = option(
         7, "K, the longest chain that is trained: each draft reads the output of the one before", least=1, most=64
     )
@@ -62,10 +65,8 @@ class BlockRecipe(Recipe):
     DFlash learns by cross-entropy alone: cross_entropy=1, distance=0.
     """
 
-    batch_tokens: int = option(32768, _BATCH, least=1, most=2**26)
-    length: int = option(512, _SEQUENCE, least=3, most=2**24)
-    learning_rate: float = option(6e-4, _PEAK, above=0)
-    weight_decay: float = option(0.0, _DECAY, least=0)
+    learning_rate: float = with_default(Recipe, "learning_rate", 6e-4)
+    clip: float = with_default(Recipe, "clip", 1.0)
     anchors: int = option(64, "blocks per sequence and step, or as many as it has positions", least=1, most=2**20)
     cross_entropy: float = option(0.1, "weight of the cross-entropy on the text", least=0)
     distance: float = option(0.9, "weight of the L1 distance to the target's distribution", least=0)
@@ -74,55 +75,48 @@ class BlockRecipe(Recipe):
 
 
 @dataclasses.dataclass(frozen=True)
-class Intervals:
-    """How often to log, evaluate and write a checkpoint, in steps.
-
-    Raises:
-      TypeError, ValueError: a value that is not an int, or below 1.
-    """
+class Intervals(Options):
+    """How often to log, evaluate and write a checkpoint, in steps."""
 
     log: int = option(50, least=1)
     evaluate: int = option(500, least=1)
     checkpoint: int = option(1000, least=1)
 
-    def __post_init__(self):
-        check_options(self, "Intervals")
+
+@dataclasses.dataclass(frozen=True)
+class LayerSizes(Options):
+    """Sizes of a draft's layers; None: the target's."""
+
+    hidden_size: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
+    intermediate_size: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
+    num_heads: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
+
+    def sizes(self, target: Any, *others: str) -> dict[str, Any]:
+        """These sizes, and those of the fields `others`, by name."""
+        names = (*options_of(LayerSizes), *others)
+        return {name: getattr(target if getattr(self, name) is None else self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadShape:
-    """The shape of an EAGLE-3 head.
+class HeadShape(LayerSizes):
+    """The shape of an EAGLE-3 head."""
 
-    Raises:
-      TypeError, ValueError: a value of another type, or out of bounds.
-    """
-
+    num_kv_heads: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
+    head_dim: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
     capture_layers: tuple[int, ...] | None = option(
         None,
         "the target's layers whose input the head reads, ascending; L: the output of the last one "
         "(default: 2, L // 2, L - 3)",
         least=0,
     )
-    hidden_size: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
-    intermediate_size: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
-    num_heads: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
-    num_kv_heads: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
-    head_dim: int | None = option(None, "of the head (default: the target's)", bounds=_SIZE)
     draft_vocab_size: int | None = option(
         None, "tokens that the head can propose, the most common ones of the data (default: all)", least=1
     )
 
-    def __post_init__(self):
-        check_options(self)
-
 
 @dataclasses.dataclass(frozen=True)
-class BlockShape:
-    """The shape of a block draft; DFlash: fill_in=True, markov="none", no_confidence=True.
-
-    Raises:
-      TypeError, ValueError: a value of another type, or out of bounds.
-    """
+class BlockShape(Options):
+    """The shape of a block draft; DFlash: fill_in=True, markov="none", no_confidence=True."""
 
     capture_layers: tuple[int, ...] | None = option(
         None,
@@ -139,29 +133,19 @@ class BlockShape:
     mask_token: int | None = option(None, "id of the token of the rows to predict (default: the last one)", least=0)
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         if self.fill_in and self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}: must be from 2 to 64 with fill_in")
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantShape:
-    """The shape of an assistant.
+class AssistantShape(LayerSizes):
+    """The shape of an assistant."""
 
-    Raises:
-      TypeError, ValueError: a value of another type, or out of bounds.
-    """
-
+    num_layers: int | None = option(None, "of the assistant (default: as many as it reads, otherwise 4)", bounds=_SIZE)
     reads: tuple[int, ...] | None = option(
         None,
         "for each layer, the target's layer whose keys and values it reads (default: the last ones, of each kind)",
         least=0,
     )
-    num_layers: int | None = option(None, "of the assistant (default: as many as it reads, otherwise 4)", bounds=_SIZE)
-    hidden_size: int | None = option(None, "of the assistant (default: the target's)", bounds=_SIZE)
-    intermediate_size: int | None = option(None, "of the assistant (default: the target's)", bounds=_SIZE)
-    num_heads: int | None = option(None, "of the assistant (default: the target's)", bounds=_SIZE)
     target_head: bool = option(False, "use the target's LM head instead of its own")
-
-    def __post_init__(self):
-        check_options(self)

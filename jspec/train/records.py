@@ -1,4 +1,4 @@
-"""Read the user's files: plain texts, and JSON values, each with its file and line.
+"""Read the user's files: their options, plain texts, and JSON values, each with its file and line.
 
 JSON is one value per line (JSONL), or one list with all values, as ShareGPT and others publish.
 """
@@ -14,15 +14,14 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from jspec.checkpoints.files import parse_json, require_file
-from jspec.core.checks import check_int, check_number
+from jspec.core.options import option
+from jspec.train import options
+from jspec.train.recipe import Options
 
 T = TypeVar("T")
 
-KINDS = ("text", "jsonl", "chats")
-"""Kinds of files."""
-WIDTH = 2048
+_WIDTH = 2048
 """Default of the most tokens of a chat."""
-HELDOUT_SHARE = 0.05
 MOST_FILE_BYTES = 2**30
 """Bound of a file to read as a whole: a text, or a JSON list."""
 MOST_LINE_BYTES = 2**26
@@ -31,40 +30,64 @@ _SHOWN = 3
 """The most bad records whose messages are printed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Files:
-    """Files to read, and how.
+KINDS = ("text", "jsonl", "chats")
+"""Kinds of files."""
 
-    kind: one of `KINDS`.
-    field: for "jsonl": the key of the text.
-    heldout_share: about how much of the text, or of the chats, is held out.
-    width: for "chats": the most tokens of a sequence.
-    skip_bad: whether to drop invalid lines.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileOptions(Options):
+    """Files of one kind.
 
     Raises:
-      TypeError, ValueError: a number out of bounds, a file twice, or a path to no regular file.
+      TypeError, ValueError: also no files or several kinds of them, or an option that has no effect on them.
     """
 
-    kind: str
-    paths: tuple[Path, ...]
-    field: str | None = None
-    heldout_share: float = HELDOUT_SHARE
-    width: int = WIDTH
-    skip_bad: bool = False
+    text: tuple[Path, ...] | None = option(None, "files of plain text, in UTF-8; each is a document", metavar="FILE")
+    jsonl: tuple[Path, ...] | None = option(
+        None, "files of JSON, whose values are texts, or have one under the key --field", metavar="FILE"
+    )
+    chats: tuple[Path, ...] | None = option(None, "files of JSON, whose values are chats", metavar="FILE")
+    field: str | None = option(None, "with --jsonl: the key of the text", metavar="NAME")
+    skip_bad: bool = option(False, "drop lines that are not valid, instead of ending with an error")
 
     def __post_init__(self):
-        check_number("heldout_share", self.heldout_share, above=0, most=0.5)
-        check_int("width", self.width, least=4)
-        check_files(f"--{self.kind}", self.paths)
+        super().__post_init__()
+        kind = self.kind
+        for name, only in (("field", "jsonl"), ("width", "chats")):
+            value = getattr(self, name, None)
+            if value is not None and kind != only:
+                raise ValueError(f"--{name}={value}: has an effect only with --{only}")
 
-    def describe(self) -> str:
-        """The options, files without their folders; those with their default value are omitted."""
-        options = f"--{self.kind} {' '.join(path.name for path in self.paths)}"
-        for field in dataclasses.fields(self)[2:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                options += f" --{field.name.replace('_', '-')}" + ("" if value is True else f" {value}")
-        return options
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return options.check_one(self, *KINDS)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return getattr(self, self.kind)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions(FileOptions):
+    """Options of `jspec train data`."""
+
+    out: Path = option(help="directory to write")
+    tokenizer: str = option(help="the target: bundled:NAME, a directory or a hub id")
+    heldout_share: float = option(0.05, "about how much of the text, or of the chats, to hold out", above=0, most=0.5)
+    width: int | None = option(
+        None,
+        f"with --chats: the most tokens of a sequence; replies beyond it are dropped (default: {_WIDTH})",
+        least=4,
+        most=2**24,
+    )
+    heldout_prompts: int = option(128, "held-out prompts to write", least=1)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a chat."""
+        return self.width or _WIDTH
 
 
 @dataclasses.dataclass

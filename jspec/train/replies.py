@@ -24,11 +24,9 @@ import time
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
-
 from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic
-from jspec.core.options import check_options, option, option_of
+from jspec.core.options import option, option_of
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate
 from jspec.engine.many import MAX_BATCH, generate_many
@@ -37,7 +35,9 @@ from jspec.generation.result import Generations
 from jspec.loading.model import Model, load
 from jspec.train import chats, options, records
 from jspec.train.chats import Chat
+from jspec.train.recipe import Options
 from jspec.train.records import Dropped
+from jspec.train.text import choose_sampled
 from pallas_kernels import platform
 
 _BATCH = 512
@@ -47,11 +47,11 @@ _MARK = "QUESTION"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplyOptions:
+class ReplyOptions(Options):
     """Options of `jspec train replies`.
 
     Raises:
-      TypeError, ValueError: a value of another type or out of bounds, or not exactly one of chats and prompts.
+      TypeError, ValueError: also not exactly one of chats and prompts.
     """
 
     model: str = option(help="the target, with a chat template: a directory or a hub id")
@@ -72,7 +72,7 @@ class ReplyOptions:
     skip_bad: bool = option(False, "drop invalid chats, instead of an error")
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         options.check_one(self, "chats", "prompts", "own_prompts")
         if self.sampled_share < 1 and not self.temperature:
             raise ValueError(f"--sampled-share={self.sampled_share}: has an effect only with --temperature")
@@ -238,9 +238,7 @@ def _write_replies(model: Model, prompts: list[tuple[Chat, list[int]]], command:
     """A line of JSON for each chat, and how many replies reached the limit."""
     sampling: Any = command.sampling
     if command.sampled_share < 1:
-        order = np.random.default_rng(command.seed).permutation(len(prompts))
-        sampled = order < round(command.sampled_share * len(prompts))
-        sampling = [command.sampling if flag else None for flag in sampled]
+        sampling = choose_sampled(len(prompts), command.sampled_share, command.seed, command.sampling)
     out = _generate(
         model,
         [ids for _, ids in prompts],

@@ -25,7 +25,7 @@ import jax
 from tqdm import tqdm
 
 from jspec.checkpoints import atomic
-from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.files import CheckpointError, read_json, require_file
 from jspec.train.extra import ocp
 
 S = TypeVar("S")
@@ -100,17 +100,29 @@ class RunDirectory:
             )
         # Its state, if it belongs to this run.
         checkpoint = self.checkpoints / str(step)
-        self._compare(checkpoint, record)
+        before, now = read_json(checkpoint / _RECORD), json.loads(json.dumps(record))
+        names = [name for name in {**now, **before} if now.get(name) != before.get(name)]
+        changed = [f"{name}={now.get(name)} (was {before.get(name)})" for name in names]
+        if changed:
+            raise ValueError(f"{self.path}: the checkpoint has another recipe: {', '.join(changed)}")
         state = _restore(checkpoint, init)
         # Damaged ones are set aside, never deleted.
         for other, damage in damaged.items():
-            aside = _unused(self.checkpoints / f"damaged-{other}")
+            aside = self.checkpoints / f"damaged-{other}"
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}-again")
             os.replace(self.checkpoints / str(other), aside)
             _say(f"the checkpoint of step {other} is damaged ({damage}) and is now {aside}")
         if damaged:
             _say(f"continuing from step {step}")
-        self._put_back(checkpoint, record)
-        self.last = step
+        # The files beside the checkpoints become those of its step.
+        metrics, path = (checkpoint / _METRICS).read_bytes(), self.path / _METRICS
+        if not path.exists() or not path.read_bytes().startswith(metrics):
+            _say(f"{path} is missing or damaged and is restored from the checkpoint")
+        atomic.write_file(path, lambda file: file.write(metrics))
+        atomic.write_json(self.path / _RECORD, record)
+        self.record, self.last = record, step
+        self.before = read_json(checkpoint / _PROGRESS)["seconds"]
         return state
 
     def log(self, **values: float | list[float]) -> None:
@@ -165,61 +177,26 @@ class RunDirectory:
 
     def _steps(self) -> list[int]:
         """The steps of all checkpoints, damaged ones included, the newest first."""
-        if not self.checkpoints.exists():
-            return []
-        names = [path.name for path in self.checkpoints.iterdir()]
+        names = [path.name for path in self.checkpoints.glob("*")]
         return sorted((int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]{0,11}", name)), reverse=True)
 
-    def _compare(self, checkpoint: Path, record: Record) -> None:
-        before, now = json.loads((checkpoint / _RECORD).read_text()), json.loads(json.dumps(record))
-        names = [name for name in {**now, **before} if now.get(name) != before.get(name)]
-        changed = [f"{name}={now.get(name)} (was {before.get(name)})" for name in names]
-        if changed:
-            raise ValueError(f"{self.path}: the checkpoint has another recipe: {', '.join(changed)}")
-
-    def _put_back(self, checkpoint: Path, record: Record) -> None:
-        """Makes recipe.json and metrics.jsonl those of a checkpoint."""
-        self.record = record
-        self.before = json.loads((checkpoint / _PROGRESS).read_text())["seconds"]
-        metrics, path = (checkpoint / _METRICS).read_bytes(), self.path / _METRICS
-        if not path.exists() or not path.read_bytes().startswith(metrics):
-            _say(f"{path} is missing or damaged and is restored from the checkpoint")
-        atomic.write_file(path, lambda file: file.write(metrics))
-        atomic.write_json(self.path / _RECORD, record)
-
     def _unwritten(self, what: str, error: Exception) -> OSError:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return OSError(f"{self.path}: {what} could not be written ({reason[0][:300]}); {self.continuation()}")
+        return OSError(f"{self.path}: {what} could not be written ({_reason(error)}); {self.continuation()}")
 
 
 def find_damage(checkpoint: Path) -> str | None:
     """What is damaged or missing in a checkpoint; None: all files are as they were written."""
-    # The list of files and checksums.
-    sums = checkpoint / _SUMS
-    if not sums.is_file():
-        return f"{sums}: no such file"
     try:
-        recorded = json.loads(sums.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{sums}: not readable ({error})"
-    if not isinstance(recorded, dict) or not {_RECORD, _METRICS, _PROGRESS} <= recorded.keys():
-        return f"{sums}: must list the files of the checkpoint"
-    # Each file of the list.
-    for name, expected in recorded.items():
-        path = checkpoint / name
-        try:
-            current = _sum(path) if path.is_file() else None
-        except OSError as error:
-            return f"{path}: not readable ({error})"
-        if current is None:
-            return f"{path}: no such file"
-        if current != expected:
-            return f"{path}: its SHA-256 is not that of what was written"
+        recorded = read_json(checkpoint / _SUMS)
+        for name in dict.fromkeys((*recorded, _RECORD, _METRICS, _PROGRESS)):
+            require_file(checkpoint / name)
+            if _sum(checkpoint / name) != recorded.get(name):
+                return f"{checkpoint / name}: its SHA-256 is not that of what was written"
+        step = read_json(checkpoint / _PROGRESS)["step"]
+    except (ValueError, OSError) as error:
+        return str(error)
     # The directory may have been renamed.
-    step = json.loads((checkpoint / _PROGRESS).read_text())["step"]
-    if str(step) != checkpoint.name:
-        return f"{checkpoint}: is the checkpoint of step {step}"
-    return None
+    return None if str(step) == checkpoint.name else f"{checkpoint}: is the checkpoint of step {step}"
 
 
 def _sums(directory: Path) -> dict[str, list[object]]:
@@ -243,8 +220,12 @@ def _restore(checkpoint: Path, init: Callable[[], S]) -> S:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             return checkpointer.restore((checkpoint / "default").resolve(), args=ocp.args.StandardRestore(like))
     except Exception as error:  # orbax raises classes of its own
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{checkpoint}: does not hold the state of this training ({reason[0][:300]})") from error
+        raise CheckpointError(f"{checkpoint}: does not hold the state of this training ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _remove(directory: Path) -> None:
@@ -254,14 +235,6 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
         os.replace(directory, trash)
         shutil.rmtree(trash, ignore_errors=True)
-
-
-def _unused(path: Path) -> Path:
-    """The path, with a number if it exists."""
-    number, unused = 2, path
-    while unused.exists():
-        number, unused = number + 1, path.with_name(f"{path.name}-{number}")
-    return unused
 
 
 def _say(text: str) -> None:

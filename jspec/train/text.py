@@ -5,6 +5,7 @@ text repeats itself less than greedy text; a draft for both uses learns from bot
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic, language_model
 from jspec.core.checks import check_int, check_number
-from jspec.core.options import check_options, option
+from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.engine.batches import split
@@ -24,7 +25,7 @@ from jspec.loading.hub import locate
 from jspec.loading.model import Model
 from jspec.models.decoder import Decoder
 from jspec.train import batches, options, tokenizer
-from jspec.train.rows import Made
+from jspec.train.recipe import Options
 
 
 def complete(
@@ -60,11 +61,11 @@ def complete(
     longest = max((len(prompt) for prompt in prompts), default=0)
     if not 0 < longest < width:
         raise ValueError(f"prompts of up to {longest} tokens: must have 1 to {width - 1} tokens (width={width})")
-    sampled = np.random.default_rng(seed).permutation(len(prompts)) < round(share * len(prompts))
+    sampling = choose_sampled(len(prompts), share, seed, Sampling())
     options = GenerateOptions(
         drafter=None,
         max_new_tokens=[width - len(prompt) for prompt in prompts],
-        sampling=[Sampling() if flag else None for flag in sampled] if sampled.any() else None,
+        sampling=sampling if any(sampling) else None,
         ignore_eos=True,
         seed=seed,
     )
@@ -74,13 +75,46 @@ def complete(
     return np.array(sequences, batches.id_dtype(config.vocab_size))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Options of `jspec train text`.
+def choose_sampled(count: int, share: float, seed: int, sampling: Sampling | None) -> list[Sampling | None]:
+    """`sampling` for a share of the texts, in a random choice by the seed; None for the others, which are greedy."""
+    order = np.random.default_rng(seed).permutation(count)
+    return [sampling if place < round(share * count) else None for place in order]
 
-    Raises:
-      TypeError, ValueError: a value of another type or out of bounds.
-    """
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampled(Options):
+    """How many texts are sampled: a file of JSON beside the token file, which model cards quote."""
+
+    sampled_share: float = option(
+        0.0, "fraction of the texts that are sampled at temperature 1; the others are greedy", least=0, most=1
+    )
+    seed: int = option(0, "seed of the sampled texts, and of which ones are sampled", least=0, most=2**32 - 1)
+
+    def write(self, tokens: Path) -> None:
+        """Writes it beside the token file `tokens`."""
+        values = {"sampled_share": self.sampled_share, "seed": self.seed}
+        atomic.write_text(tokens.with_suffix(".json"), json.dumps(values) + "\n")
+
+    @staticmethod
+    def read(tokens: Path) -> "Sampled | None":
+        """What is written beside the token file `tokens`; None: there is nothing.
+
+        Raises:
+          ValueError: it is damaged.
+        """
+        path = tokens.with_suffix(".json")
+        if not path.exists():
+            return None
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return Sampled(sampled_share=values["sampled_share"], seed=values["seed"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: not what `jspec train text` writes beside its texts ({error})") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions(Sampled):
+    """Options of `jspec train text`."""
 
     model: str = option(help="the target: bundled:NAME or a directory")
     prompts: Path = option(help="JSON list of {prompt}: train_prompts.json", metavar="FILE")
@@ -88,13 +122,6 @@ class TextOptions:
     rows: int = option(32768, "most texts to write", least=1)
     width: int = option(512, "tokens of a text; prompts over 3/4 of it are skipped", least=2)
     batch: int = option(1024, "texts at a time", least=1, most=2**20)
-    sampled_share: float = option(
-        0.0, "fraction of the texts that are sampled at temperature 1; the others are greedy", least=0, most=1
-    )
-    seed: int = option(0, "seed of the sampled texts, and of which ones are sampled", least=0, most=2**32 - 1)
-
-    def __post_init__(self):
-        check_options(self)
 
 
 def main(command: TextOptions) -> int:
@@ -119,7 +146,7 @@ def main(command: TextOptions) -> int:
         seed=command.seed,
     )
     atomic.write_file(out, lambda file: np.save(file, sequences))
-    Made(command.sampled_share, command.seed).write(out)
+    command.write(out)
     print(f"{out}: {sequences.shape[0]} texts of {sequences.shape[1]} tokens")
     return 0
 

@@ -9,16 +9,18 @@ from tqdm import tqdm
 
 from jspec.core.checks import shorten
 from jspec.train import records, tokenizer
-from jspec.train.data import Counts, Half, PromptLimits
-from jspec.train.records import Dropped, Files
+from jspec.train.data import Counts, Half
+from jspec.train.records import DataOptions, Dropped, FileOptions
 
 MOST_CHARACTERS = 2**32
 """Bound of all texts together, held in memory."""
 _BLOCK, _PROMPT = 2000, 400
 """Characters of a block of text with one prompt, and of a prompt."""
+_TRAIN_PROMPTS, _MIN_TOKENS, _MAX_TOKENS = 65536, 4, 400
+"""The most prompts for `jspec train text`, and the tokens of a prompt."""
 
 
-def read(files: Files, dropped: Dropped) -> list[str]:
+def read(files: FileOptions, dropped: Dropped) -> list[str]:
     """All texts, without empty ones and duplicates.
 
     dropped: gets the counts of what is dropped, and prints them.
@@ -26,6 +28,7 @@ def read(files: Files, dropped: Dropped) -> list[str]:
     Raises:
       ValueError: an invalid file or line, too many texts, or none.
     """
+    records.check_files(f"--{files.kind}", files.paths)
     documents, total = [], 0
     for document in _read_texts(files, dropped):
         if not document.strip():
@@ -43,7 +46,7 @@ def read(files: Files, dropped: Dropped) -> list[str]:
     return documents
 
 
-def _read_texts(files: Files, dropped: Dropped) -> Iterator[str]:
+def _read_texts(files: FileOptions, dropped: Dropped) -> Iterator[str]:
     if files.kind == "text":
         for path in tqdm(files.paths, unit="file", desc="reading", disable=None, mininterval=1):
             document = dropped.check(lambda path=path: records.read_text(path))
@@ -106,7 +109,7 @@ def split(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]
     return train, [*heldout, document[at:]]
 
 
-def tokenize(documents: list[str], files: Files, bpe: Tokenizer, limits: PromptLimits) -> tuple[Half, Half]:
+def tokenize(documents: list[str], command: DataOptions, bpe: Tokenizer) -> tuple[Half, Half]:
     """The texts to train on and the held-out texts, see `split`.
 
     bpe: a tokenizer, checked by `tokenizer.check`.
@@ -114,15 +117,15 @@ def tokenize(documents: list[str], files: Files, bpe: Tokenizer, limits: PromptL
     Raises:
       ValueError: too little text.
     """
-    train, heldout = split(documents, files.heldout_share)
-    heldout_prompts = _cut_prompts(heldout, bpe, limits.heldout, limits)
+    train, heldout = split(documents, command.heldout_share)
+    heldout_prompts = _cut_prompts(heldout, bpe, command.heldout_prompts)
     if not heldout_prompts:
         raise ValueError(
-            f"--{files.kind}: the held-out text, of {sum(map(len, heldout))} characters, gives no prompt of "
-            f"{limits.min_tokens} to {limits.max_tokens} tokens; give more text, or a larger --heldout-share"
+            f"--{command.kind}: the held-out text, of {sum(map(len, heldout))} characters, gives no prompt of "
+            f"{_MIN_TOKENS} to {_MAX_TOKENS} tokens; give more text, or a larger --heldout-share"
         )
     apart = {record["prompt"] for record in heldout_prompts}
-    train_prompts = _cut_prompts(train, bpe, limits.train, limits, apart)
+    train_prompts = _cut_prompts(train, bpe, _TRAIN_PROMPTS, apart)
     return _encode(train, train_prompts, bpe), _encode(heldout, heldout_prompts, bpe)
 
 
@@ -134,7 +137,7 @@ def _encode(documents: list[str], prompts: list[dict[str, Any]], bpe: Tokenizer)
 
 
 def _cut_prompts(
-    documents: Iterable[str], bpe: Tokenizer, count: int, limits: PromptLimits, without: Iterable[str] = ()
+    documents: Iterable[str], bpe: Tokenizer, count: int, without: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
     """Up to `count` prompts: the beginnings of blocks of text, in a fixed random order, without duplicates."""
     candidates = {prompt for document in documents for prompt in _beginnings(document)}
@@ -144,7 +147,7 @@ def _cut_prompts(
     for start in range(0, len(shuffled), 512):
         part = shuffled[start : start + 512]
         for prompt, encoding in zip(part, bpe.encode_batch_fast(part), strict=True):
-            if limits.min_tokens <= len(encoding.ids) <= limits.max_tokens:
+            if _MIN_TOKENS <= len(encoding.ids) <= _MAX_TOKENS:
                 prompts.append({"prompt": prompt})
         if len(prompts) >= count:
             break

@@ -3,15 +3,14 @@
 The state is flax's `TrainState`, which other JAX tools read: `step`, `params`, `opt_state`, `apply_fn` and `tx`.
 """
 
+import abc
 import dataclasses
 import functools
 import math
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Generic, NotRequired, Protocol, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +50,7 @@ class State(TrainState):
     params: PyTree
 
     def apply_gradients(self, *, grads: PyTree, rate: Float[ArrayLike, ""] = 1.0, **changes: PyTree) -> Self:
-        """The state after one optimizer step.
-
-        grads: gradients with the structure of `params`.
-        rate: the learning rate.
-        changes: new values of other fields.
-        """
+        """The state after one optimizer step, with other changes. rate: the learning rate."""
         # optax multiplies floats with its integer counter.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
@@ -64,41 +58,39 @@ class State(TrainState):
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changes)
 
 
+_INTERVALS = Intervals()
 S = TypeVar("S", bound=State)
 U = TypeVar("U", bound="Setup")
-S_contra = TypeVar("S_contra", bound=State, contravariant=True)
 
 
-class Setup(Protocol[S_contra]):
-    """Everything static in a training step; hashable by value."""
+@dataclasses.dataclass(frozen=True)
+class Setup(abc.ABC):
+    """Everything static in a training step; hashable by value.
 
-    @property
-    def recipe(self) -> Recipe:
-        """The hyperparameters."""
-        ...
+    recipe: the hyperparameters.
+    dtype: precision of the forward and backward pass; the trained weights themselves are float32.
+    chunk_tokens: the most tokens of a batch whose gradient is computed at once; None: all.
+    """
 
-    @property
-    def apply(self) -> Callable[..., PyTree]:
-        """The forward of the model that is trained: `apply_fn` of its state."""
-        ...
+    recipe: Any
+    dtype: str
+    chunk_tokens: int | None = dataclasses.field(default=None, kw_only=True)
 
-    @property
-    def chunk_tokens(self) -> int | None:
-        """The most tokens of a batch whose gradient is computed at once; None: all."""
-        ...
+    @abc.abstractmethod
+    def forward(self, *args: Any, **options: Any) -> PyTree:
+        """The forward of the trained model, `apply_fn` of its state; its arguments depend on the kind."""
 
-    def loss(self, state: S_contra, frozen: PyTree, batch: PyTree) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
+    @abc.abstractmethod
+    def loss(self, state: Any, frozen: PyTree, batch: Any) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
         """The mean loss of a chunk of a batch, differentiable with respect to `state.params`, and the chunk's weight.
 
         frozen: weights of another model that the loss reads; None: there is none.
         """
-        ...
 
 
 def timeless(setup: U) -> U:
     """The setup with a fixed number of steps, so that runs of any length share their programs."""
-    recipe = dataclasses.replace(setup.recipe, steps=2)
-    return dataclasses.replace(setup, recipe=recipe)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(setup, recipe=dataclasses.replace(setup.recipe, steps=2))
 
 
 @functools.cache
@@ -107,10 +99,10 @@ def _static_fields(setup: Setup) -> tuple[Callable[..., PyTree], optax.GradientT
 
     Cached because jit and pytrees compare functions by identity: states of equal setups have the same structure.
     """
-    return setup.apply, optimizer(setup.recipe)
+    return setup.forward, optimizer(setup.recipe)
 
 
-def begin(kind: type[S], setup: Setup[S], params: PyTree, **fields: PyTree) -> S:
+def begin(kind: type[S], setup: Setup, params: PyTree, **fields: PyTree) -> S:
     """The state before the first step.
 
     kind: `State`, or a subclass of it with further `fields`.
@@ -121,7 +113,7 @@ def begin(kind: type[S], setup: Setup[S], params: PyTree, **fields: PyTree) -> S
 
 
 def train_step(
-    state: S, frozen: PyTree, batch: PyTree, step: int, *, setup: Setup[S]
+    state: S, frozen: PyTree, batch: PyTree, step: int, *, setup: Setup
 ) -> tuple[S, Float[Array, ""], Float[Array, ""]]:
     """One step: the next state, the loss in nats, and the norm of the gradient. The state is donated.
 
@@ -129,14 +121,14 @@ def train_step(
 
     frozen: as in `Setup.loss`.
     batch: arrays of one entry per sequence, the tokens [B, T] first.
-    step: that of the state, for the learning rate.
+    step: of the state, for the learning rate.
     """
     return _train_step(state, frozen, batch, np.float32(rate_at(setup.recipe, step)), setup=timeless(setup))
 
 
 @partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
 def _train_step(
-    state: S, frozen: PyTree, batch: PyTree, rate: Float[Array, ""], *, setup: Setup[S]
+    state: S, frozen: PyTree, batch: PyTree, rate: Float[Array, ""], *, setup: Setup
 ) -> tuple[S, Float[Array, ""], Float[Array, ""]]:
 
     def loss(params: PyTree, part: PyTree) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
@@ -171,66 +163,72 @@ def _chunk_size(sequences: int, length: int, tokens: int | None) -> int:
     return -(-sequences // even)
 
 
-@dataclasses.dataclass(frozen=True)
-class Task(Generic[S]):
-    """What a run trains.
+class Task(Protocol[S]):
+    """What a run trains."""
 
-    init: returns the state before the first step; also traced, for the shapes of a checkpoint.
-    advance: (state, step) -> the next state, the loss, and the norm of the gradient.
-    evaluate: metrics of a state, to log; their names begin with "heldout_".
-    recipe: its steps, and its learning rate, to log.
-    record: what determines the run; a checkpoint with another record is rejected.
-    """
+    @property
+    def recipe(self) -> Recipe:
+        """Its steps, and its learning rate, to log."""
+        ...
 
-    init: Callable[[], S]
-    advance: Callable[[S, int], tuple[S, Array, Array]]
-    evaluate: Callable[[S], Metrics]
-    recipe: Recipe
-    record: Record
+    @property
+    def record(self) -> Record:
+        """What determines the run; a checkpoint with another record is rejected."""
+        ...
 
+    def init(self) -> S:
+        """The state before the first step; also traced, for the shapes of a checkpoint."""
+        ...
 
-class RunOptions(TypedDict):
-    """How a task runs.
+    def advance(self, state: S, step: int) -> tuple[S, Array, Array]:
+        """The next state, the loss, and the norm of the gradient."""
+        ...
 
-    directory: for metrics and checkpoints, see `run_directory`; created if needed.
-    resume: continue from the newest checkpoint in `directory`; the result equals that of an uninterrupted run.
-    intervals: how often to log, evaluate and write checkpoints.
-    stop_after: the step to stop at; None: the recipe's last one.
-    """
-
-    directory: Path
-    resume: NotRequired[bool]
-    intervals: NotRequired[Intervals]
-    stop_after: NotRequired[int | None]
+    def evaluate(self, state: S) -> Metrics:
+        """Metrics of a state, to log; their names begin with "heldout_"."""
+        ...
 
 
-def run(task: Task[S], **options: Unpack[RunOptions]) -> S:
+def run(
+    task: Task[S],
+    directory: Path,
+    *,
+    resume: bool = False,
+    intervals: Intervals = _INTERVALS,
+    stop_after: int | None = None,
+) -> S:
     """Trains to the last step, or to `stop_after`, and writes a checkpoint there.
+
+    Args:
+      directory: for metrics and checkpoints, see `run_directory`; created if needed.
+      resume: continue from the newest checkpoint in `directory`; the result is as without the interruption.
+      intervals: how often to log, evaluate and write checkpoints.
+      stop_after: the step to stop at; None: the recipe's last one.
 
     Raises:
       ValueError: a checkpoint of another record, a `stop_after` outside of the run or before the checkpoint, or a loss
-        that is not finite.
+        of NaN or infinity.
       CheckpointError: no checkpoint can be read.
       FileNotFoundError: no checkpoint to resume from.
       FileExistsError: `directory` has checkpoints and `resume` is False.
       OSError: metrics or a checkpoint cannot be written.
     """
-    intervals, stop_after = options.get("intervals", Intervals()), options.get("stop_after")
-    last = task.recipe.steps
+    last, tokens = task.recipe.steps, task.recipe.batch_tokens
     if stop_after is not None:
         last = check_int("stop_after", stop_after, least=1, most=last)
     # The state to begin with.
-    saved = RunDirectory(options["directory"])
-    if check_flag("resume", options.get("resume", False)):
+    saved = RunDirectory(directory)
+    if check_flag("resume", resume):
         state = saved.resume(task.record, task.init)
     else:
         saved.begin(task.record)
         state = task.init()
-    first, speed = int(state.step), Speedometer(task.recipe, last)
+    first = int(state.step)
     if first > last:
         raise ValueError(f"stop_after={stop_after}: must be at least {first}, the step of the checkpoint")
     # The steps.
-    for step in tqdm(range(first, last), initial=first, total=last, mininterval=5, disable=None):
+    bar = tqdm(initial=first * tokens, total=last * tokens, unit="token", unit_scale=True, mininterval=5, disable=None)
+    for step in range(first, last):
         state, loss, norm = task.advance(state, step)
         done = step + 1
         every = intervals.log, intervals.evaluate, intervals.checkpoint
@@ -239,39 +237,14 @@ def run(task: Task[S], **options: Unpack[RunOptions]) -> S:
             _check_finite(done, float(loss), float(norm), saved)
         if logs:
             saved.log(step=done, loss=float(loss), gradient_norm=float(norm), rate=rate_at(task.recipe, step))
-            speed.report(done, float(loss))
+            bar.set_postfix(step=done, loss=f"{float(loss):.3f}")
         if evaluates:
             saved.log(step=done, **task.evaluate(state))
         if saves:
             saved.save(done, state)
-        if evaluates or saves:
-            speed.restart(done)
+        bar.update(tokens)
+    bar.close()
     return state
-
-
-class Speedometer:
-    """Prints how fast a run is, without its evaluations and checkpoints, and how long its steps still take."""
-
-    def __init__(self, recipe: Recipe, last: int):
-        self.recipe, self.last = recipe, last
-        self.step: int | None = None
-        self.began = self.printed = 0.0
-
-    def restart(self, step: int) -> None:
-        """Measures from this step on."""
-        self.step, self.began = step, time.monotonic()
-
-    def report(self, step: int, loss: float) -> None:
-        """Prints a line, at most every ten seconds. The first report only starts: what is before it has compiled."""
-        now = time.monotonic()
-        if self.step is not None and step > self.step and (now - self.printed > 10 or step == self.last):
-            seconds, self.printed = (now - self.began) / (step - self.step), now
-            tokens, left = self.recipe.batch_tokens / seconds, (self.last - step) * seconds
-            line = (
-                f"step {step:,} of {self.last:,}: loss {loss:.3f}, {tokens:,.0f} tokens/s, {left / 60:.1f} minutes left"
-            )
-            tqdm.write(f"jspec: {line}", file=sys.stderr)
-        self.restart(step)
 
 
 def _check_finite(step: int, loss: float, norm: float, saved: RunDirectory) -> None:

@@ -40,6 +40,7 @@ class Targets:
 class UnrolledLearner(Learner):
     """The shared part of drafts in the training-time test."""
 
+    recipe: DraftRecipe
     test: ClassVar[str] = "training-time test"
 
     @abc.abstractmethod
@@ -65,23 +66,69 @@ class UnrolledLearner(Learner):
         Returns the logits, and the carry into the next step.
         """
 
+    def logits_per_token(self) -> float:
+        """Those of one step."""
+        return self.config.draft_vocab_size
+
     def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
         """The mask of rows, see `row_mask` and `text_mask`."""
         return text_mask(tokens) if mask is None else row_mask(mask)
 
-    def learn(self, params: Params, texts: Texts, out: ForwardOutput, recipe: DraftRecipe) -> Learned:
+    def learn(self, params: Params, texts: Texts) -> Learned:
         """The loss of the training-time test per token, the tokens, and the metrics of its steps."""
-        # With XLA's schedule on CPU, recomputing costs time and saves no memory.
-        recompute = platform.platform() != "cpu"
-        inputs = texts.tokens, self.observe(out), make_targets(out.logits, texts.ids), texts.mask
-        metrics = unroll(self, params, *inputs, recipe.ttt_steps, recompute=recompute)
-        return total(metrics.loss, recipe.decay), texts.tokens.size, metrics
+        targets = make_targets(texts.out.logits, texts.ids)
+        metrics = self.unroll(params, texts.tokens, self.observe(texts.out), targets, texts.mask)
+        return self.total(metrics.loss), texts.tokens.size, metrics
 
-    def describe_loss(self, recipe: DraftRecipe) -> str:
+    def unroll(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        observed: PyTree,
+        targets: Targets,
+        mask: Float[Array, "B T"],
+    ) -> StepMetrics:
+        """Unrolls over the recipe's steps and compares each with the target; differentiable in `params.draft`.
+
+        Args:
+          params: weights of the draft and of its target, in the precision of the forward.
+          tokens: the text.
+          observed: what the draft reads of the target.
+          targets: the target's distribution after each token.
+          mask: 1 for counted text, 0 elsewhere. Row p of step k counts if the token at p + k does.
+        """
+        # The backward pass recomputes the inside of each step, above all its logits, so that only the carries are
+        # stored. With XLA's schedule on CPU, recomputing costs time and saves no memory.
+        recompute = platform.platform() != "cpu"
+        chain = jnp.ones(tokens.shape, bool)
+        carry, metrics = self.begin(params, observed), []
+        for step in range(self.recipe.ttt_steps):
+            run = partial(self._step, step=step)
+            run = jax.checkpoint(run) if recompute else run
+            carry, loss, agreed = run(params, tokens, observed, carry, targets, mask)
+            chain = chain & agreed
+            counts = [jnp.sum(x, dtype=jnp.int32) for x in (agreed, chain, shift(mask, step) > 0)]
+            metrics.append((loss, *counts))
+        return StepMetrics(*(jnp.stack(column) for column in zip(*metrics, strict=True)))
+
+    def _step(self, params: Params, tokens, observed, carry, targets: Targets, mask, *, step: int):
+        """The carry into the next step, the loss of this one, and the counted rows in agreement with the target."""
+        logits, carry = self.forward(params, tokens, observed, carry, step)
+        probs = shift(targets.probs, step + 1, 1 / targets.probs.shape[-1])
+        weight = shift(mask, step) * shift(targets.known, step + 1, targets.beyond).astype(mask.dtype)
+        loss = jnp.mean(weight * optax.softmax_cross_entropy(logits, probs))
+        agreed = (weight > 0) & (jnp.argmax(logits, axis=-1) == jnp.argmax(probs, axis=-1))
+        return carry, loss, agreed
+
+    def total(self, loss: Float[Array, " K"]) -> Float[Array, ""]:
+        """The sum of the losses of all steps, with step k weighted by decay^k."""
+        return jnp.sum(loss * jnp.asarray(self.recipe.decay ** np.arange(loss.size), jnp.float32))
+
+    def describe_loss(self) -> str:
         """The loss, for a card."""
         return (
-            f"a training-time test of {recipe.ttt_steps} steps, cross-entropy from the target's distribution, step k "
-            f"weighted by {recipe.decay:g}^k"
+            f"a training-time test of {self.recipe.ttt_steps} steps, cross-entropy from the target's distribution, "
+            f"step k weighted by {self.recipe.decay:g}^k"
         )
 
 
@@ -97,55 +144,6 @@ def make_targets(logits: Float[Array, "B T V"], ids: Int[Array, " Vd"] | None) -
     return Targets(probs, jnp.take(inside, jnp.argmax(logits, axis=-1), mode="clip"), inside[0])
 
 
-def unroll(
-    draft: UnrolledLearner,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    observed: PyTree,
-    targets: Targets,
-    mask: Float[Array, "B T"],
-    steps: int,
-    *,
-    recompute: bool = True,
-) -> StepMetrics:
-    """Unrolls a draft over `steps` steps and compares each with the target; differentiable in `params.draft`.
-
-    Args:
-      params: weights of the draft and of its target, in the precision of the forward.
-      tokens: the text.
-      observed: what the draft reads of the target.
-      targets: the target's distribution after each token.
-      mask: 1 for counted text, 0 elsewhere. Row p of step k counts if the token at p + k does.
-      recompute: the backward pass recomputes the inside of each step, above all its logits, so that only the carries
-        of the K steps are stored.
-    """
-    chain = jnp.ones(tokens.shape, bool)
-    carry, metrics = draft.begin(params, observed), []
-    for step in range(steps):
-        run = partial(_step, draft, step=step)
-        run = jax.checkpoint(run) if recompute else run
-        carry, loss, agreed = run(params, tokens, observed, carry, targets, mask)
-        chain = chain & agreed
-        counts = [jnp.sum(x, dtype=jnp.int32) for x in (agreed, chain, shift(mask, step) > 0)]
-        metrics.append((loss, *counts))
-    return StepMetrics(*(jnp.stack(column) for column in zip(*metrics, strict=True)))
-
-
-def total(loss: Float[Array, " K"], decay: float) -> Float[Array, ""]:
-    """The sum of the losses of all steps, with step k weighted by decay^k."""
-    return jnp.sum(loss * jnp.asarray(decay ** np.arange(loss.size), jnp.float32))
-
-
-def _step(draft: UnrolledLearner, params: Params, tokens, observed, carry, targets: Targets, mask, *, step: int):
-    """The carry into the next step, the loss of this one, and the counted rows in agreement with the target."""
-    logits, carry = draft.forward(params, tokens, observed, carry, step)
-    probs = shift(targets.probs, step + 1, 1 / targets.probs.shape[-1])
-    weight = shift(mask, step) * shift(targets.known, step + 1, targets.beyond).astype(mask.dtype)
-    loss = jnp.mean(weight * optax.softmax_cross_entropy(logits, probs))
-    agreed = (weight > 0) & (jnp.argmax(logits, axis=-1) == jnp.argmax(probs, axis=-1))
-    return carry, loss, agreed
-
-
 def shift(x: Shaped[Array, "B T *rest"], count: int, fill: float | Array = 0) -> Shaped[Array, "B T *rest"]:
     """Moves everything `count` rows to the left and puts `fill` in the rows after the end."""
     moved = x[:, count:]
@@ -153,7 +151,7 @@ def shift(x: Shaped[Array, "B T *rest"], count: int, fill: float | Array = 0) ->
 
 
 def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:
-    """The mask of rows for `unroll` to learn exactly the counted tokens.
+    """The mask of rows to learn exactly the counted tokens.
 
     mask: 1 for counted tokens. Row p of step k learns the distribution of the token at p + k + 2.
     """

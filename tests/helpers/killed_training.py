@@ -12,42 +12,25 @@ import sys
 
 import numpy as np
 import toy
+from train_models import TINY as TARGET
 
-from jspec.models import Llama
-from jspec.train import batches, distill, head
-from jspec.train.distill import DraftSetup
+from jspec.train import batches, trainer
+from jspec.train.distill import Distillation
 from jspec.train.head import HeadLearner
 from jspec.train.recipe import DraftRecipe, HeadShape, Intervals
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 STEPS = 9
-TARGET = Llama(
-    vocab_size=61,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_length=32,
-)
 
 
 def train(directory, resume=False):
     """A run whose first checkpoint comes before its first line of metrics. Returns its last state."""
-    config = head.configure(TARGET, HeadShape(capture_layers=(1,), draft_vocab_size=40))
+    shape = HeadShape(capture_layers=(1,), draft_vocab_size=40)
     recipe = DraftRecipe(steps=STEPS, batch_tokens=64, length=16, warmup=2, ttt_steps=1)
-    setup = DraftSetup(HeadLearner(config, TARGET), recipe, "float32")
-    text = (np.arange(2000) * 7 % 61).astype(np.uint16)
-    return distill.train(
-        setup,
-        toy.random_params(TARGET, seed=1),
-        (batches.Source(text),),
-        batches.Source(text[:200]),
-        directory=directory,
-        resume=resume,
-        intervals=Intervals(log=4, evaluate=6, checkpoint=3),
-    )
+    learner, text = HeadLearner.make(TARGET, shape, recipe, "float32"), (np.arange(2000) * 7 % 61).astype(np.uint16)
+    sources, heldout = (batches.Source(text),), batches.Source(text[:200])
+    task = Distillation(learner, toy.random_params(TARGET, seed=1), sources, heldout)
+    return trainer.run(task, directory, resume=resume, intervals=Intervals(log=4, evaluate=6, checkpoint=3))
 
 
 def main(directory, point, resume, limit=None):

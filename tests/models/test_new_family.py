@@ -179,8 +179,11 @@ def test_an_assistant_can_be_trained_for_it(checkpoint):
     learner = pytest.importorskip("jspec.train.assistant", reason='needs optax: pip install -e ".[train]"')
     _, params = checkpoint
     target = learner.require_keys(CONFIG)
-    config = learner.configure(dataclasses.replace(target, intermediate_size=48), learner.AssistantShape())
-    made = learner.init_params(config, target, params, jax.random.key(0))
+    config = learner.AssistantLearner.configure(
+        dataclasses.replace(target, intermediate_size=48), learner.AssistantShape()
+    )
+    draft = learner.AssistantLearner(None, "float32", config, target)
+    made = draft.init(params, None, jax.random.key(0))
     assert jax.tree.map(np.shape, made) == jax.tree.map(lambda leaf: leaf.shape, config.param_shapes(jnp.float32))
 
 

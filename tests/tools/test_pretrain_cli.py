@@ -7,21 +7,17 @@ import shutil
 import subprocess
 import sys
 
+import extras  # noqa: F401
 import pytest
+import train_files
+from damages import ANY, DOCUMENTS, make_pipe
+from train_files import pretrain
+from train_models import TINY
 
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-
-import train_files  # noqa: E402
-from damages import ANY, DOCUMENTS, make_pipe  # noqa: E402
-from train_files import pretrain  # noqa: E402
-
-from jspec.checkpoints import llama  # noqa: E402
-from jspec.core.options import kind_of, options_of  # noqa: E402
-from jspec.models import Llama  # noqa: E402
-from jspec.train import trainer  # noqa: E402
-from tools.pretrain import __main__ as cli  # noqa: E402
+from jspec.checkpoints import llama
+from jspec.core.options import kind_of, options_of
+from jspec.train import trainer
+from tools.pretrain import __main__ as cli
 
 REQUIRED = {
     "data": {"out": "x"},
@@ -97,16 +93,7 @@ def test_outputs_do_not_overwrite_inputs(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
 
 
-CONFIG = Llama(
-    vocab_size=train_files.VOCABULARY,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_length=32,
-)
+CONFIG = dataclasses.replace(TINY, vocab_size=train_files.VOCABULARY, max_length=32)
 
 
 class Reached(Exception):

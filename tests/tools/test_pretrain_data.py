@@ -276,7 +276,7 @@ def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path)
     options = {"vocab_size": 300, "max_length": 64, "limits": data.PromptLimits(), "model": tmp_path / "given"}
     data.build(tmp_path / "data", collected, **options)
     assert json.loads((tmp_path / "data" / "tokenizer_config.json").read_text())["eos_token"] == end
-    tokens = batches.open_tokens(tmp_path / "data" / "train.npy", vocab_size=70_000)
+    tokens = batches.open_source(tmp_path / "data" / "train.npy", vocab_size=70_000).tokens
     assert tokens.dtype == np.uint32 and (tokens == 69_999).sum() == len(collected.train) and 65_537 in tokens
     batch = batches.sample((batches.Source(tokens),), seed=0, step=0, batch_tokens=len(tokens), length=len(tokens) - 1)[
         0

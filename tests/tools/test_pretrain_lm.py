@@ -5,32 +5,26 @@ import functools
 import json
 import math
 
+import extras  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_files
+from train_files import lines, pretrain, run
+from train_models import ONE_LAYER as MODEL
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+from jspec.checkpoints import language_model, llama
+from jspec.core import tree
+from jspec.train import batches, trainer
+from jspec.train import tokenizer as files
+from jspec.train.extra import TrainState, ocp
+from jspec.train.recipe import Intervals
+from jspec.train.trainer import State
+from tools.pretrain import lm, model, objective
+from tools.pretrain.lm import Pretraining
+from tools.pretrain.objective import LmRecipe, LmSetup
 
-import toy  # noqa: E402
-import train_files  # noqa: E402
-from flax.training.train_state import TrainState  # noqa: E402
-from train_files import lines, pretrain, run  # noqa: E402
-
-from jspec.checkpoints import language_model, llama  # noqa: E402
-from jspec.core import tree  # noqa: E402
-from jspec.train import batches, trainer  # noqa: E402
-from jspec.train import tokenizer as files  # noqa: E402
-from jspec.train.recipe import Intervals  # noqa: E402
-from jspec.train.trainer import State  # noqa: E402
-from tools.pretrain import lm, model, objective  # noqa: E402
-from tools.pretrain.objective import LmRecipe, LmSetup  # noqa: E402
-
-MODEL = dataclasses.replace(
-    toy.TARGET, intermediate_size=48, num_layers=1, head_dim=8, max_length=32, tie_embeddings=True
-)
 DRAFT = dataclasses.replace(MODEL, hidden_size=16, qk_norm=False, tie_embeddings=False)
 RECIPE = LmRecipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
 EVERY_FEW_STEPS = Intervals(log=1, evaluate=6, checkpoint=4)
@@ -48,8 +42,13 @@ def heldout():
     return lm.Heldout(batches.Source((np.arange(600) * 7 % 61).astype(np.uint16)), np.full(61, 2, np.int32))
 
 
+def train(setup, sources, heldout, directory, teacher=None, **options):
+    task = Pretraining(setup, sources, heldout, teacher)
+    return trainer.run(task, directory, intervals=EVERY_FEW_STEPS, **options)
+
+
 def setup_for(config=MODEL, recipe=RECIPE, teacher=None):
-    return LmSetup(config, recipe, teacher, "float32")
+    return LmSetup(recipe, "float32", config, teacher)
 
 
 @pytest.mark.slow(unless="1-llama")
@@ -73,7 +72,7 @@ def test_the_training_forward_equals_the_models(config, layers):
 @pytest.mark.slow
 def test_the_loss_falls_in_the_metrics(sources, heldout, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=40)
-    state = lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
+    state = train(setup_for(recipe=recipe), sources, heldout, tmp_path)
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
     assert int(state.step) == len(losses) == 40
     assert losses[0] == pytest.approx(math.log(61), abs=0.5)
@@ -87,9 +86,9 @@ def test_the_loss_falls_in_the_metrics(sources, heldout, tmp_path):
 @pytest.mark.slow
 def test_resuming_continues_exactly(sources, heldout, tmp_path):
     setup = setup_for()
-    uninterrupted = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=EVERY_FEW_STEPS)
-    lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=EVERY_FEW_STEPS, stop_after=7)
-    resumed = lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=EVERY_FEW_STEPS, resume=True)
+    uninterrupted = train(setup, sources, heldout, tmp_path / "whole")
+    train(setup, sources, heldout, tmp_path / "parts", stop_after=7)
+    resumed = train(setup, sources, heldout, tmp_path / "parts", resume=True)
     # A GPU adds the gradients of an embedding row in varying order.
     tolerance = 1e-3 if jax.default_backend() == "gpu" else 0
     close = {"atol": tolerance, "rtol": tolerance, "equal_nan": False}
@@ -109,7 +108,7 @@ def test_distillation_brings_the_draft_closer_to_its_teacher(sources, heldout, t
     recipe = dataclasses.replace(RECIPE, steps=40, cross_entropy=0.01)
     setup = setup_for(DRAFT, recipe, MODEL)
     before = lm.evaluate(objective.init(setup).params, heldout, setup, teacher)
-    lm.train(setup, sources, heldout, teacher=teacher, directory=tmp_path, intervals=EVERY_FEW_STEPS)
+    train(setup, sources, heldout, tmp_path, teacher)
     after = lines(tmp_path)[-1]
     assert after["heldout_divergence"] < 0.5 * before["heldout_divergence"]
     assert after["heldout_agreement"] > 0.5 > before["heldout_agreement"]
@@ -204,45 +203,44 @@ def test_commands_write_models_that_load(data_directory, tmp_path):
 
 
 def test_mismatched_arguments_raise(sources, heldout, tmp_path):
-    def train(**changes):
-        setup = setup_for(**changes)
-        lm.train(setup, sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
+    def check(**changes):
+        Pretraining(setup_for(**changes), sources, heldout)
 
     with pytest.raises(ValueError, match="length=33: exceeds the model's context of 32 tokens"):
-        train(recipe=dataclasses.replace(RECIPE, length=33))
+        check(recipe=dataclasses.replace(RECIPE, length=33))
     with pytest.raises(ValueError, match="the teacher's vocabulary has 60 tokens and the model's 61"):
-        train(teacher=dataclasses.replace(MODEL, vocab_size=60))
+        check(teacher=dataclasses.replace(MODEL, vocab_size=60))
     with pytest.raises(ValueError, match="exceeds the teacher's context of 8 tokens"):
-        train(teacher=dataclasses.replace(MODEL, max_length=8))
+        check(teacher=dataclasses.replace(MODEL, max_length=8))
     with pytest.raises(ValueError, match="vocab_size=64: must be 61, the tokenizer's vocabulary"):
-        train(config=dataclasses.replace(MODEL, vocab_size=64))
+        check(config=dataclasses.replace(MODEL, vocab_size=64))
     with pytest.raises(ValueError, match="steps=1: must be from 2 to"):
-        train(recipe=dataclasses.replace(RECIPE, steps=1))
+        check(recipe=dataclasses.replace(RECIPE, steps=1))
 
 
 def test_resume_errors(sources, heldout, tmp_path):
-    def train(recipe=RECIPE, **options):
-        lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS, **options)
+    def run_lm(recipe=RECIPE, **options):
+        train(setup_for(recipe=recipe), sources, heldout, tmp_path, **options)
 
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
-        train(resume=True)
-    train(stop_after=2)
+        run_lm(resume=True)
+    run_lm(stop_after=2)
     with pytest.raises(FileExistsError, match="has a checkpoint of step 2; resume"):
-        train()
+        run_lm()
     with pytest.raises(ValueError, match=r"another recipe: seed=1 \(was 0\)"):
-        train(recipe=dataclasses.replace(RECIPE, seed=1), resume=True)
+        run_lm(recipe=dataclasses.replace(RECIPE, seed=1), resume=True)
     with pytest.raises(ValueError, match="stop_after=1: must be at least 2, the step of the checkpoint"):
-        train(resume=True, stop_after=1)
+        run_lm(resume=True, stop_after=1)
     (text,), before = sources, (tmp_path / "metrics.jsonl").read_text()
     for others, message in (
         ((batches.Source(text.tokens[::-1]),), r"another recipe: sources\[0\]: sha256=\w+ \(was \w+\)$"),
         ((text, batches.Source(text.tokens, 0.5, name="--rows")), r"--rows: share=0.5 \(was None\), --rows: shape="),
     ):
         with pytest.raises(ValueError, match=message):
-            lm.train(setup_for(), others, heldout, directory=tmp_path, resume=True)
+            train(setup_for(), others, heldout, tmp_path, resume=True)
     other = lm.Heldout(batches.Source(heldout.source.tokens[:300]), heldout.byte_counts)
     with pytest.raises(ValueError, match=r"another recipe: heldout=\w+ \(was \w+\)$"):
-        lm.train(setup_for(), sources, other, directory=tmp_path, resume=True)
+        train(setup_for(), sources, other, tmp_path, resume=True)
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 

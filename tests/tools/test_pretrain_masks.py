@@ -1,54 +1,21 @@
 """Tokens that do not count contribute nothing to a language model."""
 
-import dataclasses
-
+import extras  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from train_models import LENGTH, random_mask, random_tokens, same, sharp_params, widened
+from train_models import MASKED as TARGET
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-
-from jspec.models import Llama  # noqa: E402
-from jspec.train import batches  # noqa: E402
-from tools.pretrain import lm, model, objective  # noqa: E402
-from tools.pretrain.objective import LmRecipe, LmSetup  # noqa: E402
-
-TARGET = Llama(
-    vocab_size=31,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_length=32,
-    tie_embeddings=True,
-)
-LENGTH = 12
+from jspec.train import batches
+from tools.pretrain import lm, model, objective
+from tools.pretrain.objective import LmRecipe, LmSetup
 
 
 @pytest.fixture(scope="module")
 def target():
-    params = model.init_params(TARGET, jax.random.key(3))
-    return dataclasses.replace(params, embed=20 * params.embed)
-
-
-def random_tokens(rng, count=2):
-    return rng.integers(0, 31, (count, LENGTH), np.int32)
-
-
-def random_mask(rng, last):
-    """A mask in which `last` is the last token that counts."""
-    mask = rng.integers(0, 2, (2, LENGTH)).astype(np.float32)
-    mask[:, last], mask[:, last + 1 :] = 1, 0
-    return mask
-
-
-def same(one, other):
-    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+    return sharp_params(TARGET)
 
 
 @pytest.mark.slow
@@ -56,7 +23,7 @@ def same(one, other):
 def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
     teacher = None if cross_entropy is None else TARGET
     recipe = LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1, warmup=1, cross_entropy=cross_entropy or 0.0)
-    setup = LmSetup(TARGET, recipe, teacher, "float32")
+    setup = LmSetup(recipe, "float32", TARGET, teacher)
     state, frozen = objective.init(setup), None if teacher is None else target
     gradient = jax.jit(jax.grad(lambda params, batch: setup.loss(state.replace(params=params), frozen, batch)[0]))
 
@@ -99,9 +66,8 @@ def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
 def test_heldout_metrics_do_not_depend_on_padding(target):
     """Sequences in a wider array, with any tokens after their ends, have the same metrics."""
     rng = np.random.default_rng(0)
-    tokens, mask = random_tokens(rng, 4), np.concatenate([random_mask(rng, 9), random_mask(rng, 6)]).astype(np.uint8)
-    wide = np.concatenate([tokens, random_tokens(rng, 4)[:, :5]], axis=1), np.pad(mask, ((0, 0), (0, 5)))
-    lm_setup = LmSetup(TARGET, LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1), None, "float32")
+    (tokens, mask), wide = widened(rng)
+    lm_setup = LmSetup(LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1), "float32", TARGET, None)
     counts = rng.integers(1, 5, 31)
     found = [
         lm.evaluate(target, lm.Heldout(batches.Source(x, mask=y), counts), lm_setup) for x, y in ((tokens, mask), wide)

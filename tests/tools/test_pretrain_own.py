@@ -3,16 +3,12 @@
 import json
 
 import chat_files
+import extras  # noqa: F401
 import pytest
+from train_files import lines, pretrain, run
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-
-from train_files import lines, pretrain, run  # noqa: E402
-
-import jspec  # noqa: E402
-from jspec.train import trainer  # noqa: E402
+import jspec
+from jspec.train import trainer
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1}
 RUN = {"steps": 2, "batch_tokens": 64, "length": 24}
@@ -45,7 +41,7 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("kind", ["chats", "jsonl", "text"])
 def test_a_language_model_reads_all_kinds(made, target, tmp_path, monkeypatch, kind):
-    def reach(task, **_):
+    def reach(task, *_, **__):
         raise Reached(task.record)
 
     monkeypatch.setattr(trainer, "run", reach)

@@ -9,17 +9,13 @@ import signal
 import subprocess
 import sys
 
+import extras  # noqa: F401
 import jax
+import killed_training
 import numpy as np
 import pytest
 
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-
-import killed_training  # noqa: E402
-
-from jspec.train import run_directory  # noqa: E402
+from jspec.train import run_directory
 
 pytestmark = [
     pytest.mark.slow,

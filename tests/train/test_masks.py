@@ -1,62 +1,29 @@
 """Tokens that do not count contribute nothing: gradients and metrics are those of the tokens that count."""
 
-import dataclasses
-
+import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
+from train_models import LENGTH, random_mask, random_tokens, same, sharp_params, widened
+from train_models import MASKED as TARGET
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+from jspec.core.types import Params
+from jspec.train import batches, distill, ttt
+from jspec.train.assistant import AssistantLearner
+from jspec.train.head import HeadLearner
+from jspec.train.recipe import AssistantShape, DraftRecipe, HeadShape
 
-from jspec.core.types import Params  # noqa: E402
-from jspec.models import Llama  # noqa: E402
-from jspec.train import assistant, batches, distill, head, ttt  # noqa: E402
-from jspec.train.assistant import AssistantLearner  # noqa: E402
-from jspec.train.distill import DraftSetup  # noqa: E402
-from jspec.train.head import HeadLearner  # noqa: E402
-from jspec.train.recipe import AssistantShape, DraftRecipe, HeadShape  # noqa: E402
-from tools.pretrain import model  # noqa: E402
-
-TARGET = Llama(
-    vocab_size=31,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_length=32,
-    tie_embeddings=True,
-)
-STEPS, LENGTH = 3, 12
+STEPS = 3
 RECIPE = DraftRecipe(steps=4, batch_tokens=24, length=LENGTH, warmup=1, ttt_steps=STEPS)
 LEARNERS = {
-    "eagle3": HeadLearner(head.configure(TARGET, HeadShape(capture_layers=(1, 2))), TARGET),
-    "frozen-kv-mtp": AssistantLearner(assistant.configure(TARGET, AssistantShape(num_layers=1)), TARGET),
+    "eagle3": HeadLearner.make(TARGET, HeadShape(capture_layers=(1, 2)), RECIPE, "float32"),
+    "frozen-kv-mtp": AssistantLearner.make(TARGET, AssistantShape(num_layers=1), RECIPE, "float32"),
 }
 
 
 @pytest.fixture(scope="module")
 def target():
-    params = model.init_params(TARGET, jax.random.key(3))
-    return dataclasses.replace(params, embed=20 * params.embed)
-
-
-def random_tokens(rng, count=2):
-    return rng.integers(0, 31, (count, LENGTH), np.int32)
-
-
-def random_mask(rng, last):
-    """A mask in which `last` is the last token that counts."""
-    mask = rng.integers(0, 2, (2, LENGTH)).astype(np.float32)
-    mask[:, last], mask[:, last + 1 :] = 1, 0
-    return mask
-
-
-def same(one, other):
-    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+    return sharp_params(TARGET)
 
 
 @pytest.mark.slow
@@ -64,16 +31,15 @@ def same(one, other):
 def test_only_counted_tokens_teach_a_draft(target, kind):
     """The target's distribution of a token that does not count is unread, and so is text after the last that does."""
     draft = LEARNERS[kind]
-    setup = DraftSetup(draft, RECIPE, "float32")
-    params = distill.init(setup, target, None).params
+    params = distill.init(draft, target, None).params
 
     @jax.jit
     def gradient(params, tokens, logits, rows):
         def total(params):
-            observed = draft.observe(distill.run_target(setup, target, tokens))
+            observed = draft.observe(draft.run_target(target, tokens))
             targets = ttt.make_targets(logits, None)
-            found = ttt.unroll(draft, Params(target, params), tokens, observed, targets, rows, STEPS)
-            return ttt.total(found.loss, 0.8), found
+            found = draft.unroll(Params(target, params), tokens, observed, targets, rows)
+            return draft.total(found.loss), found
 
         return jax.grad(total, has_aux=True)(params)
 
@@ -101,12 +67,10 @@ def test_only_counted_tokens_teach_a_draft(target, kind):
 @pytest.mark.slow
 def test_heldout_metrics_do_not_depend_on_padding(target):
     """Sequences in a wider array, with any tokens after their ends, have the same metrics."""
-    rng = np.random.default_rng(0)
-    tokens, mask = random_tokens(rng, 4), np.concatenate([random_mask(rng, 9), random_mask(rng, 6)]).astype(np.uint8)
-    wide = np.concatenate([tokens, random_tokens(rng, 4)[:, :5]], axis=1), np.pad(mask, ((0, 0), (0, 5)))
-    setup = DraftSetup(LEARNERS["eagle3"], RECIPE, "float32")
-    params = Params(target, distill.init(setup, target, None).params)
-    narrow, wider = (distill.agreement(params, batches.Source(x, mask=y), setup) for x, y in ((tokens, mask), wide))
+    texts = widened(np.random.default_rng(0))
+    learner = LEARNERS["eagle3"]
+    params = Params(target, distill.init(learner, target, None).params)
+    narrow, wider = (distill.agreement(params, batches.Source(x, mask=y), learner) for x, y in texts)
     for name, value in narrow.items():
         np.testing.assert_allclose(wider[name], value, rtol=1e-5)
 
@@ -127,10 +91,10 @@ def test_batches_carry_their_masks():
         masked += 1
         assert all(np.array_equal(by_row[row.tobytes()], found) for row, found in zip(batch, counted, strict=True))
     assert 5 < masked < 25
-    config = head.configure(TARGET, HeadShape(capture_layers=(1,), draft_vocab_size=3))
+    learner = HeadLearner.make(TARGET, HeadShape(capture_layers=(1,), draft_vocab_size=3), RECIPE, "float32")
     once = np.zeros((9, 6), np.uint8)
     once[2, :3] = 1
-    common = head.vocabulary(config, (batches.Source(tokens, mask=once),))
+    common = learner.vocabulary((batches.Source(tokens, mask=once),))
     assert {*tokens[2, :3].tolist()} <= {*common.tolist()}
 
 

@@ -6,19 +6,15 @@ import os
 import random
 import shutil
 
+import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
+from damages import cut, make_directory, make_pipe
 
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-
-from damages import cut, make_directory, make_pipe  # noqa: E402
-
-from jspec.checkpoints.files import CheckpointError  # noqa: E402
-from jspec.train import run_directory  # noqa: E402
-from jspec.train.run_directory import RunDirectory  # noqa: E402
+from jspec.checkpoints.files import CheckpointError
+from jspec.train import run_directory
+from jspec.train.run_directory import RunDirectory
 
 RECORD = {"seed": 0, "rate": 0.5, "train.npy: sha256": "ab"}
 

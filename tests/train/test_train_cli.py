@@ -1,5 +1,6 @@
 """Bad input of `jspec train` is refused before anything is read, with the option or the file, and what is valid."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -9,27 +10,25 @@ import shutil
 import subprocess
 import sys
 
+import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
+import train_files
+from damages import ANY, DOCUMENTS, make_pipe
+from train_files import run
+from train_models import TINY
 
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-
-import train_files  # noqa: E402
-from damages import ANY, DOCUMENTS, make_pipe  # noqa: E402
-from train_files import run  # noqa: E402
-
-from jspec.checkpoints import language_model  # noqa: E402
-from jspec.cli import train as cli  # noqa: E402
-from jspec.core.options import kind_of, options_of  # noqa: E402
-from jspec.models import Llama  # noqa: E402
-from jspec.train import data, prepare, replies, text, trainer  # noqa: E402
-from jspec.train import tokenizer as files  # noqa: E402
-from jspec.train.kinds import KINDS  # noqa: E402
-from jspec.train.options import DraftRun  # noqa: E402
-from tools.pretrain import model  # noqa: E402
+from jspec.checkpoints import language_model
+from jspec.cli import train as cli
+from jspec.core.options import kind_of, options_of
+from jspec.train import data, draft, records, replies, text, trainer
+from jspec.train import tokenizer as files
+from jspec.train.card import EXAMPLE
+from jspec.train.kinds import KINDS
+from jspec.train.options import DraftRun
+from jspec.train.text import Sampled
+from tools.pretrain import model
 
 REQUIRED = {
     "data": {"out": "x", "tokenizer": "x", "text": "x"},
@@ -109,7 +108,7 @@ def test_what_is_no_number_is_refused(capsys):
 def test_every_number_has_bounds():
     """So that a new option cannot do without."""
     kinds = [kind for row in KINDS.values() for kind in (row.recipe, row.shape)]
-    kinds += [DraftRun, prepare.DataOptions, replies.ReplyOptions, text.TextOptions]
+    kinds += [DraftRun, records.DataOptions, replies.ReplyOptions, text.TextOptions]
     for kind in kinds:
         for name, (field, spec) in options_of(kind).items():
             assert kind_of(field).type not in (int, float) or {"least", "above"} & spec.bounds.keys(), (kind, name)
@@ -141,16 +140,7 @@ def test_outputs_do_not_overwrite_inputs(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "t"]
 
 
-CONFIG = Llama(
-    vocab_size=train_files.VOCABULARY,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_length=256,
-)
+CONFIG = dataclasses.replace(TINY, vocab_size=train_files.VOCABULARY, max_length=256)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +171,24 @@ def read(data, **options):
     shape = {"steps": 4, "batch_tokens": 64, "length": 15, "target": data / "target", "capture_layers": 1}
     shape |= {"work": data / "w", "out": data / "o", "rows": data / "rows.npy"}
     run("eagle3", data=data, **shape | options)
+
+
+def test_rows_of_several_files(good, tmp_path, monkeypatch):
+    """Their widths may differ, and the card has a command for each."""
+    texts = np.load(good / "rows.npy")
+    np.save(tmp_path / "longer.npy", np.concatenate([texts, texts[:, :1]], axis=1)[:5])
+    Sampled(sampled_share=0.5, seed=3).write(tmp_path / "longer.npy")
+    tasks, cards = [], []
+    monkeypatch.setattr(trainer, "run", lambda task, *_, **__: tasks.append(task) or task.init())
+    monkeypatch.setattr(draft, "final_metrics", lambda *_: EXAMPLE)
+    monkeypatch.setattr(draft.drafts, "save", lambda stage, *_, **__: cards.append(stage))
+    out = tmp_path / "o"
+    read(good, rows=(good / "rows.npy", tmp_path / "longer.npy"), prompts=2, work=tmp_path / "w", out=out)
+    assert tasks[0].sources[1].tokens.shape == (30, 17) and tasks[0].sources[1].mask[:, -1].sum() == 5
+    card = (out / "README.md").read_text()
+    assert "--out rows-1.npy --rows 25 --width 16\n" in card
+    assert "--out rows-2.npy --rows 5 --width 17 --sampled-share 0.5 --seed 3\n" in card
+    assert "--rows rows-1.npy rows-2.npy --rows-share 0.5" in card and "itself, 8% of it sampled" in card
 
 
 @pytest.mark.slow

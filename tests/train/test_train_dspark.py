@@ -3,38 +3,27 @@
 import dataclasses
 from functools import partial
 
+import extras  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from train_models import TARGET, sharp_params
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+import jspec
+from jspec.core.types import Params
+from jspec.train import block, distill, draft
+from jspec.train.block import BlockLearner
+from jspec.train.learner import Texts
+from jspec.train.recipe import BlockRecipe, BlockShape
 
-import toy  # noqa: E402
-import train_files  # noqa: E402
-from train_files import lines, run  # noqa: E402
-
-import jspec  # noqa: E402
-from jspec.checkpoints import language_model  # noqa: E402
-from jspec.core.types import Params  # noqa: E402
-from jspec.train import block, distill, draft, tokenizer  # noqa: E402
-from jspec.train.block import BlockLearner  # noqa: E402
-from jspec.train.distill import DraftSetup  # noqa: E402
-from jspec.train.learner import Texts  # noqa: E402
-from jspec.train.recipe import BlockRecipe, BlockShape  # noqa: E402
-from tools.pretrain import model  # noqa: E402
-
-TARGET = dataclasses.replace(
-    toy.TARGET, intermediate_size=48, num_layers=4, head_dim=8, max_length=64, tie_embeddings=True
-)
 LENGTH = 14
 RECIPE = BlockRecipe(steps=30, batch_tokens=56, length=LENGTH, learning_rate=1e-2, warmup=2, anchors=5, reach=3.0)
 
 
 def _configure(**shape):
-    return block.configure(TARGET, BlockShape(**{"block_size": 4, "capture_layers": (1, 3), "markov_rank": 6, **shape}))
+    shape = {"block_size": 4, "capture_layers": (1, 3), "markov_rank": 6, **shape}
+    return BlockLearner.configure(TARGET, BlockShape(**shape))
 
 
 _WINDOWS = {"windows": (None, 6), "causal": (False, True)}
@@ -47,13 +36,12 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def target():
-    params = model.init_params(TARGET, jax.random.key(3))
-    return dataclasses.replace(params, embed=20 * params.embed)
+    return sharp_params(TARGET)
 
 
-def random_draft(config, target):
+def random_draft(learner, target):
     """Weights that are far from their initial ones, so that each part of the draft matters."""
-    params = block.init_params(config, target, jax.random.key(1))
+    params = learner.init(target, None, jax.random.key(1))
     if params.markov is not None:
         params = dataclasses.replace(
             params, markov=dataclasses.replace(params.markov, previous=50 * params.markov.previous)
@@ -89,17 +77,16 @@ def softmax(x):
 def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
     """Each block is computed on its own, as in decoding, and each term of the loss in plain numpy."""
     config, rng = CONFIGS[name], np.random.default_rng(0)
-    draft, recipe = BlockLearner(config, TARGET), dataclasses.replace(RECIPE, cross_entropy=0.3, confidence=0.7)
-    setup, both = DraftSetup(draft, recipe, "float32"), Params(target, random_draft(config, target))
+    recipe = dataclasses.replace(RECIPE, cross_entropy=0.3, confidence=0.7)
+    learner = BlockLearner(recipe, "float32", config, TARGET)
+    both = Params(target, random_draft(learner, target))
     tokens = rng.integers(0, 61, (3, LENGTH)).astype(np.int32)
     mask = np.ones((3, LENGTH), np.float32)
     mask[1, [3, 9]], mask[2, 4:] = 0, 0
-    out = jax.jit(distill.run_target, static_argnums=0)(setup, target, tokens)
+    out = jax.jit(learner.run_target)(target, tokens)
     keys = jax.random.split(jax.random.key(5), 3)
-    learn = jax.jit(draft.learn, static_argnames="recipe")
-    loss, loss_weight, metrics = jax.device_get(
-        learn(both, Texts(tokens, draft.count_rows(tokens, mask), None, keys), out, recipe=recipe)
-    )
+    learned = jax.jit(learner.learn)(both, Texts(tokens, learner.count_rows(tokens, mask), out, None, keys))
+    loss, loss_weight, metrics = jax.device_get(learned)
     anchors, kept = jax.device_get(jax.jit(block.sample_anchors, static_argnums=1)(mask, recipe.anchors, keys))
 
     sums, total, nats, agreed, chained, counted = np.zeros(3), 0.0, *(np.zeros(config.depth) for _ in range(4))
@@ -170,9 +157,9 @@ def test_the_loss_falls_and_the_draft_serves(target, name):
     for steps in (2, 40):
         trained = draft.train_draft("dspark", base, texts, steps=steps, warmup=1, **options)
         assert trained.draft.drafter == "block"
-        setup = DraftSetup(BlockLearner(trained.draft, TARGET), dataclasses.replace(RECIPE, anchors=8), "float32")
-        batch = distill.make_batch(setup, texts, None)
-        losses.append(np.array(distill.measure(trained.params, None, batch, setup=setup).loss))
+        learner = BlockLearner(dataclasses.replace(RECIPE, anchors=8), "float32", trained.draft, TARGET)
+        batch = distill.make_batch(learner, texts, None)
+        losses.append(np.array(distill.measure(trained.params, None, batch, learner=learner).loss))
     assert (losses[1] < 0.7 * losses[0]).all()
     if name == "dspark":
         given = texts[:2, :5], np.full(2, 5, np.int32), jax.random.key(0)
@@ -202,32 +189,3 @@ def test_invalid_settings():
         distill.check_evaluation(base, CONFIGS["dspark"], [], 5)
     with pytest.raises(TypeError, match="ttt_steps=3: no such argument; recipe options are anchors, clip, confidence"):
         draft.train_draft("dspark", base, np.zeros((2, 8), np.int32), steps=2, capture_layers=(1,), ttt_steps=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ("deepspec", "speculators"))
-def test_the_command_trains_a_draft_that_loads(tmp_path, layout):
-    data = tmp_path / "data"
-    data.mkdir()
-    bpe = train_files.write(data)
-    config = dataclasses.replace(TARGET, vocab_size=train_files.VOCABULARY, max_length=512)
-    weights = model.init_params(config, jax.random.key(3))
-    language_model.save(data / "small", config, weights, dtype="float32", eos=(0,))
-    tokenizer.save(bpe, data / "small", 64)
-    options = {"data": data, "target": data / "small", "work": tmp_path / "work", "out": tmp_path / "draft"}
-    options |= {
-        "capture_layers": (1, 3),
-        "block_size": 4,
-        "markov_rank": 6,
-        "layout": layout,
-        "rows": data / "rows.npy",
-    }
-    options |= {"steps": 4, "batch_tokens": 64, "length": 24, "anchors": 4, "depth": 3, "prompts": 2, "eval_every": 2}
-    run("dspark", **options)
-    last = [line for line in lines(tmp_path / "work") if "heldout_agreement" in line][-1]
-    assert len(last["heldout_agreement"]) == 4 and last["accept_length"] >= 1
-    card = (tmp_path / "draft" / "README.md").read_text()
-    assert "DSpark block draft of 4 tokens" in card and "blocks after 4 anchors in each text" in card
-    assert "jspec train dspark" in card and 'drafter="block"' in card
-    loaded = jspec.load(data / "small", draft=tmp_path / "draft", dtype="float32")
-    assert loaded.draft.confidence == "markov" and loaded.draft.capture_layers == (1, 3)

@@ -6,19 +6,15 @@ from functools import partial
 from pathlib import Path
 
 import chat_files
+import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
+from train_files import run
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-
-from train_files import run  # noqa: E402
-
-import jspec  # noqa: E402
-from jspec.cli import train as cli  # noqa: E402
-from jspec.train import distill, draft, prepare, replies, trainer  # noqa: E402
+import jspec
+from jspec.cli import train as cli
+from jspec.train import draft, prepare, replies, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +49,7 @@ class Reached(Exception):
 
 @pytest.mark.parametrize("kind", ["chats", "jsonl", "text"])
 def test_all_commands_read_all_kinds(made, target, tmp_path, monkeypatch, kind):
-    def reach(task, **_):
+    def reach(task, *_, **__):
         raise Reached(task.record)
 
     monkeypatch.setattr(trainer, "run", reach)
@@ -112,7 +108,7 @@ def test_the_recipes_work_as_printed(tmp_path, monkeypatch, name):
     (tmp_path / "notes.md").write_text("\n".join(reversed(text)))
     monkeypatch.chdir(tmp_path)
     reached = []
-    monkeypatch.setattr(distill, "train", lambda *_, **__: reached.append("train") or done())
+    monkeypatch.setattr(trainer, "run", lambda *_, **__: reached.append("train") or done())
     answer = types.SimpleNamespace(text="a hat", finish_reason="eos")
     monkeypatch.setattr(replies, "_generate", lambda model, prompts, *_, **__: [answer] * len(prompts))
     found = recipes()[name]

@@ -5,14 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import toy
+from train_models import ONE_LAYER as MODEL
 
-from jspec.train import rows, text
+from jspec.train import text
+from jspec.train.text import Sampled
 from tools.pretrain import model
 
-MODEL = dataclasses.replace(
-    toy.TARGET, intermediate_size=48, num_layers=1, head_dim=8, max_length=32, tie_embeddings=True
-)
 LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 
 
@@ -42,13 +40,13 @@ def test_some_texts_are_sampled():
 
 def test_how_texts_were_made_is_beside_them(tmp_path):
     path = tmp_path / "rows.npy"
-    assert rows.read(path) is None
-    rows.Made(0.5, 7).write(path)
-    assert rows.read(path) == rows.Made(0.5, 7)
+    assert Sampled.read(path) is None
+    Sampled(sampled_share=0.5, seed=7).write(path)
+    assert Sampled.read(path) == Sampled(sampled_share=0.5, seed=7)
     for damaged in ("{", "[]", '{"sampled_share": 2, "seed": 0}', '{"seed": 0}'):
         (tmp_path / "rows.json").write_text(damaged)
         with pytest.raises(ValueError, match="rows.json: not what `jspec train text` writes"):
-            rows.read(path)
+            Sampled.read(path)
 
 
 @pytest.mark.slow

@@ -4,20 +4,16 @@ import dataclasses
 import math
 import types
 
+import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
-import toy
+from train_models import TARGET
 
-pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
-pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
-
-from jspec.train import distill, trainer  # noqa: E402
-from jspec.train.distill import DraftSetup  # noqa: E402
-from jspec.train.kinds import KINDS  # noqa: E402
-from jspec.train.recipe import Intervals, Recipe  # noqa: E402
-from tools.pretrain import model  # noqa: E402
+from jspec.train import distill, trainer
+from jspec.train.kinds import KINDS
+from jspec.train.recipe import Intervals, Recipe
+from tools.pretrain import model
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
@@ -26,20 +22,17 @@ def test_a_training_that_diverges_ends(loss, norm, tmp_path):
     with pytest.raises(
         ValueError, match=r"at step 3: the training diverged; .* lower learning_rate \(no checkpoint was"
     ):
-        task = trainer.Task(
+        task = types.SimpleNamespace(
             init=lambda: types.SimpleNamespace(step=0),
             advance=lambda state, step: (state, loss, norm) if step == 2 else (state, 1.0, 1.0),
             evaluate=lambda state: {},
             recipe=Recipe(steps=9),
             record={},
         )
-        trainer.run(task, directory=tmp_path, intervals=Intervals(log=3, evaluate=9, checkpoint=3))
+        trainer.run(task, tmp_path, intervals=Intervals(log=3, evaluate=9, checkpoint=3))
     assert not (tmp_path / "checkpoints").exists()
 
 
-TARGET = dataclasses.replace(
-    toy.TARGET, intermediate_size=48, num_layers=4, head_dim=8, max_length=64, tie_embeddings=True
-)
 SHAPES = {"eagle3": {"draft_vocab_size": 40}, "dspark": {"block_size": 4, "markov_rank": 6}}
 
 
@@ -49,17 +42,19 @@ def test_a_step_in_chunks_is_that_of_the_whole_batch(kind, most):
     """Whatever divides the batch of 6 sequences, with sequences that count differently and a sample of anchors."""
     shape = KINDS[kind].shape(capture_layers=(1, 2, 4), **SHAPES[kind])
     recipe = KINDS[kind].recipe(steps=3, batch_tokens=96, length=16, warmup=0)
-    setup = DraftSetup(KINDS[kind].load().make(TARGET, shape), recipe, "float32")
+    learner = KINDS[kind].load().make(TARGET, shape, recipe, "float32")
     rng = np.random.default_rng(0)
     texts, mask = rng.integers(0, 61, (6, 16)).astype(np.int32), rng.integers(0, 2, (6, 16)).astype(np.float32)
     mask[0, 2:] = 0
     params = model.init_params(TARGET, jax.random.key(0))
     results = []
     for chunk in (None, most):
-        chunked = dataclasses.replace(setup, chunk_tokens=chunk)
+        chunked = dataclasses.replace(learner, chunk_tokens=chunk)
         ids = None if kind == "dspark" else np.arange(10, 50)
         state = distill.init(chunked, params, ids)
-        state, loss, norm = trainer.train_step(state, params, distill.make_batch(setup, texts, mask), 0, setup=chunked)
+        state, loss, norm = trainer.train_step(
+            state, params, distill.make_batch(learner, texts, mask), 0, setup=chunked
+        )
         results.append(jax.device_get((loss, norm, state.opt_state[1][0].mu)))
     whole, parts = map(jax.tree.leaves, results)
     for one, other in zip(whole, parts, strict=True):

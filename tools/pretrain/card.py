@@ -70,12 +70,12 @@ def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, run: "LmRun",
         loss = f"loss: KL divergence to {teacher}"
         if recipe.cross_entropy:
             loss += f", {recipe.cross_entropy:g} of it replaced by cross-entropy"
-        if inputs.rows_shape:
-            loss += f"; {card.describe_rows(inputs)}"
+        if inputs.rows:
+            loss += f"; {inputs.describe_rows()}"
         lines.append(loss)
-    elif inputs.rows_shape and run.rows is not None:
-        (rows, width), name = inputs.rows_shape, run.rows.name
-        lines.append(f"{inputs.rows_share:.0%} of the batches are from {name}, {rows:,} texts of {width} tokens")
+    elif inputs.rows:
+        files = " and ".join(f"{rows.name}, {rows.count:,} texts of {rows.width} tokens" for rows in inputs.rows)
+        lines.append(f"{inputs.rows_share:.0%} of the batches are from {files}")
     lines.append(card.hardware(final))
     # The result.
     lines.append(
@@ -96,11 +96,11 @@ def _commands(setup: LmSetup, inputs: Inputs, run: "LmRun") -> list[str]:
     teacher = "" if run.teacher is None else run.teacher.name
     train = f"python -m tools.pretrain lm --data data --work runs/{run.out.name} --out {run.out.name}"
     train += f" --shape {run.shape}" if run.shape else " --config CONFIG"
-    if inputs.rows_shape is not None:
+    if inputs.rows:
         # Without a teacher it is unknown which model wrote the rows, if any did.
-        if run.teacher is not None:
-            lines.append(card.text_command(inputs, teacher))
-        train += f" --rows rows.npy --rows-share {inputs.rows_share}"
+        written, options = inputs.rows_commands(teacher)
+        lines += [] if run.teacher is None else written
+        train += options
     if run.teacher is not None:
         train += f" --teacher {teacher}"
     return [*lines, train + describe(setup.recipe)]

@@ -25,9 +25,10 @@ from jspec.core.options import check_options, option
 from jspec.loading.hub import locate
 from jspec.train import data, options
 from jspec.train import tokenizer as files
-from jspec.train.data import Half, PromptLimits, public_name
+from jspec.train.data import Half, public_name
 from tools.pretrain import corpus, prompts, tokenizer
 from tools.pretrain.corpus import Corpus, Document
+from tools.pretrain.prompts import PromptLimits
 
 HELDOUT = (
     "click einops h11 humanize jinja2 lineax markdown networkx patsy simplejson sortedcontainers wadler-lindig".split()

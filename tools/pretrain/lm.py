@@ -7,7 +7,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Unpack
 
 import jax
 import numpy as np
@@ -26,7 +25,7 @@ from jspec.train.batches import Source
 from jspec.train.model import count
 from jspec.train.options import Run, check_one
 from jspec.train.run_directory import Metrics, Record
-from jspec.train.trainer import RunOptions, State
+from jspec.train.trainer import State
 from pallas_kernels import platform
 from tools.pretrain import card, model, objective, tokenizer
 from tools.pretrain.objective import LmRecipe, LmSetup
@@ -56,38 +55,58 @@ class Heldout:
         return batches.heldout_batches(tokens, mask, batch_tokens=recipe.batch_tokens, length=recipe.length)
 
 
-def train(
-    setup: LmSetup,
-    sources: tuple[Source, ...],
-    heldout: Heldout,
-    *,
-    teacher: LlamaParams | None = None,
-    **run_options: Unpack[RunOptions],
-) -> State:
-    """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pretraining:
+    """The training of a language model, a `trainer.Task`.
 
-    run_options: see `trainer.RunOptions`.
+    teacher: the weights of the setup's teacher.
 
     Raises:
-      ValueError: a mismatch of model, data and recipe; also as `trainer.run`.
+      ValueError: a mismatch of model, data and recipe.
     """
-    check(setup, sources, heldout, teacher)
-    recipe = setup.recipe
 
-    def advance(state: State, step: int):
+    setup: LmSetup
+    sources: tuple[Source, ...]
+    heldout: Heldout
+    teacher: LlamaParams | None = None
+
+    def __post_init__(self):
+        check(self.setup, self.sources, self.heldout, self.teacher)
+
+    @property
+    def recipe(self) -> LmRecipe:
+        """The hyperparameters."""
+        return self.setup.recipe
+
+    @property
+    def record(self) -> Record:
+        """Everything that determines the run."""
+        setup, teacher = self.setup, self.teacher
+        return {
+            **dataclasses.asdict(setup.recipe),
+            **dataclasses.asdict(setup.config),
+            "dtype": setup.dtype,
+            "teacher": None if teacher is None else fingerprint.of_model(setup.teacher, teacher),
+            **fingerprint.of_sources(self.sources),
+            **fingerprint.of_heldout(self.heldout.source),
+            "byte_counts": fingerprint.of_array(self.heldout.byte_counts),
+        }
+
+    def init(self) -> State:
+        """The state before the first step."""
+        return objective.init(self.setup)
+
+    def advance(self, state: State, step: int) -> tuple[State, jax.Array, jax.Array]:
+        """The next state, the loss, and the norm of the gradient."""
+        recipe = self.recipe
         batch = batches.sample(
-            sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
+            self.sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
         )
-        return trainer.train_step(state, teacher, jax.device_put(batch), step, setup=setup)
+        return trainer.train_step(state, self.teacher, jax.device_put(batch), step, setup=self.setup)
 
-    task = trainer.Task(
-        init=lambda: objective.init(setup),
-        advance=advance,
-        evaluate=lambda state: evaluate(state.params, heldout, setup, teacher),
-        recipe=recipe,
-        record=_record(setup, sources, heldout, teacher),
-    )
-    return trainer.run(task, **run_options)
+    def evaluate(self, state: State) -> Metrics:
+        """Metrics on the held-out text."""
+        return evaluate(state.params, self.heldout, self.setup, self.teacher)
 
 
 def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: LlamaParams | None = None) -> Metrics:
@@ -140,31 +159,17 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
     if (shape is None) != (teacher is None):
         raise ValueError("teacher: its configuration (in the setup) and its weights must be given together")
     context = min(other.max_length for other in (config, shape) if other is not None)
-    batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
+    batches.check_sources(sources, length=recipe.length, vocab_size=config.vocab_size)
     batches.check_ids("heldout", heldout.source.tokens, config.vocab_size)
-    text = heldout.source.tokens
-    if text.ndim == 2 and text.shape[1] - 1 > context:
-        raise ValueError(f"the held-out sequences have {text.shape[1]} tokens, but the model's context holds {context}")
-    if text.ndim == 1:
-        batches.count_windows(text, recipe.length)
+    for source in (*sources, heldout.source):
+        width = 0 if source.tokens.ndim == 1 else source.tokens.shape[1]
+        if width - 1 > context:
+            raise ValueError(f"{source.name}: has sequences of {width} tokens, but the model's context holds {context}")
     if not any(
         (heldout.byte_counts[tokens] * (1 if mask is None else mask))[:, 1:].any()
         for tokens, mask in heldout.batches(recipe)
     ):
         raise ValueError("the held-out text has no bytes: all of its tokens are special ones")
-
-
-def _record(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: LlamaParams | None) -> Record:
-    """The parameters of a run."""
-    return {
-        **dataclasses.asdict(setup.recipe),
-        **dataclasses.asdict(setup.config),
-        "dtype": setup.dtype,
-        "teacher": None if teacher is None else fingerprint.of_model(setup.teacher, teacher),
-        **fingerprint.of_sources(sources),
-        **fingerprint.of_heldout(heldout.source),
-        "byte_counts": fingerprint.of_array(heldout.byte_counts),
-    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,22 +217,14 @@ def main(run: LmRun, recipe: LmRecipe) -> int:
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of a language model")
     # Logits with their gradients, and those of a teacher, in float32.
     chunk = batches.fit_chunk(recipe.batch_tokens, recipe.length, 4 * 6 * config.vocab_size)
-    setup = LmSetup(config, recipe, shape, dtype, chunk)
+    setup = LmSetup(recipe, dtype, config, shape, chunk_tokens=chunk)
+    task = Pretraining(setup, sources, heldout, None if teacher is None else teacher.params)
     # Try a card now: a run that cannot have one must not begin.
-    inputs = cards.inputs(manifest, sources, run)
+    inputs = cards.Inputs.of(manifest, sources, run)
     weights = count(jax.eval_shape(lambda: objective.init(setup).params))
     card.write(setup, inputs, card.EXAMPLE, run, steps=recipe.steps, weights=weights)
     # The run.
-    state = train(
-        setup,
-        sources,
-        heldout,
-        teacher=None if teacher is None else teacher.params,
-        directory=run.work,
-        resume=run.resume,
-        intervals=run.intervals,
-        stop_after=run.stop_after,
-    )
+    state = trainer.run(task, run.work, resume=run.resume, intervals=run.intervals, stop_after=run.stop_after)
     final = cards.final_metrics(run.work, "heldout_bits_per_byte")
     text = card.write(setup, inputs, final, run, steps=int(state.step), weights=weights)
     export(run.out, setup, state, bpe, text, TextTokenizer.load(run.data))

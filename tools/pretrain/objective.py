@@ -1,7 +1,6 @@
 """Losses and held-out metrics of language models: cross-entropy, and distance to a teacher."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -13,8 +12,8 @@ from jspec.core.options import option
 from jspec.models import Llama, LlamaParams
 from jspec.train import trainer
 from jspec.train.extra import optax
-from jspec.train.recipe import Recipe
-from jspec.train.trainer import State
+from jspec.train.recipe import Recipe, with_default
+from jspec.train.trainer import Setup, State
 from tools.pretrain import model
 
 Batch = tuple[Int[Array, "B T+1"], Float[Array, "B T+1"] | None]
@@ -25,26 +24,26 @@ Batch = tuple[Int[Array, "B T+1"], Float[Array, "B T+1"] | None]
 class LmRecipe(Recipe):
     """Hyperparameters of the training of a language model."""
 
+    batch_tokens: int = with_default(Recipe, "batch_tokens", 131072)
+    length: int = option(1024, "T, tokens of a sequence; those of --rows have their own length", least=1, most=2**24)
+    learning_rate: float = with_default(Recipe, "learning_rate", 3e-3)
+    weight_decay: float = with_default(Recipe, "weight_decay", 0.1)
+    clip: float = with_default(Recipe, "clip", 1.0)
     cross_entropy: float = option(0.0, "with a teacher: weight of the cross-entropy on the text", least=0, most=1)
     """With a teacher: weight of the cross-entropy on the text; the distance to the teacher has the rest of 1."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LmSetup:
-    """Everything static in a training step of a language model, as `trainer.Setup`."""
+class LmSetup(Setup):
+    """Everything static in a training step of a language model."""
 
-    config: Llama
     recipe: LmRecipe
+    config: Llama
     teacher: Llama | None
-    dtype: str
-    """Precision of the forward and backward pass; the weights themselves are float32."""
-    chunk_tokens: int | None = None
-    """As `trainer.Setup.chunk_tokens`."""
 
-    @property
-    def apply(self) -> Callable[[LlamaParams, Int[Array, "B T"]], Float[Array, "B T V"]]:
-        """(params, tokens) -> logits."""
-        return lambda params, tokens: model.logits(self.config, params, tokens, self.dtype)
+    def forward(self, params: LlamaParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """The logits."""
+        return model.logits(self.config, params, tokens, self.dtype)
 
     def loss(
         self, state: State, frozen: LlamaParams | None, batch: Batch
@@ -55,7 +54,7 @@ class LmSetup:
         """
         tokens, mask = batch
         mask = None if mask is None else mask[:, 1:]
-        predicted, targets = self.apply(state.params, tokens[:, :-1]), tokens[:, 1:]
+        predicted, targets = self.forward(state.params, tokens[:, :-1]), tokens[:, 1:]
         weight = targets.size if mask is None else jnp.maximum(jnp.sum(mask), 1.0)
         if frozen is None or self.teacher is None:
             return _mean(cross_entropy(predicted, targets), mask), weight
@@ -88,7 +87,7 @@ def measure(
     """
     tokens, mask = batch
     counted = jnp.ones_like(tokens[:, 1:], jnp.float32) if mask is None else mask[:, 1:]
-    predicted, targets = setup.apply(params, tokens[:, :-1]), tokens[:, 1:]
+    predicted, targets = setup.forward(params, tokens[:, :-1]), tokens[:, 1:]
     nats = jnp.sum(counted * cross_entropy(predicted, targets))
     if teacher is None or setup.teacher is None:
         return nats, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)

@@ -1,10 +1,33 @@
 """Prompts for completion: a function's signature and docstring, without its body."""
 
 import ast
+import dataclasses
 import warnings
+
+from jspec.core.checks import check_int
 
 MIN_STATEMENTS = 3
 """Shorter bodies, not counting the docstring, give too little to complete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLimits:
+    """How many prompts to write, and their lengths in tokens.
+
+    Raises:
+      TypeError, ValueError: a value other than an int or below 1, or a minimum above the maximum.
+    """
+
+    heldout: int = 128
+    train: int = 65536
+    min_tokens: int = 4
+    max_tokens: int = 400
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_int(field.name, getattr(self, field.name), least=1, owner="PromptLimits")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: must be at most {self.max_tokens}, max_tokens")
 
 
 def from_source(source: str) -> list[str]:

@@ -17,8 +17,7 @@ from jspec.core.options import check_options, option
 from jspec.text import tokenizer as text
 from jspec.train import options, text_data
 from jspec.train import tokenizer as files
-from jspec.train.prepare import FileOptions
-from jspec.train.records import Dropped
+from jspec.train.records import Dropped, FileOptions
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends a text and separates documents in token files."""
@@ -124,8 +123,7 @@ def main(output: Output, size: Size, texts: FileOptions) -> int:
     if texts.chats is not None:
         raise ValueError("--chats: a tokenizer is trained on text; give --text or --jsonl")
     options.check_writable("--out", output.out)
-    source = texts.files()
-    bpe = train(sample(text_data.read(source, Dropped(source.skip_bad))), size.vocab_size)
+    bpe = train(sample(text_data.read(texts, Dropped(texts.skip_bad))), size.vocab_size)
     with atomic.staged(output.out, key="tokenizer.json") as stage:
         files.save(bpe, stage, size.max_length)
     print(f"{output.out}: a tokenizer of {bpe.get_vocab_size():,} tokens")
