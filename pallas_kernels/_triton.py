@@ -84,9 +84,62 @@ def load_columns(ref: Ref, lead: tuple, row: jax.Array, used: jax.Array, first: 
     return jnp.where(inside, pltriton.load(place, mask=inside).astype(jnp.bfloat16), jnp.zeros((), jnp.bfloat16))
 
 
+def find_page(table_ref: Ref, first: jax.Array, upper: jax.Array, page_size: int, block_k: int) -> jax.Array:
+    """The page of a block of positions from `first` on, or those of its rows if blocks do not divide pages."""
+    if page_size % block_k:
+        first += jnp.arange(block_k)
+    return pltriton.load(table_ref.at[first // page_size], mask=first < upper, other=0)
+
+
+def rows_of_page(page: jax.Array, first: jax.Array, position: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """The pages that `find_page` gives, as an index, and the row of each position of the block in its page."""
+    if page_size % len(position):
+        return page[:, None], position % page_size
+    return page, first % page_size + jnp.arange(len(position))
+
+
+def load_mask(ref: Ref, node: jax.Array, real: jax.Array, position: jax.Array, used: jax.Array) -> jax.Array:
+    """Which positions the node of each query row sees, where both exist, from a mask [N, positions]."""
+    pair = ref.at[node[:, None], position[None]]
+    return pltriton.load(pair, mask=real[:, None] & used[None], other=False)
+
+
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """The product in full precision for float32, where Triton would otherwise use TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def count_parts(inner: int, tiles: int, *, programs: int, least: int) -> int:
+    """The parts of a contraction, a power of two, for parts of the same length in most matrices.
+
+    There are at most `programs` programs for these tiles, and more than half as many, unless parts would have less than
+    `least` elements.
+    """
+    most = max(1, min(programs // tiles, inner // least))
+    return 1 << (most.bit_length() - 1)
+
+
+def product_in_parts(
+    kernel: Callable[..., None], x: jax.Array, *matrix: jax.Array | None, columns: int, config: Any, **options: Any
+) -> jax.Array:
+    """The product [T, N] of a kernel whose program owns a tile of one of the parts [parts, T, N] of the contraction.
+
+    XLA adds up several parts, in float32.
+
+    config: with `block_m`, `block_n`, `parts`, `num_warps` and `num_stages`.
+    options: of `call`.
+    """
+    rows, spread = len(x), config.parts > 1
+    out = call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
+        # Blocks of rows run together, because they read the same columns of the matrix.
+        grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **options,
+    )(x, *matrix)
+    return out.sum(0).astype(x.dtype) if spread else out[0]
 
 
 def absorb(

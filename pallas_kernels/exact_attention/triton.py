@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import platform
 from pallas_kernels._triton import call, int32_or_none, padded, refuse_dtype
+from pallas_kernels._triton_specs import Specs, Stored, state_shapes
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths
-from pallas_kernels.exact_attention.specs import Specs, Stored, state_shapes
 from pallas_kernels.exact_attention.tiles import (
     AT_ONCE,
     Prefix,

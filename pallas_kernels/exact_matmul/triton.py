@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import call, dot, refuse_dtype
+from pallas_kernels._triton import call, count_parts, dot, refuse_dtype
 from pallas_kernels._types import Ref
 from pallas_kernels.parts import add_parts
 
@@ -104,9 +104,8 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     """
     tuning = platform.for_device_kind(TUNING)
     config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
-    most_parts = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
-    # A power of two, for parts of the same length in most matrices.
-    parts = 1 << (most_parts.bit_length() - 1)
+    tiles = pl.cdiv(columns, config.block_n)
+    parts = count_parts(inner, tiles, programs=tuning.programs, least=tuning.least_part)
     if config is tuning.narrow:
         larger = tuning.many_rows if parts > 1 else tuning.many_rows_whole
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)

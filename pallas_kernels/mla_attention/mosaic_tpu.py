@@ -6,7 +6,6 @@ of its sequence with committed rows and no others, each row once, as key and as 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +17,24 @@ from jax.typing import DTypeLike
 from pallas_kernels import platform
 from pallas_kernels._mosaic_tpu import (
     LANES,
-    Copies,
-    State,
-    absorb,
+    LATENTS,
+    Config,
+    Seen,
+    Steps,
+    absorb_rows,
+    attend_own_rows,
+    attend_prefix,
     double_buffer,
     empty_state,
-    own_rows_end,
+    mask_operand,
     pad,
-    page_positions,
+    refuse_dtypes,
     round_up,
-    sees_own_rows,
-    stream,
 )
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import scores_in_base_2
 
-DTYPES = ("bfloat16", "float32")
 PAGE_ROWS = 8
 """Pages are copied as whole tiles of this many rows."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work of one call is divided."""
-
-    block_m: int
-    """Query rows of a program."""
-    step_pages: int
-    """Pages of the prefix per step."""
-    step_rows: int
-    """The round's own rows per step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +83,10 @@ def supported(
     # The interpreter takes any shape and dtype.
     if platform.resolve_interpret(interpret):
         return None
-    if q_latent.dtype.name not in DTYPES:
-        return f"q_latent is {q_latent.dtype.name}: must be one of {', '.join(DTYPES)}"
-    if pool is not None and pool.dtype.name not in DTYPES:
-        return f"pool is {pool.dtype.name}: must be one of {', '.join(DTYPES)}"
-    if pool is not None and pool.shape[3] % PAGE_ROWS:
+    refusal = refuse_dtypes(q_latent=q_latent, pool=pool)
+    if refusal is None and pool is not None and pool.shape[3] % PAGE_ROWS:
         return f"pool has pages of {pool.shape[3]} rows: must be a multiple of {PAGE_ROWS}"
-    return None
+    return refusal
 
 
 def mla_attention(
@@ -137,7 +121,7 @@ def mla_attention(
     queries, padded = pad(queries, 1, folded), pad(rows, 1, round_up(own_rows, config.step_rows))
     # The prefix and the masks, where there are any.
     table = lengths = jnp.zeros(batch, jnp.int32)
-    prefix = prefix_scratch = node_masks = mask_scratch = mask_spec = None
+    prefix = prefix_scratch = node_masks = mask_scratch = None
     if pool is not None and page_table is not None and prefix_length is not None:
         prefix, table, lengths = pool, page_table.reshape(-1).astype(jnp.int32), prefix_length.astype(jnp.int32)
         prefix_scratch = double_buffer((config.step_pages, page_size, width), pool.dtype)
@@ -150,10 +134,7 @@ def mla_attention(
             # Steps are not adjacent in memory as columns: tiles would not divide them evenly.
             node_masks = node_masks.reshape(*node_masks.shape[:2], -1, keys).swapaxes(1, 2)
             mask_scratch = double_buffer((node_masks.shape[2], keys), node_masks.dtype)
-    if mask is not None:
-        shared = mask.shape[0] == 1
-        mask = pad(pad(jnp.repeat(mask.astype(jnp.int8), heads, axis=1), 1, folded), 2, padded.shape[1])
-        mask_spec = pl.BlockSpec((None, config.block_m, padded.shape[1]), lambda b, t, *_: (0 if shared else b, t, 0))
+    mask, mask_spec = mask_operand(mask, heads, folded, padded.shape[1], config.block_m)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     vmem_bytes = platform.for_device_kind(TUNING).vmem_bytes
     out = pl.pallas_call(
@@ -211,112 +192,35 @@ def _kernel(
 ) -> None:
     sequence, first_row = pl.program_id(0), pl.program_id(1) * config.block_m
     q = q_ref[...]
-    take = functools.partial(_absorb, q, latent=latent, scale=scale)
+
+    def take(rows, visible, state):
+        rows = rows.astype(q.dtype)
+        return absorb_rows(q, rows, rows[:, :latent], visible, state, scale=scale)
+
     state = empty_state(q.shape[:1], latent)
     if pool_ref is not None and page_scratch is not None:
         node = (first_row + lax.broadcasted_iota(jnp.int32, (config.block_m, 1), 0)) // heads
-        state = _committed(
-            pool_ref.at[layer_ref[0], 0],
-            lambda slot: table_ref[sequence * pages + slot],
-            jnp.minimum(length_ref[sequence], pages * pool_ref.shape[3]),
-            None if seen_ref is None else seen_ref.at[sequence],
-            node,
-            page_scratch,
-            seen_scratch,
+        rows_ref, node_masks = pool_ref.at[layer_ref[0], 0], None
+        if seen_ref is not None and seen_scratch is not None:
+            masks_ref, (masks, arrived) = seen_ref.at[sequence], seen_scratch
+            node_masks = (
+                lambda i: (1, lambda _: pltpu.make_async_copy(masks_ref.at[i], masks.at[i % 2], arrived.at[i % 2])),
+                lambda i: _of_nodes(masks[i % 2], node) > 0,
+            )
+        state = attend_prefix(
+            lambda slot: rows_ref.at[table_ref[sequence * pages + slot]],
+            Steps(*page_scratch, LATENTS),
+            Seen(jnp.minimum(length_ref[sequence], pages * pool_ref.shape[3]), node_masks=node_masks),
             take,
             state,
         )
-    state = _round_rows(own_ref.at[sequence], mask_ref, own_scratch, first_row, last_seen, heads, take, state)
+    steps = Steps(*own_scratch, LATENTS)
+    state = attend_own_rows(own_ref.at[sequence], mask_ref, steps, first_row, last_seen, heads, take, state)
     _, total, summed = state
     out_ref[...] = (summed / total).astype(out_ref.dtype)
-
-
-def _committed(
-    pages_ref: Ref,
-    page_at: Callable,
-    upper: jax.Array,
-    seen_ref: Ref | None,
-    node: jax.Array,
-    scratch: tuple[Ref, Ref],
-    seen_scratch: tuple[Ref, Ref] | None,
-    take: Callable,
-    state: State,
-) -> State:
-    """The state after the prefix up to `upper`, in steps of several pages."""
-    buffer, semaphores = scratch
-    _, step_pages, page_size, width = buffer.shape
-    keys = step_pages * page_size
-
-    def copies(i):
-        first = i * step_pages
-
-        def copy(j):
-            return pltpu.make_async_copy(pages_ref.at[page_at(first + j)], buffer.at[i % 2, j], semaphores.at[i % 2])
-
-        return jnp.minimum(pl.cdiv(upper, page_size) - first, step_pages), copy
-
-    kinds: list[Copies] = [copies]
-    if seen_ref is not None and seen_scratch is not None:
-        masks, arrived = seen_scratch
-        kinds.append(lambda i: (1, lambda _: pltpu.make_async_copy(seen_ref.at[i], masks.at[i % 2], arrived.at[i % 2])))
-
-    def step(i, state):
-        @pl.when((i + 1) * keys > upper)
-        def _():
-            # 0 * NaN is NaN, and after the prefix there may be a free row or an old buffer: mask the values.
-            used = i * keys + page_positions(step_pages, page_size, 1) < upper
-            rows = buffer[i % 2]
-            buffer[i % 2] = jnp.where(used, rows, jnp.zeros_like(rows))
-
-        visible = i * keys + lax.broadcasted_iota(jnp.int32, (1, keys), 1) < upper
-        if seen_scratch is not None:
-            visible = visible & (_of_nodes(seen_scratch[0][i % 2], node) > 0)
-        return take(buffer[i % 2].reshape(keys, width), visible, state)
-
-    return stream(0, pl.cdiv(upper, keys), kinds, step, state)
 
 
 def _of_nodes(seen: jax.Array, node: jax.Array) -> jax.Array:
     """The rows [block_m, keys] of `seen` [N, keys] that belong to each query row's node [block_m, 1]."""
     one_hot = node == lax.broadcasted_iota(jnp.int32, (1, seen.shape[0]), 1)
     return jnp.dot(one_hot.astype(seen.dtype), seen, preferred_element_type=jnp.float32)
-
-
-def _round_rows(
-    own_ref: Ref,
-    mask_ref: Ref | None,
-    scratch: tuple[Ref, Ref],
-    first_row: jax.Array,
-    last_seen: int,
-    heads: int,
-    take: Callable,
-    state: State,
-) -> State:
-    """The state after the round's own rows; without a mask, node n sees the rows up to `last_seen` + n."""
-    buffer, semaphores = scratch
-    step_rows, rows, block_m = buffer.shape[1], own_ref.shape[0], state[0].shape[0]
-
-    def copies(i):
-        rows_of_step = own_ref.at[pl.ds(pl.multiple_of(i * step_rows, step_rows), step_rows)]
-        return 1, lambda _: pltpu.make_async_copy(rows_of_step, buffer.at[i % 2], semaphores.at[i % 2])
-
-    def step(i, state):
-        visible = sees_own_rows(mask_ref, i, step_rows, first_row, block_m, heads, last_seen)
-        return take(buffer[i % 2], visible, state)
-
-    end = own_rows_end(mask_ref, rows, last_seen, (first_row + block_m - 1) // heads)
-    return stream(0, pl.cdiv(end, step_rows), (copies,), step, state)
-
-
-def _absorb(q: jax.Array, rows: jax.Array, visible: jax.Array, state: State, *, latent: int, scale: float) -> State:
-    """The state after the latent rows [keys, W] of a step."""
-    rows = rows.astype(q.dtype)
-    scores = jnp.where(visible, scores_in_base_2(_dot(q, rows, 1), scale, None), -jnp.inf)
-    return absorb(scores, lambda weights: _dot(weights.astype(q.dtype), rows[:, :latent], 0), state)
-
-
-def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Products of a [M, n] with a matrix whose `axis` has n elements, in float32."""
-    return lax.dot_general(
-        a, b, (((1,), (axis,)), ((), ())), precision=platform.exactness(a), preferred_element_type=jnp.float32
-    )

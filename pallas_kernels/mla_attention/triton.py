@@ -18,7 +18,19 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import absorb, call, dot, int32_or_none, load_columns, merge, padded, refuse_dtype
+from pallas_kernels._triton import (
+    absorb,
+    call,
+    dot,
+    find_page,
+    int32_or_none,
+    load_columns,
+    load_mask,
+    merge,
+    padded,
+    refuse_dtype,
+    rows_of_page,
+)
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import scores_in_base_2
 
@@ -289,25 +301,18 @@ def _committed(
     upper = jnp.minimum(length, table_ref.shape[0] * page_size)
 
     def find(i):
-        first = i * config.block_k
-        if page_size % config.block_k:
-            first += jnp.arange(config.block_k)
-        return pltriton.load(table_ref.at[first // page_size], mask=first < upper, other=0)
+        return find_page(table_ref, i * config.block_k, upper, page_size, config.block_k)
 
     def fetch(i, page):
-        first, offset = i * config.block_k, jnp.arange(config.block_k)
-        position = first + offset
+        first = i * config.block_k
+        position = first + jnp.arange(config.block_k)
         # 0 * NaN is NaN, and beyond the prefix there may be a free page: mask the load, not the weight.
         used = position < upper
-        if page_size % config.block_k:
-            page, row = page[:, None], position % page_size
-        else:
-            row = first % page_size + offset
+        page, row = rows_of_page(page, first, position, page_size)
         parts = _parts(pool_ref, (layer, 0, page), row, used, columns)
         if prefix_mask_ref is None:
             return parts, used[None]
-        pair = prefix_mask_ref.at[node[:, None], position[None]]
-        return parts, pltriton.load(pair, mask=real[:, None] & used[None], other=False)
+        return parts, load_mask(prefix_mask_ref, node, real, position, used)
 
     return pl.cdiv(upper, config.block_k), find, fetch
 
@@ -336,8 +341,7 @@ def _round_rows(
         parts = _parts(rows_ref, (), position, used, columns)
         if mask_ref is None:
             return parts, position[None] <= rows - nodes + node[:, None]
-        pair = mask_ref.at[node[:, None], position[None]]
-        return parts, pltriton.load(pair, mask=real[:, None] & used[None], other=False)
+        return parts, load_mask(mask_ref, node, real, position, used)
 
     return pl.cdiv(seen, config.block_k), find, fetch
 

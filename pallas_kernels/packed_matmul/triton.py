@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import call, refuse_dtype
+from pallas_kernels._triton import count_parts, product_in_parts, refuse_dtype
 from pallas_kernels._triton_words import Words, add_block, finished, in_ptx, load
 from pallas_kernels._types import Ref
 from pallas_kernels.packed_matmul.layout import BLOCK, PER_WORD, STRIDE
@@ -96,8 +96,7 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     else:
         config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
     tiles = pl.cdiv(columns, config.block_n) * pl.cdiv(rows, config.block_m)
-    parts = max(1, min(tuning.programs // tiles, inner // least))
-    return dataclasses.replace(config, parts=1 << (parts.bit_length() - 1))
+    return dataclasses.replace(config, parts=count_parts(inner, tiles, programs=tuning.programs, least=least))
 
 
 def supported(
@@ -129,20 +128,11 @@ def packed_matmul(
     """Arguments as in `api.packed_matmul` and `dispatch.Operation`."""
     (rows, inner), columns = x.shape, words.shape[1]
     config = config or default_config(rows=rows, inner=inner, columns=columns, dtype=x.dtype)
-    spread, interpret = config.parts > 1, platform.resolve_interpret(interpret)
-    out = call(
-        functools.partial(
-            _one_row_kernel if config.block_m == 1 else _kernel, group=group, config=config, ptx=not interpret
-        ),
-        out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
-        # Blocks of rows run together, because they read the same columns of the matrix.
-        grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        interpret=bool(interpret),
-        name="packed_matmul",
-    )(x, words, scale, zero)
-    return out.sum(0).astype(x.dtype) if spread else out[0]
+    interpret = bool(platform.resolve_interpret(interpret))
+    kernel = _one_row_kernel if config.block_m == 1 else _kernel
+    kernel = functools.partial(kernel, group=group, config=config, ptx=not interpret)
+    options = {"config": config, "interpret": interpret, "name": "packed_matmul"}
+    return product_in_parts(kernel, x, words, scale, zero, columns=columns, **options)
 
 
 class _Tiles(Words):

@@ -17,7 +17,20 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import absorb, call, dot, int32_or_none, load_rows, merge, padded, refuse_dtype
+from pallas_kernels._triton import (
+    absorb,
+    call,
+    dot,
+    find_page,
+    int32_or_none,
+    load_mask,
+    load_rows,
+    merge,
+    padded,
+    refuse_dtype,
+    rows_of_page,
+)
+from pallas_kernels._triton_specs import Specs
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import LOG2_E, scores_in_base_2
 
@@ -153,7 +166,7 @@ def paged_attention(
     interpret = platform.resolve_interpret(interpret)
     # The result, or a partial one of each split.
     tiles = pl.cdiv(nodes * group, config.block_m)
-    specs = _Specs(tiles)
+    specs = Specs(tiles)
     splits = config.splits + (config.splits > 1)
     partials = (splits, batch, nodes, kv_heads, group)
     if config.splits == 1:
@@ -198,32 +211,6 @@ def paged_attention(
         None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group),
     )
     return (out[0] if config.splits == 1 else merge(out, q.dtype, interpret)).reshape(q.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Specs:
-    """The part of each array for a program, an offset, on the grid (key head, sequence and tile, split)."""
-
-    tiles: int
-
-    def queries(self, nodes: int, group: int, dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, nodes, None, group, dim), lambda h, bt, s: (bt // self.tiles, 0, h, 0, 0))
-
-    def rows(self, rows: int, dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, rows, None, dim), lambda h, bt, s: (bt // self.tiles, 0, h, 0))
-
-    def pages(self, pool: jax.Array) -> pl.BlockSpec:
-        *lead, _, dim = pool.shape
-        return pl.BlockSpec((*lead, None, dim), lambda h, bt, s: (0, 0, 0, 0, h, 0))
-
-    def sequence(self, *shape: int, shared: bool = False) -> pl.BlockSpec:
-        zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, *shape), lambda h, bt, s: (0 if shared else bt // self.tiles, *zeros))
-
-    def partial(self, nodes: int, group: int, *dim: int) -> pl.BlockSpec:
-        zeros = (0,) * len(dim)
-        block = (None, None, nodes, None, group, *dim)
-        return pl.BlockSpec(block, lambda h, bt, s: (s, bt // self.tiles, 0, h, 0, *zeros))
 
 
 def _kernel(
@@ -328,22 +315,16 @@ def _committed(
         return (i - jnp.where(i < first, first - first_blocks, 0) if keep_first else i) * config.block_k
 
     def find(i):
-        at = place(i)
-        if page_size % config.block_k:
-            at += jnp.arange(config.block_k)
-        return pltriton.load(table_ref.at[at // page_size], mask=at < upper, other=0)
+        return find_page(table_ref, place(i), upper, page_size, config.block_k)
 
     def fetch(i, page):
-        at, offset = place(i), jnp.arange(config.block_k)
-        position = at + offset
+        at = place(i)
+        position = at + jnp.arange(config.block_k)
         # 0 * NaN is NaN, and beyond the prefix there may be a free page: mask the load, not the weight.
         used = (position >= lower) & (position < upper)
         if keep_first:
             used |= (position < keep_first) & (position < upper)
-        if page_size % config.block_k:
-            page, row = page[:, None], position % page_size
-        else:
-            row = at % page_size + offset
+        page, row = rows_of_page(page, at, position, page_size)
         keys, values = (load_rows(pool_ref, (layer, kind, page), row, used) for kind in (0, 1))
         if starts is None:
             return keys, values, used[None]
@@ -379,7 +360,6 @@ def _round_rows(
         keys, values = (load_rows(ref, (), position, used) for ref in (k_ref, v_ref))
         if mask_ref is None:
             return keys, values, position[None] <= rows - nodes + node[:, None]
-        pair = mask_ref.at[node[:, None], position[None]]
-        return keys, values, pltriton.load(pair, mask=real[:, None] & used[None], other=False)
+        return keys, values, load_mask(mask_ref, node, real, position, used)
 
     return 0, blocks, lambda i: i, fetch

@@ -4,7 +4,7 @@ A program widens a tile of the matrix in registers, multiplies, and applies the 
 products. Few rows give too few tiles to keep the device busy, so the contraction is divided into parts, each a program
 of its own, and XLA adds up the partial results.
 
-A single row gives tensor cores nothing to share: its products are those of each thread, which keeps the sums of its own
+A single row gives tensor cores nothing to share: each thread multiplies, and keeps the sums of its own
 elements of the tile.
 """
 
@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import call, dot, power_of_2_in, refuse_dtype
+from pallas_kernels._triton import count_parts, dot, power_of_2_in, product_in_parts, refuse_dtype
 from pallas_kernels._types import Ref
 
 
@@ -34,7 +34,7 @@ class Config:
     block_k: int
     """Elements of a row, and rows of the matrix, per iteration; at most those of a group."""
     parts: int
-    """Programs that share the contraction of a tile."""
+    """Programs for the contraction of a tile."""
     num_warps: int
     num_stages: int
 
@@ -83,8 +83,8 @@ def default_config(*, rows: int, inner: int, columns: int, group: int, dtype: DT
     else:
         config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
     if config not in (tuning.float32, tuning.many_rows):
-        parts = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // least))
-        config = dataclasses.replace(config, parts=1 << (parts.bit_length() - 1))
+        parts = count_parts(inner, pl.cdiv(columns, config.block_n), programs=tuning.programs, least=least)
+        config = dataclasses.replace(config, parts=parts)
     return config if group >= inner else dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
 
 
@@ -110,22 +110,12 @@ def scaled_matmul(
     """Arguments as in `api.scaled_matmul` and `dispatch.Operation`."""
     (rows, inner), columns = x.shape, weight.shape[1]
     config = config or default_config(rows=rows, inner=inner, columns=columns, group=group, dtype=x.dtype)
-    spread = config.parts > 1
     # Masked loads of fp8 do not compile.
     narrow, weight = weight.dtype, lax.bitcast_convert_type(weight, jnp.int8)
-    out = call(
-        functools.partial(
-            _one_row_kernel if config.block_m == 1 else _kernel, narrow=narrow, group=group, config=config
-        ),
-        out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
-        # Blocks of rows run together, because they read the same columns of the matrix.
-        grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        interpret=platform.resolve_interpret(interpret),
-        name="scaled_matmul",
-    )(x, weight, scale)
-    return out.sum(0).astype(x.dtype) if spread else out[0]
+    kernel = _one_row_kernel if config.block_m == 1 else _kernel
+    kernel = functools.partial(kernel, narrow=narrow, group=group, config=config)
+    options = {"config": config, "interpret": platform.resolve_interpret(interpret), "name": "scaled_matmul"}
+    return product_in_parts(kernel, x, weight, scale, columns=columns, **options)
 
 
 def _kernel(

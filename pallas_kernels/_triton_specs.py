@@ -1,4 +1,4 @@
-"""The arrays of exact attention's Triton kernels, and the part of each that a program sees."""
+"""The arrays of attention's Triton kernels, and the part of each that a program sees."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,29 +38,40 @@ class Specs:
         """The part of an array [B, N, K, G, D]."""
         return pl.BlockSpec((None, nodes, None, group, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0, 0))
 
+    def rows(self, rows: int, dim: int) -> pl.BlockSpec:
+        """The part of an array [B, R, K, D]."""
+        return pl.BlockSpec((None, rows, None, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0))
+
     def round(self, rows: int, dim: int, path: jax.Array | None) -> list[pl.BlockSpec | None]:
         """The round's keys and values, the paths of nodes, and how many rows are on them."""
-        row = pl.BlockSpec((None, rows, None, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0))
         on_path = (None, None) if path is None else (self.sequence(*path.shape[1:]), self.sequence(path.shape[1]))
-        return [row, row, *on_path]
+        return [self.rows(rows, dim)] * 2 + [*on_path]
+
+    def pages(self, pool: jax.Array) -> pl.BlockSpec:
+        """The part of a pool [L, 2, P, page, K, D]."""
+        *lead, _, dim = pool.shape
+        return pl.BlockSpec((*lead, None, dim), lambda h, bt, *_: (0, 0, 0, 0, h, 0))
 
     def stored(self, stored: Stored | None) -> list[pl.BlockSpec | None]:
         """The fields of `Stored`."""
         if stored is None:
             return [None] * 4
-        *lead, _, dim = stored.pool.shape
-        pages = pl.BlockSpec((*lead, None, dim), lambda h, bt, *_: (0, 0, 0, 0, h, 0))
         layer = pl.BlockSpec((None,), lambda h, bt, *_: (0,))
-        return [layer, pages, self.sequence(stored.table.shape[1]), self.sequence()]
+        return [layer, self.pages(stored.pool), self.sequence(stored.table.shape[1]), self.sequence()]
 
-    def sequence(self, *shape: int) -> pl.BlockSpec:
-        """The part of an array that has an element of this shape for each sequence."""
+    def sequence(self, *shape: int, shared: bool = False) -> pl.BlockSpec:
+        """The part of an array that has an element of this shape for each sequence, or one that all share."""
         zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, *shape), lambda h, bt, *_: (bt // self.tiles, *zeros))
+        return pl.BlockSpec((None, *shape), lambda h, bt, *_: (0 if shared else bt // self.tiles, *zeros))
 
     def sinks(self, sinks: jax.Array | None) -> pl.BlockSpec | None:
         """The part of an array [K, G], if it is given."""
         return None if sinks is None else pl.BlockSpec((None, sinks.shape[1]), lambda h, *_: (h, 0))
+
+    def partial(self, nodes: int, group: int, *dim: int) -> pl.BlockSpec:
+        """The part of an array [S, B, N, K, G, ...] of a split, the last axis of the grid."""
+        block, zeros = (None, None, nodes, None, group, *dim), (0,) * len(dim)
+        return pl.BlockSpec(block, lambda h, bt, s: (s, bt // self.tiles, 0, h, 0, *zeros))
 
     def states(self, shapes: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[pl.BlockSpec]:
         """The parts of arrays of `state_shapes`."""
