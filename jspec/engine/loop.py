@@ -74,11 +74,11 @@ class Loop:
     def _collect(self, program: InFlight) -> list[tuple[DeviceRequest, DeviceOutput]]:
         """Waits for a report and passes it to the scheduler; measures the time of a round."""
         outputs = program.wait()
-        before = {request: request.rounds for request in outputs if not request.ended}
+        before = {request: request.rounds for request in outputs}
         changed = self.scheduler.update(program.plan, outputs)
         if isinstance(program.plan, Burst):
             # Moving average of the time between reports, per round, without that of compilation.
-            rounds = max((outputs[request].rounds - count for request, count in before.items()), default=0)
+            rounds = max(output.rounds - before[request] for request, output in outputs.items())
             self.rounds += rounds
             now = time.monotonic() - self.device.executor.compile_seconds
             if self._reported_at is not None and rounds > 0:
