@@ -447,26 +447,26 @@ class Engine:
         groups[index].expect(request)
         return groups[index]
 
-    def _on_all(self, calls: Sequence[Callable[[], T]], groups: Sequence[Group] | None = None) -> list[T]:
-        """The result of a call in the thread of each group, between two bursts. groups: None: all.
+    def _on_all(self, calls: Sequence[Callable[[], T]], reader: Group | None = None) -> list[T]:
+        """The result of a call in the thread of each group (or of `reader`, without effects), between two bursts.
 
         Raises:
           EngineError: the engine has failed or is closed.
         """
         self._check_alive()
-        futures = [group.ask(call) for group, call in zip(groups or self.groups, calls, strict=True)]
+        groups = zip(self.groups if reader is None else [reader], calls, strict=True)
+        futures = [group.ask(call, reader is None) for group, call in groups]
         while wait(futures, timeout=1.0).not_done:
             self._check_alive()
         return [future.result() for future in futures]
 
     def _score(self, group: Group, chunk: Chunk) -> TokenScores:
-        """Dispatches a chunk of a score, after the running burst."""
+        """Dispatches a chunk of a score, after the running burst. An error concerns the caller alone."""
         call = partial(group.device.score, chunk)
         if self.model.placement is not None:
             # Several devices must get all programs in one order, so from one thread.
-            return self._on_all([call], [group])[0]
-        # An update waits meanwhile. An error concerns the caller alone.
-        with self._weights:
+            return self._on_all([call], reader=group)[0]
+        with self._weights:  # An update waits meanwhile.
             self._check_alive()
             return call()
 

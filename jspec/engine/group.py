@@ -91,10 +91,22 @@ class Group:
                 handle.end(self._error)
         return handles
 
-    def ask(self, function: Callable[[], T]) -> "Future[T]":
-        """Calls a function in the thread, before its next turn. If the group has ended, the result never comes."""
+    def ask(self, function: Callable[[], T], changes_state: bool = True) -> "Future[T]":
+        """Calls a function in the thread, before its next turn. If the group has ended, the result never comes.
+
+        changes_state: an error ends the group; otherwise it is only the future's.
+        """
         future: Future[T] = Future()
-        self._call(lambda: future.set_result(function()))
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                if changes_state:
+                    raise
+                future.set_exception(error)
+
+        self._call(call)
         return future
 
     def stop(self, error: BaseException | None = None) -> None:

@@ -131,6 +131,23 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
         split.assert_same_scores([engine.score(tiny.PROMPTS[0], 2)], jspec.score(new, tiny.PROMPTS[:1], top_k=2))
 
 
+def test_an_error_of_a_score_is_its_callers_alone(load, monkeypatch):
+    """Also if the devices of a group take all calls from one thread."""
+
+    def out_of_memory(chunk):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+
+    model = load("tied", None, 2)
+    with jspec.Engine(model, drafter=None, **SIZES) as engine:
+        running = engine.submit(tiny.PROMPTS[1], max_new_tokens=12)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.groups[0].device, "score", out_of_memory)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+                engine.score([5, 6, 7])
+        assert engine.alive and running.result(timeout=300).tokens
+        split.assert_same_scores([engine.score(tiny.PROMPTS[0], 2)], jspec.score(model, tiny.PROMPTS[:1], top_k=2))
+
+
 def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):
     model = load("tied", None, 4)
     method = Method(model.target, Plain(), accept.greedy, model.placement)
