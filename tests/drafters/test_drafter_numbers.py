@@ -83,12 +83,12 @@ def test_the_default_is_that_of_the_loaded_draft():
 
 
 @pytest.mark.parametrize(
-    ("batch", "offered"), [(1, [0, 2, 3, 4]), (5, [0, 2, 3, 4]), (6, [0, 1, 3, 4]), (99, [0, 1, 3, 4])]
+    ("batch", "deep", "chain"), [(1, 8, 2), (3, 8, 2), (4, 8, 1), (4, 7, 2), (5, 7, 1), (99, 7, 1)]
 )
-def test_one_depth_offers_one_chain_and_every_tree(batch, offered):
-    """Chains of 2 and 5 tokens: up to 32 tokens are verified by 5 sequences of 6."""
-    drafters = (None, Ngram(depth=2), Ngram(depth=5), Suffix(width=2, depth=9), Suffix(width=3, depth=40))
-    assert Adaptive(drafters, one_depth=True).bind(SimpleNamespace(), None).offered(batch) == offered
+def test_one_depth_offers_one_chain_and_every_tree(batch, deep, chain):
+    """The deeper chain verifies at most 32 tokens of all sequences."""
+    drafters = (None, Ngram(depth=2), Ngram(depth=deep), Suffix(width=2, depth=9), Suffix(width=3, depth=40))
+    assert Adaptive(drafters, one_depth=True).bind(SimpleNamespace(), None).offered(batch) == [0, chain, 3, 4]
 
 
 MODEL = object()
@@ -102,7 +102,7 @@ def mtp(depth, **changes):
     ("drafter", "owner", "shared"),
     [
         (mtp(2), mtp(3), True),
-        (mtp(3), mtp(3), True),
+        (mtp(3), mtp(3, heads=3), True),
         (mtp(3), mtp(2), False),
         (mtp(2), mtp(3, model=None), False),
         (mtp(2), mtp(3, sampled=True), False),
