@@ -42,7 +42,7 @@ def mesh() -> jax.sharding.Mesh:
 def main() -> None:
     # A group of devices in each process.
     model = load(data=count, tensor=jax.local_device_count())
-    with jspec.Engine(model, **OPTIONS) as engine:
+    with jspec.Engine(model, drafter="ngram", **OPTIONS) as engine:
         apart = described(engine.generate(PROMPTS, **GIVEN)) if engine.leads else {}
         given = [group.assigned for group in engine.groups]
     found: dict[str, Any] = {
