@@ -60,7 +60,12 @@ def pytest_collection_modifyitems(config, items):
     """Takes the points that `slow(unless=...)` names out of the slow tier, and keeps the ids that name no point.
 
     That is only known where all points are collected; a GPU or a TPU has other points. So are the ids of all tests.
+
+    Raises:
+      pytest.UsageError: an id has an address, so that no two processes agree on it.
     """
+    if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{addressed[0]}: an id must be the same in every process; give the point a name")
     unmatched = tiers.leave_fast(items)
     by_id = any("::" in argument for argument in config.args) or config.getoption("lf", False)
     whole = not by_id and jax.default_backend() == "cpu"

@@ -91,7 +91,7 @@ def test_one_depth_offers_one_chain_and_every_tree(batch, deep, chain):
     assert Adaptive(drafters, one_depth=True).bind(SimpleNamespace(), None).offered(batch) == [0, chain, 3, 4]
 
 
-MODEL = object()
+MODEL = "the target and its weights"
 
 
 def mtp(depth, **changes):

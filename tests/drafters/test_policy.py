@@ -21,6 +21,17 @@ def test_drafts_do_not_delay_the_last_sequence(new_tokens):
     assert cost_of_batch(batch, (0.9, 0.9, 0.9), new_tokens) < 0.9 * new_tokens
 
 
+def test_drafts_accepted_in_others_say_nothing_of_the_last_sequence():
+    batch = Adaptive((None, Ngram(n=1, depth=2)), (1, 1.3)).bind(toy.TARGET, None)
+    s = jax.device_get(toy.start(batch, toy.head_params()))
+    reached = np.full_like(s.draft.evidence.reached, 10)
+    evidence = policy.Evidence(reached, reached * np.array([0, 1, 1])[:, None, None])
+    copies = dataclasses.replace(s.draft.states[1], matched=np.ones(3, np.int32))
+    draft = dataclasses.replace(s.draft, evidence=evidence, states=(None, copies))
+    s = dataclasses.replace(s, draft=draft, limit=s.length + np.array([100, 9, 9], np.int32))
+    assert [int(drafter.choose(None, s)[0]) for drafter in (batch, batch.continuous())] == [0, 1]
+
+
 def cost_of_batch(drafter, matching, new_tokens):
     """The cost of all rounds. In each, a share `matching` of each sequence's proposals exists, and 80% are accepted."""
     generator = np.random.default_rng(1)

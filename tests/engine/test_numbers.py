@@ -4,8 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import toy
 from fake_device import READ, ROUND, FakeGroup
 
+import jspec
 from jspec.bench.load import _gaps
 from jspec.drafters import Adaptive, Ngram
 from jspec.engine.metrics import SECONDS, Histogram, Metrics
@@ -250,3 +252,10 @@ def test_the_most_probable_of_equal_spellings_gives_the_log_probability(token, l
     whole = answer(logprobs=2).whole(stream([piece]), list)
     columns = asyncio.run(whole)["choices"][0]["logprobs"]
     assert (columns["top_logprobs"], columns["token_logprobs"]) == ([expected], [logprob])
+
+
+def test_an_engine_weighs_all_sequences_alike():
+    model = jspec.Model("toy", toy.TARGET, toy.params(), None, (7,), toy.NEAR)
+    drafter = Adaptive((None, Ngram(depth=2)), (1, 1.3))
+    with jspec.Engine(model, drafter=drafter, slots=2, context=64) as engine:
+        assert (engine.groups[0].device.method.drafter.urgency, drafter.urgency) == (0, 12)
