@@ -222,10 +222,6 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-MAX_TOKENS = 2**31 - 1
-"""The largest count that an option takes."""
-
-
 def in_options(message: str, names: Iterable[str]) -> str:
     """An error message of the Python API in the words of the command line: `max_new_tokens=0` is `--max-new-tokens 0`.
 

@@ -29,8 +29,6 @@ from jspec.models.weights import interleaved, linear, plain
 
 MARKOV_KINDS: tuple[Literal["vanilla", "gated", "rnn"], ...] = ("vanilla", "gated", "rnn")
 """Kinds of Markov heads (arXiv 2607.05147)."""
-CONFIDENCE_KINDS = ("hidden", "markov")
-"""What a confidence head reads: the row's output, or the embedding of the token before, too."""
 
 
 @struct
@@ -81,7 +79,8 @@ class BlockHead(DraftShape):
     windows: for each layer the positions a row sees, its own included; None: all.
     causal: for each layer whether a row sees only the rows up to its own of the block.
     markov, markov_rank: kind and rank of the Markov head; None and 0: there is none.
-    confidence: what the confidence head reads; None: there is none.
+    confidence: what the confidence head reads: "hidden", the row's output, or "markov", the embedding of the token
+      before, too; None: there is none.
     logit_scale, soft_cap: factor on the logits, and bound of their result before the Markov head; None: no bound.
     neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
     tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole draft.
