@@ -12,11 +12,10 @@ from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
-from jspec.engine.batches import split
 from jspec.generation.method import choose_drafter
 from jspec.generation.options import GenerateOptions, check_fits
 from jspec.generation.result import Generations, GenerationStats
-from jspec.generation.run import Prompt, encode_prompts
+from jspec.generation.run import Prompt, encode_prompts, in_batches
 from jspec.loading.model import Model
 
 REPEAT_LENGTH = 16
@@ -124,13 +123,12 @@ def evaluate(
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_fits(model.target, max(map(len, ids)), max_new_tokens)
     name = drafters.describe(choose_drafter(drafter, model))
-    batches = split(prompts, options, batch)
     outputs = []
-    with tqdm(total=len(batches), desc=f"{name}: compiling", disable=not progress) as bar:
-        batches[0].run(model)
+    with tqdm(total=-(-len(ids) // batch), desc=f"{name}: compiling", disable=not progress) as bar:
+        next(in_batches(model, ids, options, batch))
         bar.set_description(name)
-        for prompts_of_batch in batches:
-            outputs.append(prompts_of_batch.run(model))
+        for out in in_batches(model, ids, options, batch):
+            outputs.append(out)
             bar.update()
     return Evaluation.of(name, outputs)
 

@@ -35,11 +35,10 @@ from jspec.core.checks import check_text
 from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.batches import split
 from jspec.generation.method import choose_drafter
 from jspec.generation.options import DEFAULT_PAGE_SIZE, GenerateOptions
 from jspec.generation.result import Generation, GenerationStats
-from jspec.generation.run import Prompt, Run
+from jspec.generation.run import Prompt, Run, in_batches
 from jspec.loading.model import Model
 from jspec.loading.startup import notify_if_slow
 from jspec.text.grammar import Grammar
@@ -232,10 +231,11 @@ def _run_many(
     """Prints the continuation of each prompt after its batch has ended."""
     drafter = choose_drafter(generation.drafter, model)
     # Batches end one after the other; each prints its texts.
-    remaining, stats = iter(records), []
-    for batch in split(prompts, generation, options.batch or 1):
+    size = options.batch or 1
+    remaining, stats, batches = iter(records), [], in_batches(model, prompts, generation, size)
+    for _ in range(0, len(prompts), size):
         with notify_if_slow(_COMPILING):
-            outputs = batch.run(model)
+            outputs = next(batches)
         for out in outputs:
             record = next(remaining)
             if options.json:

@@ -10,9 +10,8 @@ from tqdm import tqdm
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.analysis.records import STANDARD_INPUT
 from jspec.cli.common import chat_prompt, check_prompts, encode_record, read_prompt_file
-from jspec.engine.batches import split
 from jspec.generation.options import GenerateOptions
-from jspec.generation.run import Prompt
+from jspec.generation.run import Prompt, in_batches
 from jspec.loading.model import Model
 
 
@@ -123,8 +122,9 @@ def encode(
 
 def _next_turn(model: Model, chats: Sequence[_Chat], turn: int, batch: int, options: GenerateOptions) -> list[_Chat]:
     """The conversations with a reply and their next message."""
-    batches = split([chat.prompt for chat in chats], options, batch)
-    replies = [item.text or "" for part in tqdm(batches, desc=f"replies to turn {turn}") for item in part.run(model)]
+    batches = in_batches(model, [chat.prompt for chat in chats], options, batch)
+    progress = tqdm(batches, desc=f"replies to turn {turn}", total=-(-len(chats) // batch))
+    replies = [item.text or "" for part in progress for item in part]
     later: list[_Chat] = []
     for chat, reply in zip(chats, replies, strict=True):
         added = [{"role": "assistant", "content": reply}, {"role": "user", "content": chat.source.turns[turn]}]

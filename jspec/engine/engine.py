@@ -13,7 +13,7 @@ from jspec.core.checks import check_int
 from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.engine.assembly import assemble, hold, make_requests
+from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.balance import choose
 from jspec.engine.group import Group, clock
 from jspec.engine.handle import Handle
@@ -79,6 +79,7 @@ class Engine:
       prefix_cache: whether requests share the pages of equal beginnings, and snapshots of what is not in pages: one per
         slot, or as many as fit into a tenth of the memory for pages.
       max_queue: largest number of waiting requests, of all groups together; None: any number.
+      shape: of all programs, for requests known in advance; None: programs for requests of any kind.
 
     Attributes:
       leads: whether requests may be submitted in this process.
@@ -91,7 +92,7 @@ class Engine:
     """
 
     @takes(EngineOptions)
-    def __init__(self, model: Model, **keywords: Unpack[EngineKeywords]):
+    def __init__(self, model: Model, *, shape: OneShape | None = None, **keywords: Unpack[EngineKeywords]):
         placement = model.placement if isinstance(model, Model) else None
         with agreement(placement, lockstep.COMPARED) as compare:
             check_model(model)
@@ -114,7 +115,7 @@ class Engine:
             self._follower = joined if isinstance(joined, lockstep.Follower) else None
         models = model.by_group()
         try:
-            parts = [assemble(group_model, options, free=free) for group_model in models]
+            parts = [assemble(group_model, options, free=free, only=shape) for group_model in models]
         except BaseException as error:
             self._desert(error)
             raise
@@ -161,7 +162,7 @@ class Engine:
         """
         options = RequestOptions(**keywords)
         ids = self._encode_one(prompt)
-        (handle,) = self._submit(self._make([ids], options, priority, salt), self.max_queue)
+        (handle,) = self._submit(self.make([ids], options, priority, salt), self.max_queue)
         return handle
 
     @overload
@@ -232,8 +233,13 @@ class Engine:
         copies = 1 if n is None else check_int("n", n, least=1)
         options = repeat(options, len(prompt_ids), copies)
         repeated = [ids for ids in prompt_ids for _ in range(copies)]
+        generations = self.run(self.make(repeated, options, priority, salt), progress=progress)
+        return generations[0] if single and n is None else generations
+
+    def run(self, requests: Sequence[DeviceRequest], *, progress: bool = False) -> Generations:
+        """Runs all requests, and waits for them."""
         began = clock(self.groups)
-        handles = self._submit(self._make(repeated, options, priority, salt))
+        handles = self._submit(requests)
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
                 for handle in handles:
@@ -244,8 +250,6 @@ class Engine:
                 handle.cancel()
             raise
         items = [handle.generation() for handle in handles]
-        if single and n is None:
-            return items[0]
         return Generations(items, GenerationStats.total([x.stats for x in items], clock(self.groups) - began))
 
     @takes(RequestOptions)
@@ -299,7 +303,7 @@ class Engine:
           EngineError: requests are waiting or running, or the engine has failed or is closed.
         """
         options = RequestOptions(max_new_tokens=1, sampling=sampling, logprobs=logprobs)
-        requests = self._make([[0]] * len(self.groups), options)
+        requests = self.make([[0]] * len(self.groups), options)
         hold([(group.device, request) for group, request in zip(self.groups, requests, strict=True)])
         try:
             calls = zip(self.groups, requests, strict=True)
@@ -399,12 +403,8 @@ class Engine:
             raise ValueError(f"prompt: is a list of {len(prompts)} prompts; must be a single one")
         return prompts[0]
 
-    def _make(
-        self,
-        prompts: Sequence[list[int]],
-        options: RequestOptions,
-        priority: int = 0,
-        salt: str = "",
+    def make(
+        self, prompts: Sequence[list[int]], options: RequestOptions, priority: int = 0, salt: str = ""
     ) -> list[DeviceRequest]:
         """Makes requests for any group."""
         self._check_alive()

@@ -5,15 +5,26 @@ from typing import Unpack, overload
 
 from tqdm import tqdm
 
+from jspec.core import groups
 from jspec.core.checks import check_flag, check_int
-from jspec.engine.many import generate_many
-from jspec.generation.options import GenerateKeywords, GenerateOptions, repeat, takes
-from jspec.generation.result import Generation, Generations, Piece
-from jspec.generation.run import Prompt, Run, encode_prompts, one_call
+from jspec.core.sampling import each_of
+from jspec.engine.assembly import OneShape
+from jspec.engine.engine import Engine
+from jspec.generation.options import GenerateKeywords, GenerateOptions, longest_sequence, repeat, takes
+from jspec.generation.result import Generation, Generations, GenerationStats, Piece
+from jspec.generation.run import Prompt, Run, bucket, check, encode_prompts, in_batches, one_call
 from jspec.loading.model import Model
+from jspec.runner.device import option_set_of
+from jspec.runner.slot_state import without_slots
 
 ROUNDS_PER_UPDATE = 16
 """Rounds between two updates of the progress bar."""
+MAX_BATCH = 64
+"""Prompts of one program. More of them take turns, so memory does not grow with their number."""
+PREFILL_TOKENS = 1024
+"""Prompt tokens to read between two bursts where prompts take turns in an engine."""
+BURST_MS = 100.0
+"""Its time of rounds between two reports to the host."""
 
 
 @overload
@@ -55,7 +66,8 @@ def generate(
     sampling with the same seed, for any drafter, tree shape, batch and page size.
 
     Of more than 64 prompts, 64 run at a time: the end of a sequence makes room for the next one, as in `jspec.Engine`.
-    With groups of devices (`jspec.load(..., data=2)`), batches of 64 for each group take turns.
+    With groups of devices (`jspec.load(..., data=2)`), 64 run in each group. If these belong to several processes,
+    batches take turns.
 
     Args:
       model: from `jspec.load`.
@@ -96,14 +108,76 @@ def generate(
         if n is not None:
             options = repeat(options, len(prompt_ids), check_int("n", n, least=1))
             prompt_ids = [ids for ids in prompt_ids for _ in range(n)]
-    # More prompts than slots go through an engine.
-    generations = generate_many(model, prompt_ids, options, progress=progress)
-    if generations is None:
-        generations = _generate(model, prompt_ids, options, progress)
+    generations = generate_all(model, prompt_ids, options, progress=progress)
     return generations[0] if single and n is None else generations
 
 
-def _generate(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:
+def generate_all(
+    model: Model,
+    prompts: list[list[int]],
+    options: GenerateOptions,
+    *,
+    progress: bool = False,
+    slots: int | None = None,
+) -> Generations:
+    """Generates for any number of prompts: in one program, or for `slots` of them at a time.
+
+    prompts: ids of each.
+    slots: of each group of devices. None: `MAX_BATCH`; above it, reads are longer as well, since sequences end more
+      often.
+
+    Returns:
+      The results; if prompts take turns, `stats.seconds` is the time of prefills and rounds, without compilation.
+
+    Raises:
+      ValueError, TypeError: as `jspec.generate`, before anything is compiled.
+    """
+    slots, placement = slots or MAX_BATCH, model.placement
+    most = min(slots, MAX_BATCH) * groups.count(placement)
+    if len(prompts) <= most:
+        return _in_one_program(model, prompts, options, progress)
+    with one_call(model):
+        method, row_sampling = check(model, prompts, options)
+    # An engine belongs to one process, and its caches have slots.
+    several = placement is not None and placement.spans_processes
+    if options.debug or several or without_slots(model.params, method):
+        with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+            parts = []
+            for part in in_batches(model, prompts, options, most):
+                parts.append(part)
+                bar.update(len(part))
+        stats = GenerationStats.total([part.stats for part in parts], sum(part.stats.seconds for part in parts))
+        return Generations([item for part in parts for item in part], stats)
+    all_greedy = row_sampling is None or row_sampling.temperature is None
+    slots = min(slots, groups.batch_of(placement, len(prompts)))
+    return _in_engine(model, prompts, options, slots, all_greedy, progress)
+
+
+def _in_engine(
+    model: Model, prompts: list[list[int]], options: GenerateOptions, slots: int, all_greedy: bool, progress: bool
+) -> Generations:
+    """Generates in the slots of an engine. All prompts are known, so one program of each kind is enough."""
+    prefill_tokens = PREFILL_TOKENS if slots <= MAX_BATCH else max(PREFILL_TOKENS, 64 * slots)
+    columns = min(bucket(max(map(len, prompts))), prefill_tokens)
+    option_set = max(map(option_set_of, each_of(options.sampling, len(prompts))))
+    length = sum(longest_sequence(prompts, options.limits(len(prompts))))
+    engine = Engine(
+        model,
+        shape=OneShape((min(slots, prefill_tokens // columns), columns), option_set),
+        drafter=options.drafter,
+        # If nothing is sampled, every named rule is the greedy one, and so is None.
+        accept=None if all_greedy and isinstance(options.accept, str) else options.accept,
+        slots=slots,
+        context=min(bucket(length), model.target.max_length),
+        page_size=options.page_size,
+        prefill_tokens=prefill_tokens,
+        burst_ms=BURST_MS,
+    )
+    with engine:
+        return engine.run(engine.make(prompts, options), progress=progress)
+
+
+def _in_one_program(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:
     """Generates for all prompts at once."""
     # With a progress bar the loop returns after some rounds.
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:

@@ -212,6 +212,8 @@ class Group:
             for handle in self._handles.values():
                 wake(handle.end(self._error))
             self._handles.clear()
+            # No cycle keeps the state on the devices alive.
+            del self._fail
 
     def _take_calls(self, *, wait: bool = True) -> bool:
         """Runs calls of other threads; waits for something to do. False: the group is closing."""

@@ -18,10 +18,11 @@ from jspec.core import grammar, groups, stopping
 from jspec.core.automaton import Automaton, TokenTable
 from jspec.core.checks import check_text, shorten
 from jspec.core.loop import decode_checked, fastest
+from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
-from jspec.core.sampling import per_row, seeds_to_keys
-from jspec.core.types import DecodeState, Params, Prompts, TopTokens
+from jspec.core.sampling import each_of, per_row, seeds_to_keys
+from jspec.core.types import DecodeState, Params, Prompts, RowSampling, TopTokens
 from jspec.generation import costs
 from jspec.generation.method import choose_drafter, choose_method
 from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, compile_grammars, longest_sequence
@@ -84,19 +85,12 @@ class Run:
             # Arguments, before anything is allocated.
             self.single, self.prompts = encode_prompts(model, prompts)
             batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
-            longest, new = longest_sequence(self.prompts, self._limits)
             seeds = options.seeds(batch)
-            options.check_vocabulary(model.target.vocab_size)
-            check_fits(model.target, longest, new)
-            row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
-            choice = model.target, model.draft, choose_drafter(options.drafter, model), options.accept, row_sampling
-            record = options.top_logprobs if options.logprobs else None
-            self.method, row_sampling = choose_method(*choice, batch=batch, placement=placement, record=record)
+            self.method, row_sampling = check(model, self.prompts, options)
             drafter = self.method.drafter
-            check_draft_fits(drafter, self.prompts, self._limits)
             stop, constraint = _automata(model, options, batch)
             # The memory of each device, for its sequences.
-            columns, length = max(map(len, self.prompts)), longest + new
+            columns, length = max(map(len, self.prompts)), sum(longest_sequence(self.prompts, self._limits))
             local = groups.batch_of(placement, batch)
             extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * local // batch
             sizes = model.params, model.target, drafter, local
@@ -249,6 +243,54 @@ class Run:
         began = time.perf_counter()
         self.state = jax.block_until_ready(self._decode(self.model.params, self.state, jnp.int32(round_index)))
         self.seconds += time.perf_counter() - began
+
+
+def check(
+    model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions
+) -> tuple[Method, RowSampling | None]:
+    """Checks the options of prompts, and chooses the method; returns it and the sampling parameters of each prompt.
+
+    Raises:
+      ValueError, TypeError: as `jspec.generate`.
+    """
+    batch, target = len(prompts), model.target
+    limits = options.limits(batch)
+    options.seeds(batch)
+    options.check_vocabulary(target.vocab_size)
+    check_fits(target, *longest_sequence(prompts, limits))
+    row_sampling = per_row(options.sampling, batch, target.vocab_size)
+    choice = target, model.draft, choose_drafter(options.drafter, model), options.accept, row_sampling
+    record = options.top_logprobs if options.logprobs else None
+    method, row_sampling = choose_method(*choice, batch=batch, placement=model.placement, record=record)
+    check_draft_fits(method.drafter, prompts, limits)
+    return method, row_sampling
+
+
+def in_batches(model: Model, prompts: Sequence[Prompt], options: GenerateOptions, size: int) -> Iterator[Generations]:
+    """Runs prompts in order, `size` at a time, and yields the results of each batch.
+
+    Copies of the last prompt fill up the last batch, so that all run the same programs. Only its `stats.seconds`
+    includes them.
+
+    options: of all prompts, or in lists with one entry for each; one seed becomes `(seed, i)` for prompt i.
+
+    Raises:
+      ValueError, TypeError: another number of entries than of prompts, or as `Run`.
+    """
+    count = len(prompts)
+    seeds, limits, samplings = options.seeds(count), options.limits(count), each_of(options.sampling, count)
+    size = min(size, count)
+    for start in range(0, count, size):
+        # Indices beyond the last prompt repeat it.
+        index, left = [min(i, count - 1) for i in range(start, start + size)], count - start
+        per_prompt: dict[str, Any] = {
+            "seed": [seeds[i] for i in index],
+            "max_new_tokens": [limits[i] for i in index],
+            "sampling": [samplings[i] for i in index],
+        }
+        batch = dataclasses.replace(options, **per_prompt)
+        out = Run(model, [prompts[i] for i in index], batch, plan=f"{left} prompts in batches").finish()
+        yield Generations(out.items[:left], out.stats.of_first(left))
 
 
 def one_call(model: object) -> AbstractContextManager[Callable[[Mapping[str, object]], None]]:

@@ -28,8 +28,7 @@ from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic
 from jspec.core.options import option, option_of
 from jspec.core.sampling import Sampling
-from jspec.engine.generate import generate
-from jspec.engine.many import MAX_BATCH, generate_many
+from jspec.engine.generate import MAX_BATCH, generate_all
 from jspec.generation.options import BatchKeywords, GenerateOptions
 from jspec.generation.result import Generations
 from jspec.loading.model import Model, load
@@ -191,9 +190,7 @@ def _generate(
     slots = batch or (MAX_BATCH if platform.platform() == "cpu" else _BATCH)
     print(f"jspec: writing {len(prompts):,} {what}, {min(slots, len(prompts))} at a time", file=sys.stderr, flush=True)
     began, progress = time.monotonic(), sys.stderr.isatty()
-    out = generate_many(model, prompts, GenerateOptions(drafter=None, **keywords), progress=progress, slots=slots)
-    if out is None:
-        out = generate(model, prompts, drafter=None, progress=progress, **keywords)
+    out = generate_all(model, prompts, GenerateOptions(drafter=None, **keywords), progress=progress, slots=slots)
     seconds, count = time.monotonic() - began, out.stats.new_tokens
     speed = f"{count:,} tokens in {seconds:.0f} s, {count / seconds:,.0f} tokens/s"
     print(f"jspec: {speed}, with compilation", file=sys.stderr, flush=True)

@@ -19,8 +19,8 @@ from jspec.core.checks import check_int, check_number
 from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.engine.batches import split
 from jspec.generation.options import GenerateOptions
+from jspec.generation.run import in_batches
 from jspec.loading.hub import locate
 from jspec.loading.model import Model
 from jspec.models.decoder import Decoder
@@ -70,8 +70,9 @@ def complete(
         seed=seed,
     )
     model, sequences = Model("", config, Params(params), None, ()), []
-    for part in tqdm(split(prompts, options, batch), mininterval=5, disable=None):
-        sequences += [[*item.prompt, *item.tokens] for item in part.run(model).items]
+    total = -(-len(prompts) // batch)
+    for part in tqdm(in_batches(model, prompts, options, batch), total=total, mininterval=5, disable=None):
+        sequences += [[*item.prompt, *item.tokens] for item in part]
     return np.array(sequences, batches.id_dtype(config.vocab_size))
 
 

@@ -18,7 +18,7 @@ import jspec
 from jspec.core import accept
 from jspec.core.method import Method
 from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone
-from jspec.engine.many import generate_many
+from jspec.engine.generate import generate_all
 from jspec.generation.method import bind_drafter
 from jspec.loading import memory
 from jspec.models.sizes import tree_bytes
@@ -182,5 +182,5 @@ def test_more_prompts_than_run_at_once_take_turns(load):
     model, one = load("tied", None, 4), load("tied", None, None)
     prompts = [[int(x) for x in ids] for ids in np.random.default_rng(0).integers(0, 60, (66, 5))]
     options = jspec.GenerateOptions(drafter=Ngram(), max_new_tokens=4)
-    got = generate_many(model, prompts, options)
-    split.assert_same(got, generate_many(one, prompts, options))
+    got = generate_all(model, prompts, options)
+    split.assert_same(got, generate_all(one, prompts, options))

@@ -17,7 +17,7 @@ from jspec.checkpoints import language_model
 from jspec.cli import main
 from jspec.core.sharding import DATA, TENSOR
 from jspec.drafters import Adaptive, Ngram, Standalone, Suffix
-from jspec.engine import many
+from jspec.engine import generate
 from jspec.generation import run, score
 from jspec.generation.run import Run
 from jspec.loading import memory
@@ -142,8 +142,8 @@ def test_texts_with_grammars_stop_strings_and_checked_invariants():
 
 @slow
 def test_many_prompts_take_turns(load, monkeypatch):
-    """As many at a time as all groups have; the last ones are filled up."""
-    monkeypatch.setattr(many, "MAX_BATCH", 1)
+    """Each group has slots of its own."""
+    monkeypatch.setattr(generate, "MAX_BATCH", 1)
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
     options = dict(drafter="plain", max_new_tokens=[5, 9, 7], seed=1, sampling=[None, tiny.SAMPLED, tiny.SAMPLED])
     model = load("tied", None, data=2, tensor=1)

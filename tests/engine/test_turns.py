@@ -1,8 +1,10 @@
 """`jspec.generate` with more prompts than run at once gives what the same prompts give in one batch."""
 
 import dataclasses
+import gc
 import itertools
 import types
+import weakref
 
 import jax
 import numpy as np
@@ -13,9 +15,11 @@ import jspec
 from jspec.core.struct import struct
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain, Standalone
-from jspec.engine import many
+from jspec.engine import engine as engine_module
+from jspec.engine import generate
 from jspec.engine.engine import Engine
 from jspec.engine.handle import Handle
+from jspec.generation import run
 from jspec.generation.options import GenerateOptions
 from jspec.generation.run import Run
 from jspec.loading.model import Model
@@ -35,7 +39,7 @@ def model() -> Model:
 
 @pytest.fixture(autouse=True)
 def few_slots(monkeypatch):
-    monkeypatch.setattr(many, "MAX_BATCH", 3)
+    monkeypatch.setattr(generate, "MAX_BATCH", 3)
 
 
 def check_same(got, wanted):
@@ -67,11 +71,34 @@ def test_prompts_that_take_turns_give_what_one_batch_gives(options):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkeypatch):
-    monkeypatch.setattr(many, "assemble", None)
-    options = GenerateOptions()
-    assert many.generate_many(model(), PROMPTS[:3], options) is None
-    assert many.generate_many(model(), PROMPTS, dataclasses.replace(options, debug=True)) is None
+@pytest.mark.parametrize(("count", "debug", "shapes"), ((3, False, [3]), (7, True, [3, 3, 3])), ids=("few", "debug"))
+def test_few_prompts_and_checked_rounds_are_no_engines_work(monkeypatch, count, debug, shapes):
+    monkeypatch.setattr(engine_module, "assemble", None)
+    sizes, prefill = [], run.jitted_prefill
+    monkeypatch.setattr(
+        run, "jitted_prefill", lambda params, x, **static: sizes.append(len(x.ids)) or prefill(params, x, **static)
+    )
+    out = jspec.generate(model(), PROMPTS[:count], drafter=None, max_new_tokens=3, debug=debug)
+    assert len(out) == count and out.stats.new_tokens == 3 * count and sizes == shapes
+
+
+def test_the_state_of_an_engine_ends_with_the_call(monkeypatch):
+    """A second call has the memory of the first one, without a collection of cycles."""
+    devices, assemble = [], engine_module.assemble
+
+    def record(*arguments, **keywords):
+        parts = assemble(*arguments, **keywords)
+        devices.append(weakref.ref(parts[0]))
+        return parts
+
+    monkeypatch.setattr(engine_module, "assemble", record)
+    gc.collect()
+    gc.disable()
+    try:
+        jspec.generate(model(), PROMPTS, drafter=None, max_new_tokens=3)
+        assert [device() for device in devices] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +115,7 @@ def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkey
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_bad_options_are_refused_before_there_is_an_engine(monkeypatch, options, message):
-    monkeypatch.setattr(many, "assemble", None)
+    monkeypatch.setattr(engine_module, "assemble", None)
     with pytest.raises((ValueError, TypeError), match=message):
         jspec.generate(model(), PROMPTS, **options)
 
@@ -127,12 +154,12 @@ def test_a_cache_without_slots_runs_in_one_batch_and_an_engine_refuses_it():
 @pytest.mark.parametrize("engine", (False, True), ids=("generate", "engine"))
 def test_seconds_leave_out_compilation(monkeypatch, engine):
     """Each compiling call takes 1,000 seconds of a clock of its own, so that less than no time remains."""
-    clock, run = itertools.count(0, 1000), Executor.burst
+    clock, run_burst = itertools.count(0, 1000), Executor.burst
 
     def burst(self, *arguments):
         if not self.compile_seconds:
             jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
-        return run(self, *arguments)
+        return run_burst(self, *arguments)
 
     monkeypatch.setattr(executor, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(Executor, "burst", burst)
