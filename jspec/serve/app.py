@@ -28,6 +28,7 @@ from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import metrics, openai, prompts
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError, Fields
+from jspec.serve.messages import check_messages
 from jspec.serve.openai import Call, Limits
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.text.tokenizer import Tokenizer
@@ -322,7 +323,7 @@ class Service:
     async def _tokenize(self, request: Request) -> Response:
         fields = Fields(await self._body(request))
         fields.take("model", check_text)
-        messages, prompt = fields.take("messages", openai.check_messages), fields.take("prompt", check_text)
+        messages, prompt = fields.take("messages", check_messages), fields.take("prompt", check_text)
         special, names = (
             fields.take("add_special_tokens", check_flag, True),
             fields.take("return_token_strs", check_flag),

@@ -9,12 +9,12 @@ from jspec.core.sampling import Sampling
 from jspec.generation.options import MAX_SEED
 from jspec.serve.fields import ApiError, Fields
 from jspec.serve.grammars import GrammarRequest, take_grammar
+from jspec.serve.messages import Message, check_messages
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP, _MOST_TOP_IN_CHATS = 5, 20  # most probable tokens beside each, as OpenAI documents
-_ROLES = ("system", "developer", "user", "assistant")
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -44,10 +44,6 @@ _OTHERS = (
 )
 _REFUSED = dict.fromkeys(_OTHERS, ()) | _NEUTRAL
 """Unsupported fields of OpenAI's API and of other servers -> values that ask for nothing."""
-_REFUSED_OF_MESSAGE = dict.fromkeys(("audio", "function_call", "refusal", "tool_call_id"), ()) | {
-    "annotations": ([],),
-    "tool_calls": ([],),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +90,7 @@ class Call:
     """
 
     prompts: Sequence[str | list[int]]
-    messages: list[dict[str, str]] | None
+    messages: list[Message] | None
     template: Mapping[str, Any]
     n: int
     max_tokens: int | None
@@ -291,41 +287,6 @@ def _check_template(name: str, value: object) -> dict[str, Any]:
         if key in ("messages", "tools", "documents", "add_generation_prompt"):
             raise ValueError(f"{name}.{key}: must be omitted; only other variables of the template can be set")
     return value
-
-
-def check_messages(name: str, value: object) -> list[dict[str, str]]:
-    """The messages of a chat; the parts of a content are joined by newlines."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f'{name}: must be a list such as [{{"role": "user", "content": "hello"}}]')
-    return [_check_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
-
-
-def _check_message(name: str, value: object) -> dict[str, str]:
-    fields = Fields(value, name)
-    role = fields.require("role", check_text)
-    if role not in _ROLES:
-        raise ApiError(f"{name}.role={role[:40]!r}: must be one of {', '.join(_ROLES)}", param=f"{name}.role")
-    content, sender = fields.require("content", _check_content), fields.take("name", check_text)
-    fields.end(_REFUSED_OF_MESSAGE)
-    return {"role": role, "content": content, **({} if sender is None else {"name": sender})}
-
-
-def _check_content(name: str, value: object) -> str:
-    if not isinstance(value, list):
-        return check_text(name, value)
-    texts = []
-    # Only text parts.
-    for i, part in enumerate(value):
-        fields = Fields(part, f"{name}[{i}]")
-        kind = fields.require("type", check_text)
-        if kind != "text":
-            raise ApiError(
-                f"{name}[{i}].type={kind[:40]!r}: not supported by this server; must be 'text'",
-                param=f"{name}[{i}].type",
-            )
-        texts.append(fields.require("text", check_text))
-        fields.end()
-    return "\n".join(texts)
 
 
 def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits, n: int) -> list[str | list[int]]:

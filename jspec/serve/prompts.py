@@ -3,6 +3,7 @@
 from typing import Any
 
 from jspec.serve.fields import ApiError
+from jspec.serve.messages import Message
 from jspec.serve.openai import Call, Limits
 from jspec.text.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ def encode(tokenizer: Tokenizer, call: Call) -> list[list[int]]:
     return prompts
 
 
-def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], template: Any) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, messages: list[Message], template: Any) -> list[int]:
     """The ids of a chat; `template` has the variables of its template."""
     try:
         ids = tokenizer.chat(messages, **template)

@@ -6,11 +6,12 @@ A template comes with a checkpoint. The sandbox gives it no access to the host; 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jinja2
 from jinja2 import ext, nodes, sandbox
@@ -30,6 +31,7 @@ _MOST_MISSING = 16
 """Messages for each of which a chat is rendered again."""
 MOST_ITEMS = 10**6
 """Bound of the integers in all calls of `range` of one rendering."""
+Message: TypeAlias = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,38 +75,41 @@ class ChatTemplate:
                 f"{self.where}: the chat template fails for these messages{_line_of(error)} ({_describe(error)})"
             ) from None
 
-    def render_whole(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
-        """The text of a chat, with the contents of all messages. A role `developer` becomes `system` where needed.
+    def render_whole(self, messages: Sequence[Message], values: Mapping[str, object]) -> str:
+        """The text of a chat, with the contents and calls of all messages.
+
+        A role `developer` becomes `system` where needed. Arguments of calls become a mapping, or text of JSON.
 
         Raises:
           CheckpointError: as `render`.
           ValueError: as `render`, or the template drops a message.
         """
         as_system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
-        # Templates that do not know a role drop its messages, or reject them.
+        # Templates that do not know a role or a spelling drop such messages, or reject them.
+        spellings = _spellings(as_system)
         if as_system != list(messages):
+            spellings = itertools.chain(_spellings(messages), spellings)
+        for spelling in spellings:
             with contextlib.suppress(CheckpointError, ValueError):
-                text = self.render({**values, "messages": messages})
-                if not self._dropped(messages, values, text):
+                text = self.render({**values, "messages": spelling})
+                if not self._dropped(spelling, values, text):
                     return text
-        text = self.render({**values, "messages": as_system})
-        if dropped := self._dropped(as_system, values, text):
-            role = shorten(messages[dropped[0]].get("role"))
-            raise ValueError(
-                f"messages[{dropped[0]}]: {self.where} drops this message of the role {role}: must have another role "
-                "or place"
-            )
-        return text
+        # None fits: say why the first one does not.
+        first = next(_spellings(as_system))
+        text = self.render({**values, "messages": first})
+        index = self._dropped(first, values, text)[0]
+        role = shorten(messages[index].get("role"))
+        part = "these calls" if messages[index].get("tool_calls") else "this message"
+        raise ValueError(
+            f"messages[{index}]: {self.where} drops {part} of the role {role}: must have another role or place"
+        )
 
-    def _dropped(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object], text: str) -> list[int]:
-        """The indices of messages whose content does not change the text."""
+    def _dropped(self, messages: Sequence[Message], values: Mapping[str, object], text: str) -> list[int]:
+        """The indices of messages whose content, or whose calls, do not change the text."""
 
         def marked(indices: Iterable[int]) -> str:
-            """The text if these contents had more characters; empty if the template rejects them."""
-            longer = [
-                {**m, "content": f"{m['content']}{_MARK}{i}{_MARK}"} if i in indices else m
-                for i, m in enumerate(messages)
-            ]
+            """The text if these messages had more characters; empty if the template rejects them."""
+            longer = [_lengthen(m, f"{_MARK}{i}{_MARK}") if i in indices else m for i, m in enumerate(messages)]
             try:
                 return self.render({**values, "messages": longer})
             except (CheckpointError, ValueError):
@@ -114,13 +119,57 @@ class ChatTemplate:
         present = [
             i
             for i, m in enumerate(messages)
-            if isinstance(content := m.get("content"), str) and content.strip() and not m.get("tool_calls")
+            if m.get("tool_calls") or (isinstance(content := m.get("content"), str) and content.strip())
         ]
         if "content" not in self.source:
             return []
         together = marked(present)
         missing = [i for i in present if f"{_MARK}{i}{_MARK}" not in together]
         return [i for i in missing[:_MOST_MISSING] if marked([i]) == text]
+
+
+def _lengthen(message: Message, mark: str) -> Message:
+    """The message with a mark after its content, or after the name of its first call."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {**message, "content": f"{message['content']}{mark}"}
+    first, *others = calls
+    function = first.get("function", first)
+    named = {**function, "name": f"{function.get('name')}{mark}"}
+    return {**message, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
+
+
+def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The messages as templates expect calls: with arguments as a mapping or as text, without a content or with None.
+
+    Arguments that are not an object of JSON stay text.
+    """
+    if not any(m.get("tool_calls") for m in messages):
+        yield messages
+        return
+    decoded = [_with_arguments(m, _decoded) for m in messages]
+    as_text = [_with_arguments(m, lambda x: x if isinstance(x, str) else _to_json(x)) for m in messages]
+    for spelling in (decoded, as_text):
+        yield spelling
+        yield [{"content": None, **m} if m.get("tool_calls") else m for m in spelling]
+
+
+def _with_arguments(message: Message, convert: Callable[[object], object]) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call.get("function", call) for call in calls]
+    converted = [{**function, "arguments": convert(function.get("arguments", {}))} for function in functions]
+    pairs = zip(calls, converted, strict=True)
+    return {**message, "tool_calls": [{**c, "function": f} if "function" in c else f for c, f in pairs]}
+
+
+def _decoded(arguments: object) -> object:
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 class _TooMuchError(Exception):

@@ -90,7 +90,7 @@ BAD = {
         **COMMON_BAD,
         "messages": [
             *(None, [], "hello", {}, [5], [{}], [{"role": "user"}], [{"content": "x"}]),
-            *([{"role": "tool", "content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}]),
+            *([{"role": "function", "content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}]),
             *([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],),
             *([{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "text"}]}]),
             *([{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": "user", "content": "x", "color": 1}]),

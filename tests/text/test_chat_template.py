@@ -223,5 +223,48 @@ def test_the_content_beside_calls_of_tools_may_be_left_out():
     source = (
         "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    messages = [{"role": "assistant", "content": "I look.", "tool_calls": [1]}, {"role": "user", "content": "x"}]
-    assert ChatTemplate(source, "it").render_whole(messages, {}) == "[1]x"
+    calls = [{"name": "f", "arguments": {}}]
+    messages = [{"role": "assistant", "content": "I look.", "tool_calls": calls}, {"role": "user", "content": "x"}]
+    assert ChatTemplate(source, "it").render_whole(messages, {}) == f"{calls}x"
+
+
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [
+        {"function": {"name": "f", "arguments": '{"x": "é"}'}},
+        {"function": {"name": "g", "arguments": "5"}},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("{{ c.function.name }}{{ c.function.arguments | tojson }}", 'f{"x": "é"}g"5"'),
+        ("{{ c.function.name + c.function.arguments }}", 'f{"x": "é"}g5'),
+        ("{% if m.content is none %}{{ c.function.name }}{{ c.function.arguments.x }}{% endif %}", "fég"),
+        ("{% if m.content is none %}{{ c.function.name + c.function.arguments }}{% endif %}", 'f{"x": "é"}g5'),
+    ],
+    ids=["mapping", "text", "mapping, content none", "text, content none"],
+)
+def test_calls_are_spelled_as_the_template_takes_them(call, expected):
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        + call
+        + "{% endfor %}{{ m.content or '' }}{% endfor %}"
+    )
+    template = ChatTemplate(source, "x")
+    user = {"role": "user", "content": "hi"}
+    assert template.render_whole([user, CALLED], VALUES) == "hi" + expected
+    # Arguments may be a mapping already, and calls without "function".
+    plain = [{"name": "f", "arguments": {"x": "é"}}]
+    bare = ChatTemplate(
+        "{{ messages[0].content }}{% for c in messages[0].tool_calls %}{{ c.arguments.x }}{{ c.name }}{% endfor %}", "x"
+    )
+    assert bare.render_whole([{"role": "assistant", "tool_calls": plain}], VALUES) == "éf"
+
+
+def test_calls_that_a_template_drops_are_an_error():
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "x")
+    with pytest.raises(ValueError, match=r"messages\[1\]: x drops these calls of the role 'assistant'"):
+        template.render_whole([{"role": "user", "content": "hi"}, CALLED], VALUES)

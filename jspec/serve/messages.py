@@ -1,0 +1,83 @@
+"""Messages of a chat: text, calls of tools and their results."""
+
+from typing import Any, TypeAlias
+
+from jspec.core.checks import check_int, check_text
+from jspec.serve.fields import ApiError, Fields
+
+Message: TypeAlias = dict[str, Any]
+"""A checked message, as chat templates take it; fields that are absent or null are left out."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_REFUSED: dict[str, tuple[object, ...]] = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
+
+
+def check_messages(name: str, value: object) -> list[Message]:
+    """The messages of a chat; the parts of a content are joined by newlines."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f'{name}: must be a list such as [{{"role": "user", "content": "hello"}}]')
+    return [_check_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+
+
+def _check_message(name: str, value: object) -> Message:
+    fields = Fields(value, name)
+    role = fields.require("role", check_text)
+    if role not in _ROLES:
+        raise ApiError(f"{name}.role={role[:40]!r}: must be one of {', '.join(_ROLES)}", param=f"{name}.role")
+    message: Message = {"role": role, "name": fields.take("name", check_text)}
+    # Fields of one role.
+    if role == "assistant":
+        message["tool_calls"] = fields.take("tool_calls", _check_calls) or None
+        reasoning = fields.take("reasoning_content", check_text), fields.take("reasoning", check_text)
+        message["reasoning_content"] = reasoning[0] or reasoning[1] or None
+    if role == "tool":
+        message["tool_call_id"] = fields.take("tool_call_id", check_text)
+    # A content is required, unless there is something else.
+    may_be_empty = message.get("tool_calls") or message.get("reasoning_content")
+    message["content"] = (fields.take if may_be_empty else fields.require)("content", _check_content)
+    refused = _REFUSED | {"tool_calls": ([],), "tool_call_id": (), "reasoning_content": ("",), "reasoning": ("",)}
+    fields.end({field: neutral for field, neutral in refused.items() if field not in message})
+    return {field: held for field, held in message.items() if held is not None}
+
+
+def _check_calls(name: str, value: object) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, as OpenAI's API writes them."""
+    if not isinstance(value, list):
+        raise TypeError(f"{name}: must be a list of calls")
+    calls = []
+    for i, item in enumerate(value):
+        fields = Fields(item, f"{name}[{i}]")
+        call = {"id": fields.take("id", check_text), "type": fields.take("type", check_text, "function")}
+        if call["type"] != "function":
+            kind = call["type"][:40]
+            raise ApiError(f"{name}[{i}].type={kind!r}: must be 'function'", param=f"{name}[{i}].type")
+        call["function"] = fields.require("function", _check_function)
+        fields.take("index", check_int, least=0)  # of a streamed call, which some clients send back
+        fields.end()
+        calls.append({field: held for field, held in call.items() if held is not None})
+    return calls
+
+
+def _check_function(name: str, value: object) -> dict[str, str]:
+    fields = Fields(value, name)
+    function = {"name": fields.require("name", check_text), "arguments": fields.take("arguments", check_text, "{}")}
+    fields.end()
+    return function
+
+
+def _check_content(name: str, value: object) -> str:
+    if not isinstance(value, list):
+        return check_text(name, value)
+    texts = []
+    # Only text parts.
+    for i, part in enumerate(value):
+        fields = Fields(part, f"{name}[{i}]")
+        kind = fields.require("type", check_text)
+        if kind != "text":
+            raise ApiError(
+                f"{name}[{i}].type={kind[:40]!r}: not supported by this server; must be 'text'",
+                param=f"{name}[{i}].type",
+            )
+        texts.append(fields.require("text", check_text))
+        fields.end()
+    return "\n".join(texts)
