@@ -22,6 +22,7 @@ from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, is_first, patient
 from jspec.core import interrupt, package
 from jspec.core.accept import RULES
 from jspec.core.options import option, options_of
+from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.generation.options import EngineOptions
 from jspec.loading.startup import notify_if_slow
@@ -62,6 +63,10 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     max_output: int | None = option(None, "largest number of new tokens (default: as the context allows)", bounds=COUNT)
     max_sequences: int = option(256, "sequences of one request: prompts times n", bounds=COUNT)
     max_body: int = option(16 * 2**20, "size of the largest request", metavar="BYTES", least=1)
+    generation_config: bool = option(
+        True, "do not sample with the temperature, top_p, top_k, min_p and repetition penalty of generation_config.json"
+    )
+    ignore_unknown_fields: bool = option(False, "log unknown fields of requests, instead of an answer with an error")
     grace: float = option(
         30.0,
         "time that running requests have to end after SIGTERM",
@@ -76,7 +81,10 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
 
 
 _ENGINE = tuple(options_of(EngineOptions))
-_SERVER = ("host", "port", "name", "api_key", "max_prompt", "max_output", "max_sequences", "max_body", "grace")
+_SERVER = (
+    *("host", "port", "name", "api_key", "max_prompt", "max_output", "max_sequences", "max_body"),
+    *("generation_config", "ignore_unknown_fields", "grace"),
+)
 
 
 def add_command(commands: Commands) -> None:
@@ -129,6 +137,8 @@ def run(options: Options) -> int:
                 output=options.max_output,
                 sequences=options.max_sequences,
                 body=options.max_body,
+                defaults=options.generation_config and model.sampling or Sampling(),
+                ignore_unknown=options.ignore_unknown_fields,
             )
             name = options.name or options.model
             service = Service(engine, name=name, limits=limits, api_keys=keys)

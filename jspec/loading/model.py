@@ -7,11 +7,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jspec.checkpoints.generation_config import read_sampling
 from jspec.checkpoints.loading import LoadOptions, place_model, plan_model
 from jspec.checkpoints.plan import Checkpoint
 from jspec.checkpoints.source import Source
 from jspec.core.checks import check_flag
 from jspec.core.processes import agreement
+from jspec.core.sampling import Sampling
 from jspec.core.sharding import Placement
 from jspec.core.types import Params
 from jspec.loading import memory
@@ -38,6 +40,8 @@ class Model:
     eos: end-of-text ids.
     placement: the devices over which weights and sequences are split, and whether the draft is; None: all are on one
       device.
+    sampling: parameters that the checkpoint recommends, to pass on as `jspec.generate(..., sampling=model.sampling)`;
+      None: none. Without `sampling`, generation is greedy.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Model:
     eos: tuple[int, ...]
     draft: Draft | None = None
     placement: Placement | None = None
+    sampling: Sampling | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else self.draft.summary()
@@ -215,7 +220,7 @@ def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) ->
     tokenizer = Tokenizer.load(directory)
     if draft_directory is not None:
         check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
-    target_files = Source(directory, str(source))
+    target_files, recommended = Source(directory, str(source)), read_sampling(directory)
     draft_files = None if draft_directory is None else Source(draft_directory, str(draft))
 
     # Plan what each device gets.
@@ -227,7 +232,8 @@ def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) ->
     # Read the weights.
     target = _complete(plan.target.read(), options.placement)
     small = None if plan.draft is None else _complete(plan.draft.read(), options.placement)
-    return assemble(str(source), target, small, tokenizer, options)
+    model = assemble(str(source), target, small, tokenizer, options)
+    return dataclasses.replace(model, sampling=recommended)
 
 
 def _complete(loaded: Checkpoint, placement: Placement | None) -> Checkpoint:

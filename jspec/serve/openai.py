@@ -1,46 +1,53 @@
 """Request bodies in OpenAI's format: every field is checked, and what is not supported is refused by name."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jspec.core.checks import check_flag, check_int, check_number, check_text
+from jspec.core.checks import check_flag, check_int, check_text
 from jspec.core.sampling import Sampling
-from jspec.generation.options import MAX_SEED
-from jspec.serve.fields import ApiError, Fields
+from jspec.serve.fields import ApiError, Fields, check_object
 from jspec.serve.grammars import GrammarRequest, take_grammar
 from jspec.serve.messages import Message, check_messages
+from jspec.serve.sampling import check_seed, check_stop, take_sampling
 
-_MAX_STOP_STRINGS = 16
-_MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
-_MOST_TOP, _MOST_TOP_IN_CHATS = 5, 20  # most probable tokens beside each, as OpenAI documents
+_MOST_TOP = 20  # most probable tokens beside each
 
+_HINTS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("user", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), check_text),
+    **dict.fromkeys(("service_tier", "request_id", "verbosity"), check_text),
+    **dict.fromkeys(("metadata", "prediction"), check_object),
+    "store": check_flag,
+}
+"""Fields that cannot change the text; only their types are checked."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
     "bad_words": ([],),
+    "best_of": (1,),
     "continue_final_message": (False,),
     "documents": ([],),
+    "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
-    "metadata": ({},),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     "stop_token_ids": ([],),
-    "store": (False,),
+    "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
     "use_beam_search": (False,),
 }
 _OTHERS = (
-    *("add_special_tokens", "allowed_token_ids", "audio", "best_of", "chat_template"),
-    *("guided_grammar", "guided_decoding_backend", "moderation", "parallel_tool_calls", "prediction"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_logprobs", "reasoning_effort", "safety_identifier"),
-    *("suffix", "truncate_prompt_tokens", "verbosity", "web_search_options"),
+    *("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation", "parallel_tool_calls"),
+    *("prompt_logprobs", "reasoning_effort", "truncate_prompt_tokens", "web_search_options"),
 )
 _REFUSED = dict.fromkeys(_OTHERS, ()) | _NEUTRAL
 """Unsupported fields of OpenAI's API and of other servers -> values that ask for nothing."""
@@ -55,6 +62,8 @@ class Limits:
     output: new tokens of a sequence. None: as the context allows.
     sequences: prompts times n.
     body: bytes of a request's body.
+    defaults: sampling parameters where a request has none, such as those that a checkpoint recommends.
+    ignore_unknown: whether unknown fields are ignored, with a line in the log.
 
     Raises:
       ValueError, TypeError: a limit below 1.
@@ -65,12 +74,14 @@ class Limits:
     output: int | None = None
     sequences: int = 256
     body: int = 16 * 2**20
+    defaults: Sampling = Sampling()
+    ignore_unknown: bool = False
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("context", "prompt", "output", "sequences", "body"):
+            value = getattr(self, name)
             if value is not None:
-                check_int(field.name, value, least=1, owner="Limits")
+                check_int(name, value, least=1, owner="Limits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +150,7 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
     return _read_common(
         fields,
         vocab_size,
+        limits,
         prompts=prompts,
         messages=None,
         template={},
@@ -158,22 +170,19 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
     messages = fields.require("messages", check_messages)
     template = fields.take("chat_template_kwargs", _check_template, {})
-    # The limit has two names.
+    # The limit has two names: the newer wins.
     max_tokens = fields.take("max_tokens", check_int, None, least=1)
     newer = fields.take("max_completion_tokens", check_int, None, least=1)
-    if None not in (max_tokens, newer) and max_tokens != newer:
-        raise ApiError(
-            f"max_tokens={max_tokens}: differs from max_completion_tokens={newer}; must be omitted", param="max_tokens"
-        )
     # Log-probabilities.
     recorded = fields.take("logprobs", check_flag, False)
-    top = fields.take("top_logprobs", check_int, None, least=0, most=_MOST_TOP_IN_CHATS)
+    top = fields.take("top_logprobs", check_int, None, least=0, most=_MOST_TOP)
     if top and not recorded:
         raise ApiError(f"top_logprobs={top}: requires logprobs=True", param="top_logprobs")
     # Fields of both endpoints.
     return _read_common(
         fields,
         vocab_size,
+        limits,
         prompts=(),
         messages=messages,
         template=template,
@@ -186,11 +195,11 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     )
 
 
-def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> Call:
+def _read_common(fields: Fields, vocab_size: int, limits: Limits, *, n: int, **others: Any) -> Call:
     """Reads the fields of both endpoints; `others` are the values of the fields of one of them."""
-    # The service has checked the model; the user has no effect.
-    fields.take("model", check_text)
-    fields.take("user", check_text)
+    # The service has checked the model; hints have no effect.
+    for name, check in {"model": check_text, **_HINTS}.items():
+        fields.take(name, check)
     stream = fields.take("stream", check_flag, False)
     # Options of the answer.
     usage = fields.take("stream_options", _check_stream_options)
@@ -200,76 +209,19 @@ def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> C
     call = Call(
         **others,
         n=n,
-        sampling=_sampling(fields, vocab_size),
+        sampling=take_sampling(fields, vocab_size, limits.defaults),
         grammar=take_grammar(fields),
-        stop=fields.take("stop", _check_stop, []),
+        stop=fields.take("stop", check_stop, []),
         ignore_eos=fields.take("ignore_eos", check_flag, False),
-        seed=fields.take("seed", check_int, None, least=0, most=MAX_SEED),
+        seed=fields.take("seed", check_seed),
         stream=stream,
         include_usage=bool(usage and usage["include_usage"]),
         continuous_usage=bool(usage and usage["continuous_usage_stats"]),
         priority=fields.take("priority", check_int, 0, least=-(2**31), most=2**31 - 1),
         salt=fields.take("cache_salt", check_text, ""),
     )
-    fields.end(_REFUSED)
+    fields.end(_REFUSED, ignore_unknown=limits.ignore_unknown)
     return call
-
-
-def _sampling(fields: Fields, vocab_size: int) -> Sampling | None:
-    """The sampling parameters; None if tokens are chosen greedily and nothing changes the logits."""
-    # Each field under its name in `Sampling`.
-    values: dict[str, Any] = {}
-    for name, field in _SAMPLING_FIELDS.items():
-        value = fields.take(name, _check_sampling, field=field)
-        if value is not None and (field, value) not in _WITHOUT_EFFECT:
-            values[field] = value
-    bias = fields.take("logit_bias", _check_bias, {}, vocab_size=vocab_size)
-    if bias:
-        values["logit_bias"] = bias
-    # Greedy decoding ignores truncation.
-    if values.get("temperature") == 0:
-        values = {field: value for field, value in values.items() if field not in ("top_k", "top_p", "min_p")}
-    sampling = Sampling(**values)
-    return None if sampling == Sampling(temperature=0.0) else sampling
-
-
-def _check_sampling(name: str, value: object, *, field: str) -> int | float:
-    whole = field in ("top_k", "min_new_tokens")
-    checked_value = check_int(name, value, least=-1, most=2**31 - 1) if whole else check_number(name, value)
-    if (field, checked_value) in _WITHOUT_EFFECT:
-        return checked_value
-    # Report the error under the name of the request.
-    try:
-        parameter: dict[str, Any] = {field: checked_value}
-        Sampling(**parameter)
-    except ValueError as error:
-        raise ValueError(f"{name}={value!r}: {str(error).partition(': ')[2]}") from None
-    return checked_value
-
-
-def _check_bias(name: str, value: object, *, vocab_size: int) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name}: must be an object of token id -> number")
-    bias = {}
-    for key, number in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key and int(key) < vocab_size):
-            raise ValueError(f"{name}[{key[:40]!r}]: keys must be token ids from 0 to {vocab_size - 1}")
-        bias[int(key)] = check_number(f"{name}[{key!r}]", number)
-    return bias
-
-
-def _check_stop(name: str, value: object) -> list[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or len(strings) > _MAX_STOP_STRINGS:
-        raise ValueError(f"{name}: must be a string or a list of at most {_MAX_STOP_STRINGS}")
-    for i, string in enumerate(strings):
-        if not check_text(f"{name}[{i}]", string):
-            raise ValueError(f"{name}[{i}]='': must not be empty, which would end every text at once")
-    # Bounded, as they are compiled.
-    size = sum(len(string.encode()) for string in strings)
-    if size > _MAX_STOP_BYTES:
-        raise ValueError(f"{name}: {size} bytes; must be at most {_MAX_STOP_BYTES} together")
-    return strings
 
 
 def _check_stream_options(name: str, value: object) -> dict[str, bool]:
@@ -324,18 +276,3 @@ def check_ids(name: str, value: object, *, vocab_size: int, most: int | None = N
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int | float)
-
-
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_new_tokens",
-}
-"""Fields -> those of `Sampling`."""
-_WITHOUT_EFFECT = {("top_p", 1.0), ("top_k", -1), ("top_k", 0), ("min_p", 0.0)}
-"""Fields of `Sampling` and values to turn them off, as other servers write them."""

@@ -1,0 +1,93 @@
+"""Fields that choose tokens and end a text: sampling parameters, seeds and stop strings."""
+
+import hashlib
+from typing import Any
+
+from jspec.core.checks import check_int, check_number, check_text
+from jspec.core.sampling import Sampling
+from jspec.generation.options import MAX_SEED
+from jspec.serve.fields import Fields
+
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton
+_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
+    "min_tokens": "min_new_tokens",
+}
+"""Fields -> those of `Sampling`."""
+_WITHOUT_EFFECT = {("top_p", 1.0), ("top_k", -1), ("top_k", 0), ("min_p", 0.0)}
+"""Fields of `Sampling` and values to turn them off, as other servers write them."""
+
+
+def take_sampling(fields: Fields, vocab_size: int, defaults: Sampling) -> Sampling | None:
+    """The sampling parameters; None if tokens are chosen greedily and nothing changes the logits.
+
+    defaults: parameters where the request has none.
+    """
+    # Each field under its name in `Sampling`.
+    values: dict[str, Any] = {field: value for field, value in vars(defaults).items() if value is not None}
+    for name, field in _FIELDS.items():
+        value = fields.take(name, _check_sampling, field=field)
+        if value is not None:
+            values[field] = value
+    values = {field: value for field, value in values.items() if (field, value) not in _WITHOUT_EFFECT}
+    bias = fields.take("logit_bias", _check_bias, {}, vocab_size=vocab_size)
+    if bias:
+        values["logit_bias"] = bias
+    # Greedy decoding ignores truncation.
+    if values.get("temperature") == 0:
+        values = {field: value for field, value in values.items() if field not in ("top_k", "top_p", "min_p")}
+    sampling = Sampling(**values)
+    return None if sampling == Sampling(temperature=0.0) else sampling
+
+
+def _check_sampling(name: str, value: object, *, field: str) -> int | float:
+    whole = field in ("top_k", "min_new_tokens")
+    checked_value = check_int(name, value, least=-1, most=2**31 - 1) if whole else check_number(name, value)
+    if (field, checked_value) in _WITHOUT_EFFECT:
+        return checked_value
+    # Report the error under the name of the request.
+    try:
+        parameter: dict[str, Any] = {field: checked_value}
+        Sampling(**parameter)
+    except ValueError as error:
+        raise ValueError(f"{name}={value!r}: {str(error).partition(': ')[2]}") from None
+    return checked_value
+
+
+def _check_bias(name: str, value: object, *, vocab_size: int) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name}: must be an object of token id -> number")
+    bias = {}
+    for key, number in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key and int(key) < vocab_size):
+            raise ValueError(f"{name}[{key[:40]!r}]: keys must be token ids from 0 to {vocab_size - 1}")
+        bias[int(key)] = check_number(f"{name}[{key!r}]", number)
+    return bias
+
+
+def check_seed(name: str, value: object) -> int | None:
+    """A seed of `RequestOptions`; None, which is random, for -1. Integers beyond its width are hashed."""
+    seed = check_int(name, value, least=-(2**63), most=2**63 - 1)
+    if seed == -1:
+        return None
+    if 0 <= seed <= MAX_SEED:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def check_stop(name: str, value: object) -> list[str]:
+    """One or several stop strings."""
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or len(strings) > _MAX_STOP_STRINGS:
+        raise ValueError(f"{name}: must be a string or a list of at most {_MAX_STOP_STRINGS}")
+    for i, string in enumerate(strings):
+        if not check_text(f"{name}[{i}]", string):
+            raise ValueError(f"{name}[{i}]='': must not be empty, which would end every text at once")
+    # Bounded, as they are compiled.
+    size = sum(len(string.encode()) for string in strings)
+    if size > _MAX_STOP_BYTES:
+        raise ValueError(f"{name}: {size} bytes; must be at most {_MAX_STOP_BYTES} together")
+    return strings
