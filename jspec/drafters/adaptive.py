@@ -220,7 +220,7 @@ class Adaptive:
         """Chooses the drafter of this round; returns it with the new state."""
         state: AdaptiveState = s.draft
         assert s.costs is not None
-        choices, live, rows = self._choices, ~s.done, self._rows(state)
+        choices, live, rows, remaining = self._choices, ~s.done, self._rows(state), s.limit - s.length
         offered = np.isin(np.arange(len(choices.depth)), self.offered(s.length.shape[0]))
 
         def tokens_of(weight: Array) -> Array:
@@ -228,12 +228,14 @@ class Adaptive:
             acceptance = policy.conditional_acceptance(state.evidence, weight, self.prior * choices.quality)
             return jnp.where(offered, policy.expected_tokens(acceptance, rows, choices), 0.0)
 
-        # Expected tokens per cost, over live sequences.
+        # Expected tokens per cost, over live sequences: those beyond the limit of a sequence do not count.
         likely = tokens_of(live.astype(jnp.float32)).max(1)
-        progress = s.limit - s.length, s.stats.rounds, s.length - s.prompt_length
+        progress = remaining, s.stats.rounds, s.length - s.prompt_length
         weights = policy.weights(live, *progress, likely, self.urgency)
-        value = weights @ tokens_of(weights) / s.costs
-        most = jnp.where(offered, weights.sum() * (choices.depth + 1.0).astype(np.float32) / s.costs, 0.0)
+        value, most = (
+            weights @ jnp.minimum(tokens, remaining[:, None].astype(jnp.float32)) / s.costs
+            for tokens in (tokens_of(weights), jnp.where(offered, choices.depth + 1.0, 0.0)[None].astype(jnp.float32))
+        )
         previous = jnp.where(live, state.best, 0).max() - 1
         evidence = value, most, previous, s.round_index, choices
         index, best = policy.choose(*evidence, hysteresis=self.hysteresis, probe=self.probe)

@@ -6,6 +6,7 @@ branch takes every round.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -28,8 +29,9 @@ from jspec.core.processes import stable_repr
 from jspec.core.types import DecodeState, Params
 from jspec.drafters import describe
 from jspec.loading.startup import programs_directory
+from jspec.models.sizes import Shapes, shapes_of
 
-FORMAT = 1
+FORMAT = 2
 """Version of the entries on disk."""
 PREFIX = "jspec-costs-"
 """Beginning of their names."""
@@ -56,7 +58,8 @@ class Trial:
 
     def __init__(self, params: Params, method: Method, batch: int, sampling: Any = None):
         self._method, self._batch = method, batch
-        self._key = _key(params, method, batch, sampling)
+        # Batches up to the same power of two share costs.
+        self._key = _key(shapes_of(params), method, 1 << (batch - 1).bit_length(), jax.tree.structure(sampling))
         branching = optional.as_branching(method.drafter)
         assert branching is not None
         self.offered, self._count = optional.offered(branching, batch), len(branching.branches)
@@ -159,12 +162,12 @@ def _like(array: Array, value: np.ndarray | np.int32) -> Array:
     return jax.device_put(np.broadcast_to(value, array.shape), array.sharding if array.committed else None)
 
 
-def _key(params: Params, method: Method, batch: int, sampling: Any) -> str:
-    """What costs depend on, as a digest: batches up to the same power of two share them."""
-    leaves = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(params)]
+@functools.lru_cache(maxsize=256)
+def _key(shapes: Shapes, method: Method, batch: int, sampling: Any) -> str:
+    """What costs depend on, as a digest."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = jax.devices()[0].device_kind, cores, os.environ.get("XLA_FLAGS"), jax.__version__, VERSION
-    parts = FORMAT, machine, method, leaves, 1 << (batch - 1).bit_length(), jax.tree.structure(sampling)
+    parts = FORMAT, machine, method, shapes, batch, sampling
     return hashlib.sha256(stable_repr(parts).encode()).hexdigest()[:32]
 
 

@@ -1,6 +1,7 @@
 """The memory of a generation, and whether the device has it."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Collection
 from typing import Any
@@ -15,7 +16,7 @@ from jspec.core.types import Drafter, Params, Target
 from jspec.loading import host_memory
 from jspec.models.decoder import Decoder
 from jspec.models.quantized import dtype_names
-from jspec.models.sizes import tree_bytes
+from jspec.models.sizes import Shapes, shapes_of, tree_bytes
 from pallas_kernels import platform
 
 HEADROOM = 0.05
@@ -69,11 +70,17 @@ def need(
 
     options: as in `Need`.
     """
-    page_size = fit_page_size(page_size, capacity)
-    cache = jax.eval_shape(lambda p: target.init_cache(p, batch, capacity, page_size), params.target)
-    draft = jax.eval_shape(lambda p: drafter.init(p, batch, capacity, page_size), params)
+    asked = _need(shapes_of(params), target, drafter, batch, capacity, fit_page_size(page_size, capacity))
+    return dataclasses.replace(asked, options=options)
+
+
+@functools.lru_cache(maxsize=256)
+def _need(shapes: Shapes, target: Target, drafter: Drafter, batch: int, capacity: int, page_size: int) -> Need:
+    """`need` without options."""
+    cache = jax.eval_shape(lambda p: target.init_cache(p, batch, capacity, page_size), shapes.tree.target)
+    draft = jax.eval_shape(lambda p: drafter.init(p, batch, capacity, page_size), shapes.tree)
     logits = logit_bytes(target, drafter, batch, capacity)
-    return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft), options, logits)
+    return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft), logits=logits)
 
 
 def logit_bytes(target: Target, drafter: Drafter, batch: int, capacity: int) -> int:

@@ -1,6 +1,9 @@
 """Shapes, counts and bytes of weights and keys, computed without allocating anything."""
 
+import dataclasses
+import hashlib
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +18,34 @@ from jspec.models.quantized import is_matrix
 
 MOST_PADDING = 1024
 """Bound of the tokens by which a draft's vocabulary may differ from the target's: rows of padding, for fast shapes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Shapes and dtypes of weights, as a value by which results are cached.
+
+    digest: of all of them; equal values have equal digests.
+    tree: a `jax.ShapeDtypeStruct` in the place of each array.
+    """
+
+    digest: str
+    tree: Any = dataclasses.field(compare=False, repr=False)
+
+
+_shapes: dict[int, tuple[weakref.ref, Shapes]] = {}
+"""`Shapes` of live weights by identity, since walking over all arrays takes as long as a short generation's options."""
+
+
+def shapes_of(params: Any) -> Shapes:
+    """The shapes of a `Params`, computed once for each."""
+    key = id(params)
+    reference, shapes = _shapes.get(key, (None, None))
+    if shapes is None or reference is None or reference() is not params:
+        tree = jax.eval_shape(lambda params: params, params)
+        digest = hashlib.sha256(repr(tree).encode()).hexdigest()[:32]
+        shapes = Shapes(digest, tree)
+        _shapes[key] = weakref.ref(params, lambda _: _shapes.pop(key, None)), shapes
+    return shapes
 
 
 def is_padded(size: int, count: int) -> bool:

@@ -19,6 +19,8 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params
 from jspec.drafters import WITHOUT_DRAFT, Adaptive, Ngram, Plain
 from jspec.generation import costs
+from jspec.loading import memory
+from jspec.models import sizes
 from jspec.runner import programs
 
 DRAFTER = Adaptive(WITHOUT_DRAFT, one_depth=True)
@@ -107,6 +109,28 @@ def test_the_sequence_with_most_rounds_to_go_decides():
     length = np.array(s.length)
     assert choice(dataclasses.replace(s, limit=jnp.asarray(length + np.array([40, 4, 4]))), table) == 2
     assert choice(dataclasses.replace(s, limit=jnp.asarray(length + np.array([4, 40, 40]))), table) == 0
+
+
+@pytest.mark.parametrize(("remaining", "taken"), ((1, 0), (2, 0), (3, 2)))
+def test_drafts_beyond_the_limit_are_worth_nothing(remaining, taken):
+    s = jax.tree.map(jnp.asarray, toy.start(DRAFTER.bind(toy.TARGET, None), toy.params()))
+    s = matched(s, [3, 3, 3])
+    assert choice(dataclasses.replace(s, limit=s.length + remaining), (1.0, 2.0, 2.1)) == taken
+
+
+def test_a_repeated_call_has_its_key_and_its_memory_ready(directory, monkeypatch):
+    planted(monkeypatch, 1, 2, 3)
+    generated([REPEATED])
+    misses = [f.cache_info().misses for f in (costs._key, memory._need)]
+    generated([REPEATED])
+    assert [f.cache_info().misses for f in (costs._key, memory._need)] == misses
+    other = model().with_params(jax.tree.map(jnp.array, model().params))
+    assert sizes.shapes_of(other.params) == sizes.shapes_of(model().params), "new weights of the same shapes"
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model().params)
+    assert sizes.shapes_of(half) != sizes.shapes_of(model().params)
+    count = len(sizes._shapes)
+    del other, half
+    assert len(sizes._shapes) == count - 2, "weights that are gone are forgotten"
 
 
 def test_programs_have_one_depth_by_their_tokens():
