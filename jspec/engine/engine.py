@@ -162,7 +162,7 @@ class Engine:
         """
         options = RequestOptions(**keywords)
         ids = self._encode_one(prompt)
-        (handle,) = self._submit(self.make([ids], options, priority, salt), self.max_queue)
+        (handle,) = self.enqueue(self.make([ids], options, priority, salt), self.max_queue)
         return handle
 
     @overload
@@ -239,7 +239,7 @@ class Engine:
     def run(self, requests: Sequence[DeviceRequest], *, progress: bool = False) -> Generations:
         """Runs all requests, and waits for them."""
         began = clock(self.groups)
-        handles = self._submit(requests)
+        handles = self.enqueue(requests)
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
                 for handle in handles:
@@ -411,8 +411,8 @@ class Engine:
         any_group = self.groups[0]
         return make_requests(any_group.device, any_group.scheduler, prompts, options, priority, salt)
 
-    def _submit(self, requests: Sequence[DeviceRequest], most: int | None = None) -> list[Handle]:
-        """Puts requests into the queues of groups, if at most `most` wait then.
+    def enqueue(self, requests: Sequence[DeviceRequest], most: int | None = None) -> list[Handle]:
+        """Puts requests of `make` into the queues of groups, all or none, if at most `most` wait then.
 
         Raises:
           ValueError, QueueFull: more would wait, or `hold` raises one; no request is in a queue then.

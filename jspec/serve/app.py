@@ -21,7 +21,7 @@ from jspec.core.checks import check_flag, check_text
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.engine.handle import Handle
-from jspec.generation.options import MAX_SEED
+from jspec.generation.options import MAX_SEED, RequestOptions
 from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
 from jspec.runner.request import EngineError, QueueFull
@@ -31,11 +31,15 @@ from jspec.serve.fields import ApiError, Fields
 from jspec.serve.messages import check_messages
 from jspec.serve.openai import Call, Limits
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
+from jspec.serve.work import RETRY, Result, Work
 from jspec.text.tokenizer import Tokenizer
 
 BODY_SECONDS = 60.0
 """How long the body of a request may take to arrive."""
-_RETRY_SECONDS = "1"
+_MOST_BODIES = 16
+"""Bodies of the greatest size that are received or read at once; more of smaller ones."""
+_MOST_OBJECTS = 2**20
+"""Objects and lists of a body. Decoding is one call, and nothing else runs meanwhile."""
 _CLIENT_LEFT = 499  # what proxies log; nobody receives it
 
 
@@ -66,7 +70,8 @@ class Service:
         self._vocab_size = engine.model.target.vocab_size
         # Requests in flight; `stop` cancels them.
         self._live: set[Handle] = set()
-        # A thread of its own: texts wait there, and leave the others free to submit.
+        # Threads before a request reaches the engine, and one for scores, which wait there.
+        self._work = Work(_MOST_BODIES * limits.body)
         self._scorer, self._scored = ThreadPoolExecutor(1, "jspec score"), 0
         self._stopped = False
 
@@ -179,15 +184,22 @@ class Service:
             message = f"model={str(name)[:80]!r}: not served here; must be {self.name!r}"
             raise ApiError(message, param="model", status=404, code="model_not_found")
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a request, for the served model."""
+    async def _read(self, request: Request, function: Callable[[dict[str, Any]], Result]) -> Result:
+        """The result of a function of the JSON object of a request, in a thread: large ones take a while."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Also keeps pages of other sites from posting: a browser asks first before it sends JSON.
             message = f"content-type={kind[:80]!r}: must be application/json"
             raise ApiError(message, param="content-type", status=415)
-        # The body, bounded in size, time and depth.
-        raw = await read_body(request, self._limits.body, BODY_SECONDS)
+        # The body, bounded in size and time.
+        with self._work.receiving() as take:
+            raw = await read_body(request, self._limits.body, BODY_SECONDS, take)
+            return await self._work.read(len(raw), lambda: function(self._parse(raw)))
+
+    def _parse(self, raw: bytearray) -> dict[str, Any]:
+        """The JSON object of a body, for the served model; bounded in depth and in the number of objects."""
+        if raw.count(b"[") + raw.count(b"{") > _MOST_OBJECTS:
+            raise ApiError(f"body: must have at most {_MOST_OBJECTS} objects and lists", code="invalid_json")
         try:
             body = msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -200,22 +212,19 @@ class Service:
         return body
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        call = openai.read_completion(body, vocab_size=self._vocab_size, limits=self._limits)
-        return await self._complete(request, call)
+        return await self._complete(request, openai.read_completion)
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        call = openai.read_chat(body, vocab_size=self._vocab_size, limits=self._limits)
-        return await self._complete(request, call)
+        return await self._complete(request, openai.read_chat)
 
-    async def _complete(self, request: Request, call: Call) -> Response:
+    async def _complete(self, request: Request, read: Callable[..., Call]) -> Response:
+        call, ids = await self._read(request, functools.partial(self._prompts, read))
         scores = call.echo and call.logprobs is not None
         with contextlib.ExitStack() as stack:
             # Refuse a score before any sequence is submitted.
             stack.enter_context(self._scoring(len(call.prompts) if scores else 0))
             # The sequences run from here on; leaving the context cancels them.
-            ids, handles = await self._submit(call)
+            handles = await self._submit(call, ids)
             stack.enter_context(self._running(handles))
             # The text before the new tokens of each choice.
             texts = ["" for _ in ids]
@@ -233,52 +242,50 @@ class Service:
             whole = await while_connected(request.receive, answer.whole(merge(handles), results))
         return Response(status_code=_CLIENT_LEFT) if whole is None else _json(whole)
 
-    async def _submit(self, call: Call) -> tuple[list[list[int]], list[Handle]]:
-        """The ids of the prompts, and a handle for each sequence. Runs in a thread, as a long text takes a while."""
+    def _prompts(self, read: Callable[..., Call], body: dict[str, Any]) -> tuple[Call, list[list[int]]]:
+        """A checked request and the ids of its prompts."""
+        call = read(body, vocab_size=self._vocab_size, limits=self._limits)
+        return call, prompts.encode(self.tokenizer, call, self._limits)
+
+    async def _submit(self, call: Call, ids: list[list[int]]) -> list[Handle]:
+        """A handle for each sequence. Runs in a thread, as a grammar may take seconds."""
         if self._stopped:
             raise ApiError("the server is shutting down", status=503)
-        work = asyncio.ensure_future(asyncio.to_thread(self._submit_all, call))
+        pool = "short" if call.grammar is None else "grammar"
+        work = asyncio.ensure_future(self._work.run(pool, functools.partial(self._submit_all, call, ids)))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            work.add_done_callback(lambda done: done.exception() or _cancel(done.result()[1]))
+            work.add_done_callback(lambda done: done.exception() or _cancel(done.result()))
             raise
 
-    def _submit_all(self, call: Call) -> tuple[list[list[int]], list[Handle]]:
+    def _submit_all(self, call: Call, ids: list[list[int]]) -> list[Handle]:
         # Validate everything before the first sequence is submitted.
-        ids = prompts.encode(self.tokenizer, call)
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
+        if not any(limits):
+            return []
         seed = secrets.randbelow(MAX_SEED + 1) if call.seed is None else call.seed
-        logprobs = False if call.logprobs is None else call.logprobs or True
         sampling = openai.constrained(call)
-        # Submit every sample; an error cancels those before it.
-        handles: list[Handle] = []
+        # Submit all samples or none.
         try:
-            for prompt, max_tokens in zip(ids, limits, strict=True):
-                for _ in range(call.n if max_tokens else 0):
-                    handle = self._engine.submit(
-                        prompt,
-                        max_new_tokens=max_tokens,
-                        sampling=sampling,
-                        stop=call.stop,
-                        ignore_eos=call.ignore_eos,
-                        seed=[(seed, len(handles))],
-                        logprobs=logprobs,
-                        priority=call.priority,
-                        salt=call.salt,
-                    )
-                    handles.append(handle)
-        except Exception as error:
-            _cancel(handles)
-            # Say whose fault it is.
-            if isinstance(error, QueueFull):
-                raise _queue_is_full(error) from None
-            if isinstance(error, EngineError):
-                raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
-            if isinstance(error, ValueError | TypeError):
-                raise ApiError(str(error)) from None
-            raise
-        return ids, handles
+            options = RequestOptions(
+                max_new_tokens=[limit for limit in limits for _ in range(call.n)],
+                sampling=sampling,
+                stop=call.stop,
+                ignore_eos=call.ignore_eos,
+                seed=seed,
+                logprobs=False if call.logprobs is None else call.logprobs or True,
+            )
+            repeated = [prompt for prompt in ids for _ in range(call.n)]
+            requests = self._engine.make(repeated, options, call.priority, call.salt)
+            return self._engine.enqueue(requests, self._engine.max_queue)
+        # Say whose fault it is.
+        except QueueFull as error:
+            raise _queue_is_full(error) from None
+        except EngineError as error:
+            raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
+        except (ValueError, TypeError) as error:
+            raise ApiError(str(error)) from None
 
     async def _score(self, prompt: list[int], top_k: int) -> Scores:
         """The log-probabilities of a prompt, in order of arrival."""
@@ -321,7 +328,10 @@ class Service:
             self._live.difference_update(handles)
 
     async def _tokenize(self, request: Request) -> Response:
-        fields = Fields(await self._body(request))
+        return await self._read(request, self._tokens)
+
+    def _tokens(self, body: dict[str, Any]) -> Response:
+        fields = Fields(body)
         fields.take("model", check_text)
         messages, prompt = fields.take("messages", check_messages), fields.take("prompt", check_text)
         special, names = (
@@ -333,18 +343,22 @@ class Service:
         if (messages is None) == (prompt is None):
             raise ApiError("prompt: give either prompt or messages", param="prompt")
         if messages is None:
-            ids = await asyncio.to_thread(self.tokenizer.encode, prompt, special=special)
+            prompts.check_length("prompt", self.tokenizer, prompt, self._limits.context)
+            ids = self.tokenizer.encode(prompt, special=special)
         else:
-            ids = await asyncio.to_thread(prompts.chat_ids, self.tokenizer, messages, {})
+            ids = prompts.chat_ids(self.tokenizer, messages, {}, self._limits.context)
         strings = [self._names.text(i) for i in ids] if names else None
         return _json({"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: Request) -> Response:
-        fields = Fields(await self._body(request))
+        return await self._read(request, self._text)
+
+    def _text(self, body: dict[str, Any]) -> Response:
+        fields = Fields(body)
         fields.take("model", check_text)
-        ids = fields.require("tokens", openai.check_ids, vocab_size=self._vocab_size)
+        ids = fields.require("tokens", openai.check_ids, vocab_size=self._vocab_size, most=self._limits.context)
         fields.end()
-        return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, ids)})
+        return _json({"prompt": self.tokenizer.decode(ids)})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         roles = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | dict(self.tokenizer.special_roles)
@@ -352,8 +366,7 @@ class Service:
 
 
 def _queue_is_full(reason: object) -> ApiError:
-    headers = {"retry-after": _RETRY_SECONDS}
-    return ApiError(f"the queue is full: {reason}", status=429, code="queue_full", headers=headers)
+    return ApiError(f"the queue is full: {reason}", status=429, code="queue_full", headers=RETRY)
 
 
 def _cancel(handles: Sequence[Handle]) -> None:

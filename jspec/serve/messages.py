@@ -8,6 +8,7 @@ from jspec.serve.fields import ApiError, Fields
 Message: TypeAlias = dict[str, Any]
 """A checked message, as chat templates take it; fields that are absent or null are left out."""
 
+_MOST_MESSAGES = 2**14  # each takes longer to check than a token to make
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REFUSED: dict[str, tuple[object, ...]] = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 
@@ -16,6 +17,8 @@ def check_messages(name: str, value: object) -> list[Message]:
     """The messages of a chat; the parts of a content are joined by newlines."""
     if not isinstance(value, list) or not value:
         raise ValueError(f'{name}: must be a list such as [{{"role": "user", "content": "hello"}}]')
+    if len(value) > _MOST_MESSAGES:
+        raise ValueError(f"{name}: {len(value)} messages; must be at most {_MOST_MESSAGES}")
     return [_check_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
 
 

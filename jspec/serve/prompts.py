@@ -7,23 +7,37 @@ from jspec.serve.messages import Message
 from jspec.serve.openai import Call, Limits
 from jspec.text.tokenizer import Tokenizer
 
+_TOO_LONG = "context_length_exceeded"
 
-def encode(tokenizer: Tokenizer, call: Call) -> list[list[int]]:
-    """The ids of the prompts of a call."""
+
+def encode(tokenizer: Tokenizer, call: Call, limits: Limits) -> list[list[int]]:
+    """The ids of the prompts of a call. All texts are checked for their least number of tokens first."""
+    most = _most_tokens(call, limits)
     if call.messages is not None:
-        return [chat_ids(tokenizer, call.messages, call.template)]
+        return [chat_ids(tokenizer, call.messages, call.template, most)]
+    for prompt in call.prompts:
+        if isinstance(prompt, str):
+            check_length("prompt", tokenizer, prompt, most)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
     if not all(prompts):
         raise ApiError("prompt: has no tokens; must have at least one", param="prompt")
     return prompts
 
 
-def chat_ids(tokenizer: Tokenizer, messages: list[Message], template: Any) -> list[int]:
+def check_length(field: str, tokenizer: Tokenizer, text: str, most: int) -> None:
+    """Refuses a text that certainly has more than `most` tokens, before the work of tokenizing it."""
+    if (least := tokenizer.least_tokens(text)) > most:
+        raise _too_long(field, f"at least {least}", most)
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[Message], template: Any, most: int) -> list[int]:
     """The ids of a chat; `template` has the variables of its template."""
     try:
-        ids = tokenizer.chat(messages, **template)
+        text = tokenizer.apply_chat_template(messages, **template)
     except Exception as error:  # a template is a program, which can fail in any way
         raise ApiError(f"messages: {error}", param="messages") from None
+    check_length("messages", tokenizer, text, most)
+    ids = tokenizer.encode(text, special=False)
     if not ids:
         raise ApiError("messages: the chat template makes no tokens of them", param="messages")
     return ids
@@ -32,19 +46,16 @@ def chat_ids(tokenizer: Tokenizer, messages: list[Message], template: Any) -> li
 def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
     """New tokens of a sequence whose prompt has `tokens`; 0 only where the call asks for none."""
     # Space for at least one new token.
-    field = "prompt" if call.messages is None else "messages"
-    most, code = limits.context - tokens, "context_length_exceeded"
-    least = 0 if call.max_tokens == 0 else 1
-    if most < least or tokens > (limits.prompt or tokens):
-        bound = min(limits.context - least, limits.prompt or limits.context)
-        raise ApiError(f"{field}: {tokens} tokens; must be at most {bound}", param=field, code=code)
+    if tokens > (bound := _most_tokens(call, limits)):
+        raise _too_long("prompt" if call.messages is None else "messages", tokens, bound)
     # The request's own limit.
+    most = limits.context - tokens
     most = min(most, limits.output or most)
     if call.max_tokens is not None and call.max_tokens > most:
         raise ApiError(
             f"{call.length_field}={call.max_tokens}: must be at most {most} after a prompt of {tokens} tokens",
             param=call.length_field,
-            code=code,
+            code=_TOO_LONG,
         )
     # The default, and the minimum of the sampling options.
     count = min(call.default_tokens or most, most) if call.max_tokens is None else call.max_tokens
@@ -52,3 +63,12 @@ def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
     if required > count:
         raise ApiError(f"min_tokens={required}: must be at most {call.length_field}={count}", param="min_tokens")
     return count
+
+
+def _most_tokens(call: Call, limits: Limits) -> int:
+    """Tokens of the longest prompt."""
+    return min(limits.context - (0 if call.max_tokens == 0 else 1), limits.prompt or limits.context)
+
+
+def _too_long(field: str, tokens: object, most: int) -> ApiError:
+    return ApiError(f"{field}: {tokens} tokens; must be at most {most}", param=field, code=_TOO_LONG)

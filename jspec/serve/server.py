@@ -14,6 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jspec.serve.app import Service
+from jspec.serve.connection import Connection
 
 _AFTER_GRACE_SECONDS = 5.0
 """How long answers with an error may take after requests have been cancelled."""
@@ -60,7 +61,7 @@ def make_server(service: Service, bound: socket.socket, *, grace: float) -> "Ser
     config = uvicorn.Config(
         _with_notes(service, notes),
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="on",
         log_level="warning",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -115,11 +115,12 @@ class EventStream(Response):
         await push(b"", more=False)
 
 
-async def read_body(request: Request, most: int, seconds: float) -> bytes:
+async def read_body(request: Request, most: int, seconds: float, take: Callable[[int], None]) -> bytearray:
     """The body of a request.
 
     most: bytes of the largest one.
     seconds: how long it may take to arrive.
+    take: counts bytes before they are kept (`jspec.serve.work.Work.receiving`).
 
     Raises:
       ApiError: it is too large or too slow.
@@ -137,6 +138,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
+                take(len(part))
                 data += part
                 if len(data) > most:
                     break
@@ -145,7 +147,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     if len(data) > most:
         await _drop(request, most, seconds)
         raise too_large
-    return bytes(data)
+    return data
 
 
 async def _drop(request: Request, most: int, seconds: float) -> None:

@@ -17,6 +17,7 @@ from jspec.checkpoints.tokenizer_files import read_tokenizer_files
 from jspec.core.checks import check_int, check_text
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
+from jspec.text.length import LengthBound, length_bound
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -92,14 +93,26 @@ class Tokenizer:
         Raises:
           TypeError, ValueError: not a str, or one with lone surrogates.
         """
-        ids = self._backend.encode(check_text("text", text), add_special_tokens=special).ids
-        frame = self._backend.encode("", add_special_tokens=special).ids
+        ids = self._ids(check_text("text", text), special)
+        frame = self._ids("", special)
         for count in range(len(frame), 0, -1):
             # A second BOS, as in a rendered chat, of one or several tokens; both may also be in the text.
             if ids[:count] == ids[count : 2 * count] == frame[:count]:
-                plain = self._backend.encode(text, add_special_tokens=False).ids
+                plain = self._ids(text, False)
                 return ids[count:] if plain[:count] == ids[:count] and len(plain) < len(ids) else ids
         return ids
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        """Tokenize without offsets, which take half of the time and of the memory."""
+        return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of a text, without tokenizing it; 0 if none is known."""
+        return 0 if self._length_bound is None else self._length_bound.least_tokens(text)
+
+    @cached_property
+    def _length_bound(self) -> LengthBound | None:
+        return length_bound(json.loads(self._backend.to_str()), _BYTE_OF)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Detokenize a complete sequence, without special tokens. For a continuation, use `stream.full_text`."""

@@ -120,16 +120,22 @@ class FakeEngine:
         self.max_queue, self.scored, self.may_score = room, [], threading.Event()
         self.may_score.set()
 
-    def submit(self, prompt, **options):
-        assert prompt and all(type(i) is int and 0 <= i < self.model.target.vocab_size for i in prompt)
-        assert len(prompt) + options["max_new_tokens"] <= self.context
+    def make(self, prompts, options, priority=0, salt=""):
+        requests = []
+        for prompt, limit, seed in zip(prompts, options.limits(len(prompts)), options.seeds(len(prompts)), strict=True):
+            assert prompt and all(type(i) is int and 0 <= i < self.model.target.vocab_size for i in prompt)
+            assert len(prompt) + limit <= self.context
+            values = {"max_new_tokens": limit, "seed": [seed], "priority": priority, "salt": salt}
+            requests.append(FakeHandle(self, list(prompt), {**vars(options), **values}))
+        return requests
+
+    def enqueue(self, requests, most=None):
         with self.lock:
-            if self.room is not None and len(self.running) >= self.room:
-                raise QueueFull(f"{self.room} sequences wait")
-            handle = FakeHandle(self, list(prompt), options)
-            self.handles.append(handle)
-            self.running.add(handle)
-        return handle
+            if most is not None and len(self.running) + len(requests) > most:
+                raise QueueFull(f"{most} sequences wait")
+            self.handles += requests
+            self.running.update(requests)
+        return requests
 
     def score(self, prompt, top_k=0):
         """Token i has the log-probability -i, and the next ids as the most probable ones."""

@@ -252,7 +252,7 @@ def test_sampling_reaches_the_engine(client, shared):
         assert getattr(options["sampling"], name) == value, name
     assert options["sampling"].min_new_tokens == 3
     assert (options["stop"], options["seed"], options["priority"], options["salt"]) == (
-        ["\n", "end"],
+        ("\n", "end"),
         [(3, 0)],
         -2,
         "me",

@@ -1,0 +1,95 @@
+"""Threads for what a request costs before it reaches the engine, so that the event loop always answers."""
+
+import contextlib
+import ctypes
+from asyncio import shield, wrap_future
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from jspec.serve.fields import ApiError
+
+Result = TypeVar("Result")
+LONG = 2**18
+"""Bytes of a body from which on it is read in the pool of long ones."""
+_THREADS = {"short": 2, "long": 1, "grammar": 2}
+"""Threads of each pool: of bodies below `LONG`, of others, and of requests with a grammar."""
+_MOST_WAITING = 1024
+"""Calls in a pool."""
+RETRY = {"retry-after": "1"}
+
+
+class Work:
+    """Pools of threads, and the bytes of the bodies that are being received or read.
+
+    most: bound of these bytes.
+    """
+
+    def __init__(self, most: int):
+        self._most, self._bytes = most, 0
+        self._pools = {name: ThreadPoolExecutor(count, f"jspec {name}") for name, count in _THREADS.items()}
+        self._waiting = dict.fromkeys(_THREADS, 0)
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """Counts bytes of a body, by the function that it yields, until the context ends.
+
+        Raises:
+          ApiError: by that function: the bodies of all requests are too large together.
+        """
+        taken = 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            if self._bytes + count > self._most:
+                message = f"body: those of all requests have over {self._most} bytes; try again later"
+                raise ApiError(message, status=429, code="queue_full", headers={**RETRY, "connection": "close"})
+            taken += count
+            self._bytes += count
+
+        try:
+            yield take
+        finally:
+            self._bytes -= taken
+
+    async def run(self, pool: str, function: Callable[[], Result]) -> Result:
+        """The result of a function in a thread of a pool. It goes on if its caller is cancelled.
+
+        Raises:
+          ApiError: of the function, or too many calls wait.
+        """
+        if self._waiting[pool] >= _MOST_WAITING:
+            raise ApiError("the queue is full; try again later", status=429, code="queue_full", headers=RETRY)
+        self._waiting[pool] += 1
+        future = self._pools[pool].submit(_without_frames, function)
+        try:
+            result = await shield(wrap_future(future))
+        finally:
+            self._waiting[pool] -= 1
+        if isinstance(result, ApiError):
+            raise result
+        return result
+
+    async def read(self, size: int, function: Callable[[], Result]) -> Result:
+        """As `run`, in the pool for a body of this many bytes."""
+        if size < LONG:
+            return await self.run("short", function)
+        try:
+            return await self.run("long", function)
+        finally:
+            self._pools["long"].submit(_trim)
+
+
+def _without_frames(function: Callable[[], Result]) -> Result | ApiError:
+    """The result of a function, or its error without references to what the function has worked on."""
+    try:
+        return function()
+    except ApiError as error:
+        error.__context__ = error.__cause__ = None
+        return error.with_traceback(None)
+
+
+def _trim() -> None:
+    """Gives freed memory back to the system, which glibc does not do for the heaps of threads by itself."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,154 @@
+"""What a request costs before it reaches the engine: limits come first, and the event loop stays free."""
+
+import threading
+
+import http_server
+import httpx
+import pytest
+from test_connections import connect, read_until, request_bytes
+
+from jspec.serve import connection, work
+from jspec.serve.fields import ApiError
+from jspec.text import grammar as grammars
+
+LONG = "def f(x):\n    return x\n" * 20_000
+CHAT = [{"role": "user", "content": LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["x", LONG]}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"messages": CHAT}),
+    ],
+)
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(serve, monkeypatch, path, body):
+    server = serve()
+    monkeypatch.setattr(server.service.tokenizer, "_ids", lambda *_: pytest.fail("was tokenized"))
+    answer = server.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", list(body)[0])
+    assert "tokens; must be at most 25" in error["message"]
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_health_answers_while_all_threads_are_busy(serve, monkeypatch, long):
+    server = serve()
+    release, running = threading.Event(), []
+
+    def tokenize(text, special):
+        running.append(text)
+        assert release.wait(20)
+        return [1]
+
+    monkeypatch.setattr(server.service.tokenizer, "_ids", tokenize)
+    monkeypatch.setattr(server.service.tokenizer, "least_tokens", lambda text: 0)
+    count, threads = 4, 1 if long else 2
+    asking = [
+        threading.Thread(
+            target=httpx.post,
+            args=(f"{server.url}/v1/completions",),
+            kwargs={"json": {"prompt": LONG if long else "x", "max_tokens": 1}, "timeout": 20},
+        )
+        for _ in range(count)
+    ]
+    for one in asking:
+        one.start()
+    http_server.wait_for(lambda: len(running) == threads)
+    http_server.wait_for(lambda: server.service._work._waiting["long" if long else "short"] == count)
+    assert server.http.get("/health").status_code == 200 and len(running) == threads
+    release.set()
+    for one in asking:
+        one.join(20)
+    assert len(server.engine.handles) == count and server.service._work._bytes == 0
+
+
+def test_a_slow_grammar_holds_no_other_request(serve, monkeypatch):
+    server = serve()
+    release, running = threading.Event(), []
+
+    def compile(regex):
+        running.append(regex)
+        assert release.wait(20)
+        raise ValueError("too large")
+
+    monkeypatch.setattr(grammars.Grammar, "regex", compile)
+    body = {"prompt": "x", "max_tokens": 4}
+    asking = [
+        threading.Thread(
+            target=httpx.post,
+            args=(f"{server.url}/v1/completions",),
+            kwargs={"json": {**body, "guided_regex": "a"}, "timeout": 20},
+        )
+        for _ in range(3)
+    ]
+    for one in asking:
+        one.start()
+    http_server.wait_for(lambda: len(running) == 2)
+    assert server.post("/v1/completions", body).status_code == 200
+    release.set()
+    for one in asking:
+        one.join(20)
+    assert len(running) == 3
+
+
+def test_bodies_that_are_too_large_together_are_refused(serve):
+    server = serve(server_options={"body": 1000})
+    body = request_bytes("/v1/completions", {"prompt": ["x" * 300] * 3, "max_tokens": 1})
+    with server.service._work.receiving() as take:
+        take(16 * 1000 - 500)
+        with connect(server) as client:
+            client.sendall(body)
+            assert b" 429 " in read_until(client, b"\r\n\r\n")
+    with connect(server) as client:
+        client.sendall(body)
+        assert b" 200 " in read_until(client, b"\r\n\r\n")
+
+
+def test_a_body_of_too_many_objects(serve):
+    answer = serve().http.post(
+        "/v1/completions", content=b"[" * (2**20 + 1), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400 and "objects and lists" in answer.json()["error"]["message"]
+
+
+def test_too_many_messages(serve):
+    answer = serve().post("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (2**14 + 1)})
+    assert answer.status_code == 400 and "16385 messages" in answer.json()["error"]["message"]
+
+
+def test_an_error_keeps_nothing_of_its_request():
+    def fail():
+        try:
+            raise KeyError
+        except KeyError as error:
+            raise ApiError("no") from error
+
+    error = work._without_frames(fail)
+    assert isinstance(error, ApiError) and error.__traceback__ is error.__context__ is error.__cause__ is None
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET"])
+def test_headers_that_do_not_come(serve, monkeypatch, sent):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.1)
+    server = serve()
+    with connect(server) as client:
+        client.sendall(sent)
+        while client.recv(65536):
+            pass
+
+
+def test_a_long_answer_outlives_the_time_for_headers(serve, monkeypatch):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.1)
+    server = serve(delay=0.1)
+    with server.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_what_is_no_http_is_answered_with_json(serve):
+    with connect(serve()) as client:
+        client.sendall(b"nonsense\r\n\r\n")
+        assert b'{"error":{"message":"request: must be valid HTTP' in read_until(client, b"}}")
