@@ -17,7 +17,8 @@ from jspec.generation.options import EngineOptions, RequestOptions, check_gramma
 from jspec.loading.model import Model
 from jspec.runner import sizing
 from jspec.runner.automaton_pool import GrammarPool, StopPool
-from jspec.runner.device import Device, DeviceRequest
+from jspec.runner.device import Device
+from jspec.runner.request import Request
 from jspec.runner.slot_state import Sizes, always_samples, extra_rows, lookahead, without_slots
 
 
@@ -85,7 +86,7 @@ def assemble(
 def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: bool, only: OneShape | None) -> Scheduler:
     """Makes the scheduler of a device. shares: whether sequences share prefixes."""
     drafter = device.method.drafter
-    later, extra = lookahead(device.state, drafter), extra_rows(device.state, drafter)
+    later, extra = lookahead(device.runner.state, drafter), extra_rows(device.runner.state, drafter)
     narrowest = max(1, later or 0) + extra
     if only is None:
         shapes = sizing.read_shapes(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
@@ -110,7 +111,7 @@ def make_requests(
     options: RequestOptions,
     priority: int = 0,
     salt: str = "",
-) -> list[DeviceRequest]:
+) -> list[Request]:
     """Makes requests for this device or for others like it; call `hold` before they are queued.
 
     Raises:
@@ -121,10 +122,13 @@ def make_requests(
     count, requests = len(prompts), []
     samplings, seeds = each_of(options.sampling, count), options.seeds(count)
     for ids, limit, seed, sampling in zip(prompts, options.limits(count), seeds, samplings, strict=True):
-        request = DeviceRequest(ids, limit, priority, salt)
-        request.sampling, request.seed = sampling, seed
-        request.stop, request.ignore_eos = tuple(options.stop), options.ignore_eos
-        request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
+        request = Request(
+            *(ids, limit, priority, salt, sampling, seed),
+            stop=tuple(options.stop),
+            ignore_eos=options.ignore_eos,
+            logprobs=bool(options.logprobs),
+            top_logprobs=options.top_logprobs,
+        )
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
         if request.grammar is not None:
@@ -134,13 +138,13 @@ def make_requests(
     return requests
 
 
-def hold(requests: Sequence[tuple[Device, DeviceRequest]]) -> None:
+def hold(requests: Sequence[tuple[Device, Request]]) -> None:
     """Puts the automata of each request into the pools of its device: of all requests or, after an error, of none.
 
     Raises:
       ValueError, QueueFull: as `Device.hold`: the stop strings or grammars of other requests leave no space for these.
     """
-    held: list[tuple[Device, DeviceRequest]] = []
+    held: list[tuple[Device, Request]] = []
     try:
         for device, request in requests:
             device.hold(request)

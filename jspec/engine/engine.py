@@ -33,8 +33,8 @@ from jspec.generation.run import Prompt, check_model, encode_prompts
 from jspec.generation.score import Chunk, Scores, TokenScores, check_score, split
 from jspec.loading.model import Model
 from jspec.runner import lockstep
-from jspec.runner.device import Device, DeviceRequest
-from jspec.runner.request import EngineError, QueueFull
+from jspec.runner.device import Device
+from jspec.runner.request import EngineError, QueueFull, Request
 
 T = TypeVar("T")
 _STUCK_SECONDS = 5.0
@@ -131,12 +131,12 @@ class Engine:
     def _start(self, devices: Sequence[Device]) -> None:
         """Starts the threads: of the groups, and of what connects several processes."""
         if self._follower is not None:
-            executors = (device.executor for device in devices)
-            self._follower.start({index: executor for index, executor in enumerate(executors) if executor.here})
+            runners = (device.runner for device in devices)
+            self._follower.start({index: runner for index, runner in enumerate(runners) if runner.here})
         if self._leader is not None:
             for index, group in enumerate(self.groups):
                 assert group.model.placement is not None
-                group.device.relay = partial(self._leader.call, index, group.model.placement)
+                group.device.runner.relay = partial(self._leader.call, index, group.model.placement)
             self._leader.start(self._fail)
         for group in self.groups:
             group.start()
@@ -236,7 +236,7 @@ class Engine:
         generations = self.run(self.make(repeated, options, priority, salt), progress=progress)
         return generations[0] if single and n is None else generations
 
-    def run(self, requests: Sequence[DeviceRequest], *, progress: bool = False) -> Generations:
+    def run(self, requests: Sequence[Request], *, progress: bool = False) -> Generations:
         """Runs all requests, and waits for them."""
         began = clock(self.groups)
         handles = self.enqueue(requests)
@@ -283,8 +283,8 @@ class Engine:
         with self._scoring:
             self._check_alive()
             # Any group with a local device: its results need not be sent.
-            group = next(group for group in self.groups if group.device.executor.here)
-            model = dataclasses.replace(group.model, params=group.device.params)
+            group = next(group for group in self.groups if group.device.runner.here)
+            model = dataclasses.replace(group.model, params=group.device.runner.params)
             ((_, batch),) = split(model, prompts, top_k, page_size)
             for chunk in batch.chunks():
                 batch.collect(self._score(group, chunk))
@@ -405,13 +405,13 @@ class Engine:
 
     def make(
         self, prompts: Sequence[list[int]], options: RequestOptions, priority: int = 0, salt: str = ""
-    ) -> list[DeviceRequest]:
+    ) -> list[Request]:
         """Makes requests for any group."""
         self._check_alive()
         any_group = self.groups[0]
         return make_requests(any_group.device, any_group.scheduler, prompts, options, priority, salt)
 
-    def enqueue(self, requests: Sequence[DeviceRequest], most: int | None = None) -> list[Handle]:
+    def enqueue(self, requests: Sequence[Request], most: int | None = None) -> list[Handle]:
         """Puts requests of `make` into the queues of groups, all or none, if at most `most` wait then.
 
         Raises:
@@ -427,14 +427,14 @@ class Engine:
             for group, request in pairs:
                 group.withdraw(request)
             raise
-        handles: dict[DeviceRequest, Handle] = {}
+        handles: dict[Request, Handle] = {}
         for group in self.groups:
             accepted = [request for chosen_group, request in pairs if chosen_group is group]
             if accepted:
                 handles.update(zip(accepted, group.submit(accepted), strict=True))
         return [handles[request] for request in requests]
 
-    def _choose(self, request: DeviceRequest) -> Group:
+    def _choose(self, request: Request) -> Group:
         """Choose the group for a request, and count it there."""
         index, groups = 0, self.groups
         if len(groups) > 1:

@@ -16,9 +16,10 @@ from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
 from jspec.generation.result import FINISH_REASONS, drafted_tokens
 from jspec.loading.model import Model
-from jspec.runner.device import Device, DeviceOutput, DeviceRequest
-from jspec.runner.executor import on_own_device
+from jspec.runner.device import Device
+from jspec.runner.plan import Output
 from jspec.runner.request import Request
+from jspec.runner.runner import on_own_device
 
 T = TypeVar("T")
 
@@ -45,9 +46,9 @@ class Group:
     ):
         self.model, self.device, self.scheduler = model, device, scheduler
         self.load = self.assigned = 0
-        self._last: DeviceRequest | None = None
+        self._last: Request | None = None
         self._loop = Loop(device, scheduler, burst_seconds=burst_seconds)
-        self._handles: dict[DeviceRequest, Handle] = {}
+        self._handles: dict[Request, Handle] = {}
         self._counters = Counters(scheduler.depth)
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -61,22 +62,22 @@ class Group:
         """Starts the thread."""
         self._thread.start()
 
-    def cached_tokens(self, request: DeviceRequest) -> int:
+    def cached_tokens(self, request: Request) -> int:
         """Tokens of a prompt in the prefix cache."""
         return cached_tokens(self.scheduler.pages, request, self._last)
 
-    def expect(self, request: DeviceRequest) -> None:
+    def expect(self, request: Request) -> None:
         """Assigns a request, before it is submitted or withdrawn."""
         with self._wake:
             self.load, self.assigned = self.load + 1, self.assigned + 1
             self._last = request
 
-    def withdraw(self, request: DeviceRequest) -> None:
+    def withdraw(self, request: Request) -> None:
         """Undoes `expect`."""
         with self._wake:
             self.load, self.assigned = self.load - 1, self.assigned - 1
 
-    def submit(self, requests: Sequence[DeviceRequest]) -> list[Handle]:
+    def submit(self, requests: Sequence[Request]) -> list[Handle]:
         """Puts expected requests into the queue, all at once. Their automata must be in the pools of the device."""
         drafter = self.device.method.drafter
         handles = [Handle(request, self.model.tokenizer, self._cancel, drafter) for request in requests]
@@ -186,7 +187,7 @@ class Group:
         self.device.replace(params)
         self.scheduler.forget()
 
-    def warm_up(self, request: DeviceRequest) -> bool:
+    def warm_up(self, request: Request) -> bool:
         """As `Device.warm_up`. False: there are requests, so nothing is done."""
         if self._handles:
             return False
@@ -241,7 +242,7 @@ class Group:
             # One turn may bring several outputs of a request; `request` already reflects the last one.
             if output.finish_code != stopping.RUNNING:  # Counted before its caller sees the end.
                 self._end(handle)
-            waiters += handle.deliver(output, now, self.device.executor.compile_seconds)
+            waiters += handle.deliver(output, now, self.device.runner.compile_seconds)
         wake(waiters)
 
     def _end(self, handle: Handle) -> None:
@@ -254,14 +255,13 @@ class Group:
             self.load -= 1
 
     def _count_admission(self, request: Request, now: float) -> None:
-        assert isinstance(request, DeviceRequest)
         times = self._handles[request].times
         if times.admitted is None:
             times.admitted = now
             self._counters.prompt_tokens += len(request.prompt)
             self._counters.observe("queue_time", now - times.submitted)
 
-    def _count_tokens(self, handle: Handle, output: DeviceOutput, now: float) -> None:
+    def _count_tokens(self, handle: Handle, output: Output, now: float) -> None:
         # Differences of the request's counters since its last output.
         counters, times, old = self._counters, handle.times, handle.counted
         counters.new_tokens += len(output.tokens)
@@ -284,4 +284,4 @@ def clock(groups: Sequence[Group]) -> float:
 
     groups: none in a process that does not lead.
     """
-    return time.monotonic() - max((group.device.executor.compile_seconds for group in groups), default=0.0)
+    return time.monotonic() - max((group.device.runner.compile_seconds for group in groups), default=0.0)

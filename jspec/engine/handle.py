@@ -11,8 +11,8 @@ import numpy as np
 from jspec.core import stopping
 from jspec.core.types import Drafter
 from jspec.generation.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
-from jspec.runner.device import DeviceOutput, DeviceRequest
-from jspec.runner.request import EngineError
+from jspec.runner.plan import Output
+from jspec.runner.request import EngineError, Request
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ class Times:
     last_token: float | None = None
     ended: float | None = None
     compiled: tuple[float, float] = 0.0, 0.0
-    """What `Executor.compile_seconds` was at the first and at the last token."""
+    """What `Runner.compile_seconds` was at the first and at the last token."""
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     """Time and number of tokens of each arrival."""
 
@@ -45,7 +45,7 @@ class Handle:
     """
 
     def __init__(
-        self, request: DeviceRequest, tokenizer: Tokenizer | None, cancel: Callable[["Handle"], None], drafter: Drafter
+        self, request: Request, tokenizer: Tokenizer | None, cancel: Callable[["Handle"], None], drafter: Drafter
     ):
         self.request, self.times = request, Times()
         self._tokenizer, self._cancel, self._drafter = tokenizer, cancel, drafter
@@ -158,9 +158,9 @@ class Handle:
     # The engine's side. `deliver` and `end` return the waiters to wake, so that a loop is woken once per report.
 
     def deliver(
-        self, output: DeviceOutput, now: float, compiled: float
+        self, output: Output, now: float, compiled: float
     ) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
-        """Appends an output, and the end if it has one. compiled: the device's `Executor.compile_seconds`."""
+        """Appends an output, and the end if it has one. compiled: the device's `Runner.compile_seconds`."""
         tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:
             self._origin += output.origin

@@ -4,8 +4,9 @@ import time
 from collections import deque
 
 from jspec.engine.schedule import Scheduler
-from jspec.runner.device import Device, DeviceOutput, DeviceRequest, InFlight
-from jspec.runner.plan import Admission, Burst
+from jspec.runner.device import Device, InFlight
+from jspec.runner.plan import Admission, Burst, Output
+from jspec.runner.request import Request
 
 MAX_ROUNDS = 32
 """Rounds of the longest burst."""
@@ -38,7 +39,7 @@ class Loop:
         """Whether there is nothing to do before the next request."""
         return self.scheduler.idle
 
-    def turn(self, rounds: int | None = None) -> tuple[list[Admission], list[tuple[DeviceRequest, DeviceOutput]]]:
+    def turn(self, rounds: int | None = None) -> tuple[list[Admission], list[tuple[Request, Output]]]:
         """Dispatches the next programs, then collects reports until there is space for the next ones.
 
         rounds: of the burst; None: as many as take `burst_seconds`.
@@ -71,7 +72,7 @@ class Loop:
         """Rounds of a burst of about `burst_seconds`."""
         return max(1, min(MAX_ROUNDS, round(self._burst_seconds / self._round_seconds)))
 
-    def _collect(self, program: InFlight) -> list[tuple[DeviceRequest, DeviceOutput]]:
+    def _collect(self, program: InFlight) -> list[tuple[Request, Output]]:
         """Waits for a report and passes it to the scheduler; measures the time of a round."""
         outputs = program.wait()
         before = {request: request.rounds for request in outputs}
@@ -80,8 +81,8 @@ class Loop:
             # Moving average of the time between reports, per round, without that of compilation.
             rounds = max(output.rounds - before[request] for request, output in outputs.items())
             self.rounds += rounds
-            now = time.monotonic() - self.device.executor.compile_seconds
+            now = time.monotonic() - self.device.runner.compile_seconds
             if self._reported_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
             self._reported_at = now
-        return [(request, outputs[request]) for request in changed if isinstance(request, DeviceRequest)]
+        return [(request, outputs[request]) for request in changed]

@@ -1,27 +1,26 @@
 """Turns the scheduler's plans into calls of programs, with arrays of the host as arguments."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core.accept import greedy
-from jspec.core.grammar import TokenGrammar
+from jspec.core import accept
 from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, DecodeState, Params, RowSampling, TopTokens
+from jspec.core.types import Accept, Params, RowSampling, TopTokens
 from jspec.generation.options import MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
-from jspec.runner.executor import Call, Executor, Window
 from jspec.runner.plan import Admission, Burst, Output, Read
-from jspec.runner.programs import Admitted, ReadPlan, Report
+from jspec.runner.programs import Admitted, ReadPlan, Report, View
 from jspec.runner.request import Request
+from jspec.runner.runner import Runner, Variant
 from jspec.runner.slot_state import Sizes
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
@@ -54,30 +53,6 @@ _ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "grammar
 
 
 @dataclasses.dataclass(eq=False)
-class DeviceRequest(Request):
-    """A request with its options on the device.
-
-    logprobs: whether the log-probabilities of its tokens are recorded.
-    top_logprobs: number of most probable tokens recorded with each.
-    start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
-    """
-
-    sampling: Sampling | None = None
-    seed: tuple[int, int] = 0, 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    start_state: int = 0
-    start_grammar: int = 0
-
-    @property
-    def grammar(self) -> TokenGrammar | None:
-        """Constrains its text; None: no constraint."""
-        return None if self.sampling is None else self.sampling.grammar
-
-
-@dataclasses.dataclass(eq=False)
 class InFlight:
     """A dispatched program, whose report is being copied to the host.
 
@@ -88,25 +63,10 @@ class InFlight:
     report: Report | Future[Report]
     places: dict[Request, int]
 
-    def wait(self) -> "dict[Request, DeviceOutput]":
+    def wait(self) -> "dict[Request, Output]":
         """Waits for the report; returns the output of each request."""
         report = self.report.result() if isinstance(self.report, Future) else jax.device_get(self.report)
         return {request: _output(request, report, row) for request, row in self.places.items()}
-
-
-@dataclasses.dataclass
-class DeviceOutput(Output):
-    """The output of a request.
-
-    origin, logprobs, top_logprobs, sampled_logprobs: of each new token; all but origin None unless recorded.
-    dropped: accepted tokens after the end, as in `GenerationStats`.
-    """
-
-    origin: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    sampled_logprobs: list[float] | None = None
-    dropped: int = 0
 
 
 class Device:
@@ -120,9 +80,7 @@ class Device:
     least_option_set: index of the smallest set of `OPTION_SETS` of any program.
 
     Attributes:
-      executor: runs the calls; owns weights and state.
-      relay: sends a call to other processes before this one runs it. Returns a future for the report if no device is
-        local. None: all devices are local.
+      runner: runs the calls; owns weights and state.
       stops, grammars: the stop automata of the requests, and the automata of their grammars.
     """
 
@@ -135,29 +93,18 @@ class Device:
         *,
         samples: bool,
         max_rounds: int,
-        greedy_rule: Accept = greedy,
+        greedy_rule: Accept = accept.greedy,
         buckets: Sequence[int] | None = None,
         least_option_set: int = 0,
     ):
         self.method, self.sizes, (self.stops, self.grammars) = method, sizes, pools
-        self.relay: Callable[[Call], Future[Report] | None] | None = None
-        self._samples, self._least_tier = samples, least_option_set
+        self._samples, self._least_option_set = samples, least_option_set
         self._buckets = slot_buckets(sizes.slots) if buckets is None else buckets
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
-        self.executor = Executor(params, method, sizes, samples=samples, max_rounds=max_rounds, greedy_rule=greedy_rule)
+        self.runner = Runner(params, method, sizes, samples=samples, max_rounds=max_rounds, greedy_rule=greedy_rule)
 
-    @property
-    def params(self) -> Params:
-        """The weights."""
-        return self.executor.params
-
-    @property
-    def state(self) -> DecodeState:
-        """The decode state of all slots."""
-        return self.executor.state
-
-    def hold(self, request: DeviceRequest) -> None:
+    def hold(self, request: Request) -> None:
         """Inserts the automata of a request into the pools, until `forget`.
 
         Raises:
@@ -170,7 +117,7 @@ class Device:
             self.stops.remove(request.stop, request.ignore_eos)
             raise
 
-    def forget(self, request: DeviceRequest) -> None:
+    def forget(self, request: Request) -> None:
         """Frees the automata of an ended request."""
         self.stops.remove(request.stop, request.ignore_eos)
         self.grammars.remove(request.grammar)
@@ -179,13 +126,13 @@ class Device:
         """Empties slots."""
         mask = np.zeros(self.sizes.slots, bool)
         mask[list(empty)] = True
-        self._call("release", mask)
+        self.runner.release(mask)
 
     def replace(self, params: Params) -> None:
         """Swaps the weights."""
-        if self.executor.here:
-            self.executor.offer(params)
-        self._call("replace")
+        if self.runner.here:
+            self.runner.offer(params)
+        self.runner.replace()
 
     def admit(self, admissions: Sequence[Admission], least: int = 0) -> None:
         """Puts requests into slots.
@@ -198,13 +145,12 @@ class Device:
         columns["slots"][:] = self.sizes.slots
         tokens = np.zeros((count, self.sizes.context), np.int32)
         accept_counts = np.zeros((count, self.method.drafter.depth + 1), np.int32)
-        branches = self.state.stats.branch_counts
+        branches = self.runner.state.stats.branch_counts
         branch_counts = None if branches is None else np.zeros((count, *branches.shape[1:]), np.int32)
         seeds = np.zeros((count, 2), np.uint32)
         # One row per request.
         for row, admission in enumerate(admissions):
             request, known = admission.request, admission.tokens
-            assert isinstance(request, DeviceRequest)
             tokens[row, : len(known)] = known
             seeds[row] = request.seed
             if admission.accept_counts:
@@ -232,23 +178,23 @@ class Device:
             branch_counts=None if branch_counts is None else _argument(branch_counts),
             **arguments,
         )
-        self._call("admit", new)
+        self.runner.admit(new)
         for admission in admissions:
             if admission.restore is not None:
-                self._call("restore", np.int32(admission.slot), np.int32(admission.restore))
+                self.runner.restore(np.int32(admission.slot), np.int32(admission.restore))
 
     def read(self, plan: Read) -> InFlight:
         """Prefills chunks of some prompts."""
         layout = self._layout(plan.slots, plan.rows)
-        window = self._window(plan.requests, plan.table, layout)
+        view, variant = self._view(plan.requests, plan.table, layout)
         columns = (plan.begin, plan.count, plan.ends, plan.resumed)
         kinds = (np.int32, np.int32, np.bool_, np.bool_)
         read = ReadPlan(*(layout.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
-        report = self._call("read", window, read, plan.size)
+        report = self.runner.read(view, variant, read, plan.size)
         # In order: a later snapshot may take the place of an earlier one.
         for slot, place in zip(plan.slots, plan.save, strict=True):
             if place is not None:
-                self._call("save", np.int32(slot), np.int32(place))
+                self.runner.save(np.int32(slot), np.int32(place))
         # Only requests with a new token have an output.
         new = [index for index in range(len(plan.requests)) if plan.max_tokens(index)]
         return _in_flight(plan, report, {plan.requests[index]: layout.rows[index] for index in new})
@@ -259,16 +205,16 @@ class Device:
         least: minimum sequences of the program.
         """
         layout = self._layout(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
-        window = self._window(plan.requests, plan.table, layout)
+        view, variant = self._view(plan.requests, plan.table, layout)
         row_limit = layout.column(plan.row_limit, np.int32)
-        report = self._call("burst", window, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early))
+        report = self.runner.burst(view, variant, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early))
         return _in_flight(plan, report, dict(zip(plan.requests, layout.rows, strict=True)))
 
     def score(self, chunk: Chunk) -> TokenScores:
         """Dispatches a chunk of a score. Some device must be local."""
-        return self._call("score", chunk)
+        return self.runner.score(chunk)
 
-    def warm_up(self, shapes: Sequence[tuple[int, int]], request: DeviceRequest) -> None:
+    def warm_up(self, shapes: Sequence[tuple[int, int]], request: Request) -> None:
         """Compiles all programs for the options of a request, and waits for them. All slots must be empty.
 
         shapes: sequences and columns of the read programs.
@@ -286,28 +232,24 @@ class Device:
             ]
             if self.sizes.snapshots:
                 # A snapshot may be in use, so it is copied to an empty slot and back.
-                self._call("restore", np.int32(0), np.int32(0))
-                self._call("save", np.int32(0), np.int32(0))
+                self.runner.restore(np.int32(0), np.int32(0))
+                self.runner.save(np.int32(0), np.int32(0))
             self.release(range(self.sizes.slots))
             bursts[-1].wait()
-        if self.executor.here:
-            jax.block_until_ready(self.state)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Runs a call in all processes with devices; returns its report, or a future for it."""
-        call = Call(name, arguments)
-        future = None if self.relay is None else self.relay(call)
-        return self.executor.run(call) if self.executor.here else future
+        if self.runner.here:
+            jax.block_until_ready(self.runner.state)
 
     def _layout(self, slots: Sequence[int], size: int) -> "Layout":
-        """Assigns slots to rows of a program of this size, padded with other slots, which the program skips."""
+        """Assigns slots to rows of a program of this size, padded with other slots; the program skips these."""
         if size == self.sizes.slots:
             return Layout(None, list(slots), size)
         others = (slot for slot in range(self.sizes.slots) if slot not in slots)
         padded = [*slots, *(next(others) for _ in range(size - len(slots)))]
         return Layout(np.array(padded, np.int32), list(range(len(slots))), size)
 
-    def _window(self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout") -> Window:
+    def _view(
+        self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout"
+    ) -> tuple[View, Variant]:
         """Block tables and options of the slots of a program; copies changed options to the devices."""
         table = np.zeros((layout.size, self.sizes.pages_per_slot), np.int32)
         samplings: list[Sampling | None] = [None] * layout.size
@@ -315,18 +257,17 @@ class Device:
         constrained = False
         # Rows of the requests, and the options in use.
         for request, block_table, row in zip(requests, pages, layout.rows, strict=True):
-            assert isinstance(request, DeviceRequest)
             table[row, : len(block_table)] = block_table
             samplings[row] = request.sampling
             if request.logprobs:
                 top = max(top or 0, request.top_logprobs)
             constrained |= request.grammar is not None
-        # The variant of the program.
-        options = OPTION_SETS[max(self._least_tier, *map(option_set_of, samplings))]
-        greedy_rule = not options and not self._samples
+        # The program.
+        options = OPTION_SETS[max(self._least_option_set, *map(option_set_of, samplings))]
+        greedy = not options and not self._samples
         if not options and self._samples:
             options = OPTION_SETS[1]
-        # Arrays that stay on the devices from burst to burst.
+        # Arrays kept on the devices from burst to burst.
         self._keep_automaton("stop", self.stops)
         if constrained:
             self._keep_automaton("grammar", self.grammars)
@@ -334,26 +275,20 @@ class Device:
             self._keep_sampling(samplings, options)
         if top is not None:
             top = min(next(size for size in TOP_SIZES if size >= top), self.method.target.vocab_size)
-        return Window(
-            layout.slots,
-            table,
-            greedy=greedy_rule,
-            sampled=bool(options),
-            constrained=constrained,
-            record=top,
-        )
+        view = View(None if layout.slots is None else _argument(layout.slots), _argument(table))
+        return view, Variant(greedy, bool(options), constrained, top)
 
     def _keep_automaton(self, name: str, pool: AutomatonPool) -> None:
         automaton = pool.automaton
         if self._last_automata.get(name) is not automaton:
-            self._call("keep", name, automaton)
+            self.runner.keep(name, automaton)
             self._last_automata[name] = automaton
 
     def _keep_sampling(self, samplings: Sequence[Sampling | None], options: tuple[str, ...]) -> None:
-        """Sends the columns of sampling options, which rarely change from burst to burst."""
+        """Sends the columns of sampling options; they rarely change from burst to burst."""
         key = tuple(map(id, samplings)), options
         if key != self._last_sampling[0]:
-            self._call("keep", "sampling", row_columns(samplings, options, self.method.target.vocab_size))
+            self.runner.keep("sampling", row_columns(samplings, options, self.method.target.vocab_size))
             self._last_sampling = key, tuple(samplings)  # Keep references, so that `id()` is not reused.
 
 
@@ -422,8 +357,7 @@ def _in_flight(plan: Read | Burst, report: Report | Future[Report], places: dict
     return InFlight(plan, report, places)
 
 
-def _output(request: Request, report: Report, row: int) -> DeviceOutput:
-    assert isinstance(request, DeviceRequest)
+def _output(request: Request, report: Report, row: int) -> Output:
     count, recorded = int(report.length[row]) - len(request.all_tokens), report.recorded
     logprobs = top = sampled = None
     if recorded is not None:
@@ -434,7 +368,7 @@ def _output(request: Request, report: Report, row: int) -> DeviceOutput:
             columns = TopTokens(recorded.top.ids[row, :count], recorded.top.logprobs[row, :count])
             top = top_pairs(columns, request.top_logprobs)
     stats = report.stats
-    return DeviceOutput(
+    return Output(
         length=int(report.length[row]),
         tokens=report.tokens[row, :count].tolist(),
         finish_code=int(report.finish_code[row]),

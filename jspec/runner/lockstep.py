@@ -2,7 +2,7 @@
 
 The devices of a group run one program together, so each of their processes must dispatch the same programs with the
 same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of an
-`Executor` to the other processes with devices of the group (the followers), then makes it itself. Followers decide
+`Runner` to the other processes with devices of the group (the followers), then makes it itself. Followers decide
 nothing, so host differences cannot make them diverge. They do not read reports, unless the leader has no device of the
 group: then the first of its processes sends the reports to the leader.
 """
@@ -22,9 +22,9 @@ from jspec.core.processes import announced, least
 from jspec.core.sharding import Placement
 from jspec.generation.options import EngineOptions
 from jspec.loading import memory
-from jspec.runner.executor import Call, Executor, on_own_device
 from jspec.runner.programs import Report
 from jspec.runner.request import EngineError
+from jspec.runner.runner import Call, Runner, on_own_device
 from jspec.runner.wire import Listener, Wire, connect
 
 COMPARED = (*(field.name for field in dataclasses.fields(EngineOptions)), "target", "draft")
@@ -167,16 +167,16 @@ class Follower:
     def __init__(self, wire: Wire, index: int):
         self._wire, self.index = wire, index
         self._calls: dict[int, queue.SimpleQueue[Call | None]] = {}
-        self._executors: dict[int, Executor] = {}
+        self._runners: dict[int, Runner] = {}
         self._lock, self._over, self._finished = threading.Lock(), threading.Event(), False
         self._error: EngineError | None = None
 
-    def start(self, executors: Mapping[int, Executor]) -> None:
-        """Makes calls, in one thread per group. executors: of the groups with devices of this process."""
-        self._executors = dict(executors)
-        self._calls = {group: queue.SimpleQueue() for group in executors}
-        for group, executor in executors.items():
-            self._thread(self._execute, executor, self._calls[group], self._reporter(group, executor))
+    def start(self, runners: Mapping[int, Runner]) -> None:
+        """Makes calls, in one thread per group. runners: of the groups with devices of this process."""
+        self._runners = dict(runners)
+        self._calls = {group: queue.SimpleQueue() for group in runners}
+        for group, runner in runners.items():
+            self._thread(self._execute, runner, self._calls[group], self._reporter(group, runner))
         self._wire.start(self._handle, lambda problem: self._end(EngineError(problem)))
 
     @property
@@ -191,17 +191,17 @@ class Follower:
           EngineError: the engine has ended.
         """
         # Offer, then wait until every group has swapped.
-        executors = dict(self._executors)
-        before = {group: executor.replaced for group, executor in executors.items()}
-        for group, executor in executors.items():
-            executor.offer(params[group])
+        runners = dict(self._runners)
+        before = {group: runner.replaced for group, runner in runners.items()}
+        for group, runner in runners.items():
+            runner.offer(params[group])
 
         def missing() -> bool:
-            return any(executor.replaced == before[group] for group, executor in executors.items())
+            return any(runner.replaced == before[group] for group, runner in runners.items())
 
         while missing() and not self._over.wait(_POLL_SECONDS):
             pass
-        if not executors or missing():
+        if not runners or missing():
             raise EngineError(f"the engine has failed: {self._error}" if self._error else "the engine is closed")
 
     def wait(self) -> None:
@@ -233,25 +233,25 @@ class Follower:
 
     def _execute(
         self,
-        executor: Executor,
+        runner: Runner,
         calls: "queue.SimpleQueue[Call | None]",
         reports: "queue.SimpleQueue[Report | None] | None",
     ) -> None:
         """Makes the calls of a group."""
-        with on_own_device(executor.method.placement):
+        with on_own_device(runner.method.placement):
             while (call := calls.get()) is not None:
-                report = executor.run(call)
+                report = runner.run(call)
                 if call.name in _REPORTS and reports is not None:
                     jax.tree.map(lambda x: x.copy_to_host_async(), report)
                     reports.put(cast(Report, report))
         if reports is not None:
             reports.put(None)
         else:
-            self._finish(executor)
+            self._finish(runner)
 
-    def _reporter(self, group: int, executor: Executor) -> "queue.SimpleQueue[Report | None] | None":
+    def _reporter(self, group: int, runner: Runner) -> "queue.SimpleQueue[Report | None] | None":
         """Starts a thread to send reports to the leader; returns its queue, or None if this process sends none."""
-        placement = executor.method.placement
+        placement = runner.method.placement
         if placement is None or placement.processes[0] != self.index:
             return None
         reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
@@ -259,16 +259,16 @@ class Follower:
         def run() -> None:
             while (report := reports.get()) is not None:
                 self._wire.send(("report", group, jax.device_get(report)))
-            self._finish(executor)
+            self._finish(runner)
 
         self._thread(run)
         return reports
 
-    def _finish(self, executor: Executor) -> None:
+    def _finish(self, runner: Runner) -> None:
         """Removes a group after its last call; the last group ends the process's part."""
         with self._lock:
-            self._executors = {group: other for group, other in self._executors.items() if other is not executor}
-            last = self._finished = not self._executors and self._error is None
+            self._runners = {group: other for group, other in self._runners.items() if other is not runner}
+            last = self._finished = not self._runners and self._error is None
         if last:
             # The leader closes the connection as soon as it has this.
             with contextlib.suppress(OSError):

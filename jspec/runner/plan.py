@@ -97,5 +97,12 @@ class Output:
     rounds: int
     """Rounds since the request was submitted."""
     accept_counts: list[int]
-    branch_counts: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
+    branch_counts: list[list[int]] | None = None
     """As in `jspec.core.types.Stats`; None if the drafter has no branches."""
+    origin: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] | None = None
+    """One per new token, as the next two; None unless recorded."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    sampled_logprobs: list[float] | None = None
+    dropped: int = 0
+    """Accepted tokens after the end, as in `GenerationStats`."""

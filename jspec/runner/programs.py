@@ -56,14 +56,15 @@ class View:
 
     slots: None: all of them, in order.
     table: block tables; unused entries are 0.
-    stop, grammar: shared by all sequences, one state per sequence; the grammar may be empty.
+    stop, grammar: shared by all sequences, one state per sequence; the grammar may be empty. They and the sampling
+      options stay on the devices from program to program.
     """
 
     slots: Int[Array, " R"] | None
     table: Int[Array, "R W"]
-    stop: Automaton
-    grammar: Automaton
-    sampling: RowSampling | None
+    stop: Automaton = Automaton()
+    grammar: Automaton = Automaton()
+    sampling: RowSampling | None = None
     costs: Float[Array, " K"] | None = None
     """As in `DecodeState`; None: those of the drafter."""
 

@@ -5,6 +5,8 @@ import enum
 from collections.abc import Sequence
 
 from jspec.core.checks import check_int, check_text
+from jspec.core.grammar import TokenGrammar
+from jspec.core.sampling import Sampling
 
 
 class EngineError(RuntimeError):
@@ -32,12 +34,15 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """What to generate. All but the first four fields are written by the scheduler only.
+    """What to generate, with its options. The fields after them are written by the scheduler only.
 
     prompt: token ids, at least one.
     max_new_tokens: at least 1.
     priority: requests of a higher priority are admitted first and preempted last.
     salt: requests of different salts share no pages.
+    logprobs: whether the log-probabilities of its tokens are recorded.
+    top_logprobs: number of most probable tokens recorded with each.
+    start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
 
     Raises:
       ValueError, TypeError: an invalid value.
@@ -47,6 +52,14 @@ class Request:
     max_new_tokens: int
     priority: int = 0
     salt: str = ""
+    sampling: Sampling | None = None
+    seed: tuple[int, int] = 0, 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    start_state: int = 0
+    start_grammar: int = 0
 
     phase: Phase = dataclasses.field(default=Phase.WAITING, init=False)
     arrival: int = dataclasses.field(default=-1, init=False)
@@ -89,6 +102,11 @@ class Request:
         self.max_new_tokens = check_int("max_new_tokens", self.max_new_tokens, least=1)
         self.priority = check_int("priority", self.priority, least=-(2**63), most=2**63 - 1)
         self.salt = check_text("salt", self.salt)
+
+    @property
+    def grammar(self) -> TokenGrammar | None:
+        """Constrains its text; None: no constraint."""
+        return None if self.sampling is None else self.sampling.grammar
 
     @property
     def limit(self) -> int:

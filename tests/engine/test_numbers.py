@@ -111,7 +111,7 @@ def test_bursts_approach_their_seconds(monkeypatch):
     def compile_programs(fake, turn):
         if turn == 5:
             fake.device.now += 100
-            fake.device.executor.compile_seconds += 100
+            fake.device.runner.compile_seconds += 100
 
     assert rounds_of_bursts(monkeypatch, compile_programs) == expected
 

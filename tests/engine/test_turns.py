@@ -23,9 +23,10 @@ from jspec.generation import run
 from jspec.generation.options import GenerateOptions
 from jspec.generation.run import Run
 from jspec.loading.model import Model
-from jspec.runner import executor
-from jspec.runner.device import DeviceOutput, DeviceRequest
-from jspec.runner.executor import Executor
+from jspec.runner import runner
+from jspec.runner.plan import Output
+from jspec.runner.request import Request
+from jspec.runner.runner import Runner
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]
@@ -154,15 +155,15 @@ def test_a_cache_without_slots_runs_in_one_batch_and_an_engine_refuses_it():
 @pytest.mark.parametrize("engine", (False, True), ids=("generate", "engine"))
 def test_seconds_leave_out_compilation(monkeypatch, engine):
     """Each compiling call takes 1,000 seconds of a clock of its own, so that less than no time remains."""
-    clock, run_burst = itertools.count(0, 1000), Executor.burst
+    clock, fill = itertools.count(0, 1000), Runner._fill
 
-    def burst(self, *arguments):
+    def compile(self, *arguments):
         if not self.compile_seconds:
             jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
-        return run_burst(self, *arguments)
+        return fill(self, *arguments)
 
-    monkeypatch.setattr(executor, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(Executor, "burst", burst)
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(Runner, "_fill", compile)
     if not engine:
         out = jspec.generate(model(), PROMPTS, drafter=None, max_new_tokens=5)
         assert out.stats.seconds < -500
@@ -170,7 +171,7 @@ def test_seconds_leave_out_compilation(monkeypatch, engine):
     with Engine(model(), drafter=None, slots=4) as running:
         assert running.generate(PROMPTS, max_new_tokens=5).stats.seconds < -500
     # A single request whose second program is compiled after its first token.
-    handle = Handle(DeviceRequest([1], 4), None, lambda _: None, Plain())
+    handle = Handle(Request([1], 4), None, lambda _: None, Plain())
     for now, compiled in ((1.0, 5.0), (9.0, 11.0)):
-        handle.deliver(DeviceOutput(2, [1], 0, 1, [1]), now, compiled)
+        handle.deliver(Output(2, [1], 0, 1, [1]), now, compiled)
     assert handle.generation().stats.seconds == 2.0

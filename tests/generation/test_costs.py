@@ -219,7 +219,7 @@ def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory)
     def run():
         with jspec.Engine(model(), slots=1, context=128, page_size=8, prefix_cache=False) as engine:
             out = [engine.generate([prompt], max_new_tokens=60) for prompt in (REPEATED, DISTINCT, REPEATED)]
-            return [one.tokens for one in out], engine.groups[0].device.executor._trial(1)
+            return [one.tokens for one in out], engine.groups[0].device.runner._trial(1)
 
     tokens, trial = run()
     assert tokens == [

@@ -23,8 +23,8 @@ from jspec.engine.schedule import Scheduler
 from jspec.loading.model import Model
 from jspec.runner import slot_state
 from jspec.runner.automaton_pool import GrammarPool, StopPool
-from jspec.runner.device import Device, DeviceRequest
-from jspec.runner.request import Phase
+from jspec.runner.device import Device
+from jspec.runner.request import Phase, Request
 from jspec.runner.slot_state import Sizes
 
 CONTEXT, PAGE, SLOTS, CHUNK, POOL = 48, 4, 4, 6, 40
@@ -54,7 +54,7 @@ class Setup:
         return self.lossless or (accept.greedy if self.sampling is None else accept.coupled)
 
 
-def requests(count: int, seed: int, setup: Setup) -> list[DeviceRequest]:
+def requests(count: int, seed: int, setup: Setup) -> list[Request]:
     """Prompts of which most share beginnings; some of those end at the edge of a page."""
     rng = np.random.default_rng(seed)
     shared = [rng.integers(0, 61, 14).tolist() for _ in range(2)]
@@ -62,7 +62,7 @@ def requests(count: int, seed: int, setup: Setup) -> list[DeviceRequest]:
     for index in range(count):
         beginning = shared[rng.integers(2)][: rng.integers(6, 15)] if rng.random() < 0.75 else []
         prompt = [*beginning, *rng.integers(0, 61, rng.integers(1, 9)).tolist()]
-        request = DeviceRequest(prompt, int(rng.integers(1, 22)), int(rng.integers(2)))
+        request = Request(prompt, int(rng.integers(1, 22)), int(rng.integers(2)))
         request.sampling, request.seed = setup.sampling, (index, 0)
         made.append(request)
     return made
@@ -82,7 +82,7 @@ class Alone:
     rows: list[list[np.ndarray]]
 
 
-def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alone:
+def alone(setup: Setup, given: list[Request], eos: tuple[int, ...]) -> Alone:
     """Generates all requests at once, without the engine."""
     batch = len(given)
     lengths = np.array([len(request.prompt) for request in given], np.int32)
@@ -198,13 +198,13 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         samples=samples,
         max_rounds=4,
     )
-    ahead = slot_state.lookahead(device.state, setup.drafter) if storm.share else None
+    ahead = slot_state.lookahead(device.runner.state, setup.drafter) if storm.share else None
     scheduler = Scheduler(
         slots=SLOTS,
         pages=Pages(storm.pages, PAGE, ahead if storm.ahead is None else storm.ahead, snapshots),
         context=CONTEXT,
         depth=setup.drafter.depth,
-        extra_rows=slot_state.extra_rows(device.state, setup.drafter),
+        extra_rows=slot_state.extra_rows(device.runner.state, setup.drafter),
         read_shapes=[(2, CHUNK)],
         prefill_tokens=2 * CHUNK,
         max_in_flight=storm.max_in_flight,
@@ -225,12 +225,12 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
             free, empty = np.zeros(POOL, bool), np.zeros(SLOTS, bool)
             free[[0, *scheduler.pages._free, *range(storm.pages, POOL)]] = True
             empty[scheduler._free_slots] = True
-            device.executor.state = _placed(_poison(device.state, free, empty), device.state, setup)
+            device.runner.state = _placed(_poison(device.runner.state, free, empty), device.runner.state, setup)
             if scheduler.pages.snapshots is not None:
                 unused = np.zeros(snapshots, bool)
                 unused[scheduler.pages.snapshots._free] = True
-                kept = device.executor.snapshots
-                device.executor.snapshots = _placed(_poison_snapshots(kept, unused), kept, setup)
+                kept = device.runner.snapshots
+                device.runner.snapshots = _placed(_poison_snapshots(kept, unused), kept, setup)
         admissions, results = loop.turn(int(rng.integers(1, 5)))
         counts["shared"] += sum(admission.begin for admission in admissions)
         counts["restored"] += sum(admission.restore is not None for admission in admissions)
@@ -256,11 +256,11 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, RecurrentCache)
 
 
-def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> int:
+def compare_rows(device: Device, given: list[Request], wanted: Alone) -> int:
     """Compares the rows of the drafter's paged caches of all running requests. Returns how many."""
-    caches = paged_caches(device.state.draft)
+    caches = paged_caches(device.runner.state.draft)
     # A recurrent state is summed in other blocks where a prompt is read in other chunks.
-    recurrent = any(map(_is_state, jax.tree.leaves(device.state.cache, is_leaf=_is_state)))
+    recurrent = any(map(_is_state, jax.tree.leaves(device.runner.state.cache, is_leaf=_is_state)))
     compared, atol = 0, 2e-4 if recurrent else 3e-5
     for index, request in enumerate(given):
         if request.phase is not Phase.RUNNING or not caches:

@@ -9,8 +9,8 @@ from jspec.drafters import Adaptive, Ngram
 from jspec.engine.group import Group
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
-from jspec.runner.device import DeviceOutput, DeviceRequest
-from jspec.runner.plan import Burst
+from jspec.runner.plan import Burst, Output
+from jspec.runner.request import Request
 
 READ, ROUND = 0.5, 0.125
 """Seconds of a read and of a round."""
@@ -46,7 +46,7 @@ class FakeDevice(device_model.Device):
     def __init__(self, accepted, drafter, pages, slots):
         sizes = dict(slots=slots, count=pages.count, size=pages.size, depth=drafter.depth)
         super().__init__(accepted, **sizes, ahead=pages.lookahead, extra_rows=0, truths={}, users=pages._users)
-        self.method, self.executor = SimpleNamespace(drafter=drafter), SimpleNamespace(compile_seconds=0.0)
+        self.method, self.runner = SimpleNamespace(drafter=drafter), SimpleNamespace(compile_seconds=0.0)
         self.sizes, self.now, self.branch, self.programs = SimpleNamespace(snapshots=0), 0.0, 1, []
 
     def admit(self, admissions):
@@ -55,12 +55,12 @@ class FakeDevice(device_model.Device):
 
     def read(self, plan):
         self.programs.append(plan)
-        return Flight(plan, super().read(plan, DeviceOutput), self, READ)
+        return Flight(plan, super().read(plan, Output), self, READ)
 
     def burst(self, plan):
         self.programs.append(plan)
         before = [self.slots[slot].rounds for slot in plan.slots]
-        outputs = super().burst(plan, DeviceOutput)
+        outputs = super().burst(plan, Output)
         rounds = max(self.slots[slot].rounds - begin for slot, begin in zip(plan.slots, before, strict=True))
         return Flight(plan, outputs, self, rounds * ROUND)
 
@@ -91,7 +91,7 @@ class FakeGroup:
 
     def submit(self, prompt, new, text=None):
         """Puts a request into the queue; it ends after `text` new tokens, or at its limit."""
-        request = DeviceRequest(prompt, new)
+        request = Request(prompt, new)
         self.device.truths[request] = [*prompt, *range(100, 100 + (text or new))]
         self.group.expect(request)
         (handle,) = self.group.submit([request])

@@ -82,8 +82,10 @@ def test_groups_generate_what_one_device_does(engine, load):
     assert sorted(after - b for after, b in zip(given(engine), before, strict=True)) == [4, 5]
     # Each group has a device of its own, and the weights that the model has there.
     for group, device in zip(engine.groups, jax.devices(), strict=False):
-        assert {x.sharding.device_set == {device} for x in jax.tree.leaves(group.device.state)} == {True}
-        for own, leaf in zip(jax.tree.leaves(group.device.params), jax.tree.leaves(engine.model.params), strict=True):
+        assert {x.sharding.device_set == {device} for x in jax.tree.leaves(group.device.runner.state)} == {True}
+        for own, leaf in zip(
+            jax.tree.leaves(group.device.runner.params), jax.tree.leaves(engine.model.params), strict=True
+        ):
             (shard,) = (shard for shard in leaf.addressable_shards if shard.device == device)
             assert own.addressable_shards[0].data.unsafe_buffer_pointer() == shard.data.unsafe_buffer_pointer()
 
@@ -149,7 +151,7 @@ def test_requests_are_cancelled_and_counted_in_all_groups(engine, standing, monk
 def test_groups_get_equal_shares_of_the_memory(load, monkeypatch):
     found, model = [], load("tied", None, data=2, tensor=2)
 
-    def record(model, options, *, free):
+    def record(model, options, *, free, only):
         found.append(free)
         if len(found) == 2:
             raise ZeroDivisionError

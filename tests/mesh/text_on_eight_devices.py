@@ -34,7 +34,7 @@ def test_rounds_over_devices_copy_no_pool(load):
         patch.setattr(programs.burst, "variant", lambda **options: keep)
         sizes = dict(slots=3, context=48, page_size=4, pages=23, prefill_tokens=16)
         with jspec.Engine(model, drafter=Standalone(**tiny.TREE), **sizes) as engine:
-            leaves = jax.tree.leaves(engine.groups[0].device.state)
+            leaves = jax.tree.leaves(engine.groups[0].device.runner.state)
             pools = [x.addressable_shards[0].data.shape for x in leaves if x.ndim == 6]
             engine.generate([[1, 2, 3]], max_new_tokens=4)
     lines = found[0].splitlines()

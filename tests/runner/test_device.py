@@ -5,8 +5,8 @@ import numpy as np
 
 import jspec
 from jspec.engine.engine import Engine
-from jspec.runner.device import DeviceRequest
 from jspec.runner.plan import Admission
+from jspec.runner.request import Request
 
 
 def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
@@ -14,12 +14,12 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
     model = jspec.load("bundled:python-tiny")
     encode = model.tokenizer.encode
     with Engine(model, drafter=None, slots=3, context=32, page_size=8) as engine:
-        request = DeviceRequest(encode("def f(x):\n    "), 20)
+        request = Request(encode("def f(x):\n    "), 20)
         request.seed, request.start_state = (41, 0), engine.groups[0].device.stops.add(("return",))
         request.append(encode("retu"))
         admission = Admission(request, 2, 0, None, list(request.all_tokens), True, rounds=3, accept_counts=[3])
         engine.groups[0].device.admit([admission])
-        s, stop = engine.groups[0].device.state, jax.device_get(engine.groups[0].device.stops.automaton)
+        s, stop = engine.groups[0].device.runner.state, jax.device_get(engine.groups[0].device.stops.automaton)
     state = int(s.stop.state[2])
     start = request.start_state
     for token in encode("rn"):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jspec.runner import wire
-from jspec.runner.executor import CALLS, Call, Executor
 from jspec.runner.lockstep import Follower, Leader
 from jspec.runner.request import EngineError
+from jspec.runner.runner import CALLS, Call, Runner
 
 SECONDS = 20
 
@@ -132,7 +132,7 @@ def test_only_who_has_the_secret_is_admitted(monkeypatch):
 
 
 class Recorded:
-    """An executor that makes no programs."""
+    """A runner that makes no programs."""
 
     def __init__(self, processes):
         self.calls, self.method, self.replaced = [], SimpleNamespace(placement=placement(processes)), 0
@@ -156,58 +156,58 @@ def pair(connected):
     """A leader and process 1, with a group over both and one in process 1 alone."""
     accepted, found = connected()
     leader, follower, lost = Leader(accepted), Follower(found[1], 1), queue.SimpleQueue()
-    executors = {0: Recorded([0, 1]), 1: Recorded([1])}
-    follower.start(executors)
+    runners = {0: Recorded([0, 1]), 1: Recorded([1])}
+    follower.start(runners)
     leader.start(lost.put)
-    yield leader, follower, executors, lost
+    yield leader, follower, runners, lost
     leader.abort(EngineError("the test has ended"))
     follower.leave(EngineError("the test has ended"))
 
 
 def test_followers_make_the_calls_in_order_and_end_with_the_leader(pair):
-    leader, follower, executors, lost = pair
+    leader, follower, runners, lost = pair
     names = ["keep", "burst", "release", "burst", "read"]
     futures = {0: [], 1: []}
     for name in names:
-        for group, executor in executors.items():
-            futures[group].append(leader.call(group, executor.method.placement, Call(name, (np.arange(3), None, "x"))))
+        for group, runner in runners.items():
+            futures[group].append(leader.call(group, runner.method.placement, Call(name, (np.arange(3), None, "x"))))
     assert futures[0] == [None] * 5, "this process has a report of its own"
     assert [future and int(future.result(SECONDS)["n"]) for future in futures[1]] == [None, 2, None, 4, 5]
     leader.close()
     follower.wait()
     assert follower.over and lost.empty()
-    for executor in executors.values():
-        assert [call.name for call in executor.calls] == names
-        np.testing.assert_array_equal(executor.calls[0].arguments[0], np.arange(3))
+    for runner in runners.values():
+        assert [call.name for call in runner.calls] == names
+        np.testing.assert_array_equal(runner.calls[0].arguments[0], np.arange(3))
 
 
 def test_an_error_of_a_follower_is_one_of_the_leader(pair):
-    leader, follower, executors, lost = pair
-    coming = leader.call(1, executors[1].method.placement, Call("burst", ()))
+    leader, follower, runners, lost = pair
+    coming = leader.call(1, runners[1].method.placement, Call("burst", ()))
     assert int(coming.result(SECONDS)["n"]) == 1
-    leader.call(1, executors[1].method.placement, Call("admit", ()))
+    leader.call(1, runners[1].method.placement, Call("admit", ()))
     with pytest.raises(EngineError, match="RuntimeError: out of memory"):
         follower.wait()
     with pytest.raises(EngineError, match="process 1 has failed: RuntimeError: out of memory"):
         while True:
-            future = leader.call(1, executors[1].method.placement, Call("burst", ()))
+            future = leader.call(1, runners[1].method.placement, Call("burst", ()))
             future.result(SECONDS)
     assert str(lost.get(timeout=SECONDS)) == "process 1 has failed: RuntimeError: out of memory"
 
 
 def test_an_error_of_the_leader_is_one_of_its_followers(pair):
-    leader, follower, executors, _ = pair
+    leader, follower, runners, _ = pair
     leader.abort(RuntimeError("the device has failed"))
     with pytest.raises(EngineError, match="the engine has failed: the device has failed"):
         follower.wait()
     with pytest.raises(EngineError, match="the device has failed"):
-        leader.call(0, executors[0].method.placement, Call("burst", ()))
+        leader.call(0, runners[0].method.placement, Call("burst", ()))
     with pytest.raises(EngineError, match="the device has failed"):
         follower.replace({0: None, 1: None})
 
 
 def test_a_call_names_a_method():
-    executor = object.__new__(Executor)
-    assert all(callable(getattr(Executor, name)) for name in CALLS)
-    with pytest.raises(ValueError, match="call='__init__': must be one of release, "):
-        executor.run(Call("__init__", ()))
+    runner = object.__new__(Runner)
+    assert all(getattr(Runner, name) is function for name, function in CALLS.items())
+    with pytest.raises(ValueError, match="call='__init__': must be one of replace, "):
+        runner.run(Call("__init__", ()))

@@ -12,8 +12,8 @@ from loops import LOOPS
 from jspec.engine.engine import Engine
 from jspec.loading.model import Model
 from jspec.runner import programs
-from jspec.runner.device import DeviceRequest
 from jspec.runner.plan import Burst
+from jspec.runner.request import Request
 from pallas_kernels import platform
 
 TEXT_AS_SHIPPED = True
@@ -42,7 +42,7 @@ def burst_arguments(name, count):
     loop = LOOPS[name]
     model = Model("toy", loop.target, loop.weights(), None, (), getattr(loop.drafter, "model", None))
     sizes = {"slots": SLOTS, "context": 40, "page_size": PAGE, "pages": PAGES, "prefill_tokens": 16}
-    requests = [DeviceRequest([1, 2, 3], 9) for _ in range(count)]
+    requests = [Request([1, 2, 3], 9) for _ in range(count)]
     table = [[1 + index] for index in range(count)]
     plan = Burst(requests, list(range(count)), table, [PAGE] * count, 3, loop.drafter.depth + 1, False)
     with Engine(model, drafter=loop.drafter, **sizes) as engine, pytest.MonkeyPatch.context() as patch:

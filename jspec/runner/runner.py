@@ -1,16 +1,19 @@
-"""Owns the on-device state of a group and runs the programs that update it.
+"""Owns the on-device state of a group and runs its programs.
 
-A call is the name of a method of `Executor` and arguments on the host. If the devices belong to several processes, each
-process makes the same calls in the same order (`jspec.runner.lockstep`).
+If the devices belong to several processes, each process makes the same calls in the same order
+(`jspec.runner.lockstep`).
 """
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
 
 import jax
 import numpy as np
@@ -29,31 +32,55 @@ from jspec.runner import programs
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
 from jspec.runner.slot_state import Sizes, empty_snapshots, empty_state
 
-CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace", "score")
-"""Methods of `Executor` callable by name."""
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 OFFER_SECONDS = 60.0
 """Timeout for new weights: how much later than process 0 a process may provide them."""
 
 
 class Call(NamedTuple):
-    """A method of `Executor`, one of `CALLS`, and its arguments."""
+    """A call as a message to another process: the name of one in `CALLS`, and its arguments."""
 
     name: str
     arguments: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Window:
-    """Arguments of one call of a program, for its R slots.
+CALLS: dict[str, Callable[..., Any]] = {}
+"""The calls of a `Runner`, by name."""
 
-    slots, table: as in `jspec.runner.programs.View`.
+
+def call(method: Callable[["Runner", *Arguments], T]) -> Callable[["Runner", *Arguments], T]:
+    """Makes a method of `Runner`, with arguments on the host, a call of all processes with devices of the group.
+
+    It is sent to the other processes, then runs in this one, with the time of compilation measured. If no device is
+    local, its report comes from another process, as a future.
+    """
+
+    @functools.wraps(method)
+    def run(self: "Runner", *arguments: *Arguments) -> T:
+        future = None if self.relay is None else self.relay(Call(method.__name__, arguments))
+        if not self.here:
+            return cast(T, future)
+        thread, began = threading.get_ident(), time.monotonic()
+        before = compilations(thread)
+        result = method(self, *arguments)
+        if compilations(thread) != before:
+            self.compile_seconds += time.monotonic() - began
+        return result
+
+    CALLS[method.__name__] = run
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Which program of a view runs, beside its shapes.
+
     greedy: whether no sequence samples, and the greedy acceptance rule applies.
     sampled, constrained: whether the sampling options and the grammars on the devices are in use.
     record: as in `Method`.
     """
 
-    slots: Int[np.ndarray, " R"] | None
-    table: Int[np.ndarray, "R W"]
     greedy: bool
     sampled: bool
     constrained: bool
@@ -63,10 +90,12 @@ class Window:
 _empty_state = jax.jit(empty_state, static_argnames=("method", "sizes", "samples"))
 
 
-class Executor:
+class Runner:
     """Runs calls. The arguments are those of `jspec.runner.device.Device`.
 
     Attributes:
+      relay: sends a call to other processes; returns a future for its report if no device is local. None: this process
+        has all devices, or takes the calls of another one.
       here: whether some device is local. Otherwise weights and state are shapes only.
       params: the weights.
       state: the decode state of all slots, replaced by every program.
@@ -79,6 +108,7 @@ class Executor:
         self, params: Params, method: Method, sizes: Sizes, *, samples: bool, max_rounds: int, greedy_rule: Accept
     ):
         # Static parts, and inputs kept on the devices.
+        self.relay: Callable[[Call], Future[Report] | None] | None = None
         self.params, self.method, self.max_rounds = params, method, max_rounds
         self._placement, self._greedy_rule = method.placement, greedy_rule
         self._inputs: dict[str, Any] = {}
@@ -97,23 +127,17 @@ class Executor:
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = draft_shape(params, state, method)[1]
 
-    def run(self, call: Call) -> Report | TokenScores | None:
-        """Runs a call; returns its report or scores."""
-        if call.name not in CALLS:
-            raise ValueError(f"call={call.name!r}: must be one of {', '.join(CALLS)}")
-        thread, began = threading.get_ident(), time.monotonic()
-        before = compilations(thread)
-        result = getattr(self, call.name)(*call.arguments)
-        if compilations(thread) != before:
-            self.compile_seconds += time.monotonic() - began
-        return result
+    def run(self, message: Call) -> Report | TokenScores | None:
+        """Makes a call of another process; returns its report or scores."""
+        if message.name not in CALLS:
+            raise ValueError(f"call={message.name!r}: must be one of {', '.join(CALLS)}")
+        return CALLS[message.name](self, *message.arguments)
 
     def offer(self, params: Params) -> None:
         """Provides weights for the next `replace`."""
         self._offers.put(params)
 
-    # The calls
-
+    @call
     def replace(self) -> None:
         """Swaps in the offered weights; waits for them.
 
@@ -129,6 +153,7 @@ class Executor:
             ) from None
         self.replaced += 1
 
+    @call
     def keep(self, name: str, value: PyTree) -> None:
         """Copies an argument of later programs to the devices: `stop`, `grammar` or `sampling`."""
         placement = self._placement
@@ -137,37 +162,46 @@ class Executor:
         else:
             self._inputs[name] = jax.device_put(value, None if placement is None else placement.everywhere)
 
+    @call
     def release(self, mask: Bool[np.ndarray, " S"]) -> None:
         """`programs.release`."""
         self.state = programs.release(self.state, mask, placement=self._placement)
 
+    @call
     def admit(self, new: Admitted) -> None:
         """`programs.admit`."""
         self.state = programs.admit(self.state, new, method=self.method)
 
+    @call
     def restore(self, slot: np.int32, place: np.int32) -> None:
         """`programs.restore`."""
         self.state = programs.restore(self.state, self.snapshots, slot, place, placement=self._placement)
 
+    @call
     def save(self, slot: np.int32, place: np.int32) -> None:
         """`programs.save`."""
         self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place, placement=self._placement)
 
-    def read(self, window: Window, plan: ReadPlan, size: int) -> Report:
+    @call
+    def read(self, view: View, variant: Variant, plan: ReadPlan, size: int) -> Report | Future[Report]:
         """`programs.read`."""
-        method, view = self._view(window)
+        method, view = self._fill(view, variant)
         self.state, report = programs.read(self.params, self.state, view, plan, method=method, size=size)
         return report
 
-    def burst(self, window: Window, row_limit: Int[np.ndarray, " R"], rounds: np.int32, stop_early: np.bool_) -> Report:
+    @call
+    def burst(
+        self, view: View, variant: Variant, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
+    ) -> Report | Future[Report]:
         """`programs.burst`."""
-        method, view = self._view(window)
-        # The variant of the program for this many tokens.
-        many = prefers_cublas(self.params, len(window.table) * self._nodes)
+        method, view = self._fill(view, variant)
+        # Compiler options for this many tokens.
+        rows = len(view.table)
+        many = prefers_cublas(self.params, rows * self._nodes)
         program = programs.burst.variant(many=many, devices=method.devices)
         arguments = view, row_limit, rounds, stop_early
         run = partial(program, self.params, method=method, max_rounds=self.max_rounds)
-        trial = self._trial(len(window.table))
+        trial = self._trial(rows)
         if trial is None or trial.done:
             self.state, report = run(self.state, *arguments)
             return report
@@ -184,23 +218,23 @@ class Executor:
             self._trials[rows] = costs.trial(self.params, method, rows)
         return self._trials[rows]
 
+    @call
     def score(self, chunk: Chunk) -> TokenScores:
         """`Scorer.read`, beside the slots."""
         return self._scorer.read(self.params.target, chunk)
 
-    def _view(self, window: Window) -> tuple[Method, View]:
-        """The method of a program, and its view of the slots."""
-        trial = self._trial(len(window.table))
-        view = View(
-            cast("Array | None", window.slots),
-            cast(Array, window.table),
-            self._inputs["stop"],
-            self._inputs["grammar"] if window.constrained else Automaton(),
-            self._inputs["sampling"] if window.sampled else None,
-            None if trial is None else cast(Array, np.array(trial.costs, np.float32)),
+    def _fill(self, view: View, variant: Variant) -> tuple[Method, View]:
+        """The method of a program, and its view of the slots with the inputs on the devices."""
+        trial = self._trial(len(view.table))
+        view = dataclasses.replace(
+            view,
+            stop=self._inputs["stop"],
+            grammar=self._inputs["grammar"] if variant.constrained else Automaton(),
+            sampling=self._inputs["sampling"] if variant.sampled else None,
+            costs=None if trial is None else cast(Array, np.array(trial.costs, np.float32)),
         )
-        rule = self._greedy_rule if window.greedy else self.method.accept
-        return dataclasses.replace(self.method, accept=rule, record=window.record), view
+        rule = self._greedy_rule if variant.greedy else self.method.accept
+        return dataclasses.replace(self.method, accept=rule, record=variant.record), view
 
 
 def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:
