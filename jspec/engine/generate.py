@@ -79,7 +79,7 @@ def generate(
       accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
         drafter. Greedy sequences stay greedy under every lossless rule.
-      stop: stop strings; a text ends before the first of them.
+      stop: stop strings, or ids of tokens in a list; a text ends before the first of them.
       ignore_eos: whether a sequence goes on after the model has ended the text, for measurements of fixed lengths.
       seed: from 0 to 2**32 - 1. Sequence i has the noise of (seed, i), which no other seed repeats. Or a list with one
         seed s, which is (s, 0), or one pair per sequence: [(7, 3)] repeats sequence 3 of seed=7 alone.

@@ -20,7 +20,7 @@ from jspec.core.types import Accept, Drafter, Target
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.text.grammar import compile_grammar
-from jspec.text.stream import check_stop
+from jspec.text.stream import Stops, check_stop
 
 MAX_SEED = 2**32 - 1
 DEFAULT_CONTEXT = 8192
@@ -39,7 +39,7 @@ class RequestOptions:
 
     max_new_tokens: int | Sequence[int] = 128
     sampling: Sampling | Sequence[Sampling | None] | None = None
-    stop: str | Sequence[str] = ()
+    stop: Stops = ()
     ignore_eos: bool = option(False)
     seed: int | Sequence[int | tuple[int, int]] = 0
     logprobs: bool | int = False
@@ -184,7 +184,7 @@ class EngineKeywords(TypedDict, total=False):
 
 
 class _SharedKeywords(TypedDict, total=False):
-    stop: str | Sequence[str]
+    stop: Stops
     ignore_eos: bool
     logprobs: bool | int
 

@@ -165,24 +165,24 @@ def _grown(array: np.ndarray, shape: tuple[int, ...], value: int = 0) -> np.ndar
 
 
 class StopPool(AutomatonPool):
-    """The automata of stop sets: stop strings, and whether EOS is ignored."""
+    """The automata of stop sets: stop strings and ids, and whether EOS is ignored."""
 
     def __init__(self, model: Model):
         super().__init__("stop", model)
         self._model = model
 
-    def add(self, stop: Sequence[str], ignore_eos: bool = False) -> int:
+    def add(self, stop: Sequence[str | int], ignore_eos: bool = False) -> int:
         """Insert a stop set."""
         return self.insert((tuple(stop), ignore_eos), lambda: self._compile(tuple(stop), ignore_eos))
 
-    def remove(self, stop: Sequence[str], ignore_eos: bool = False) -> None:
+    def remove(self, stop: Sequence[str | int], ignore_eos: bool = False) -> None:
         """Free a stop set."""
         self.free((tuple(stop), ignore_eos))
 
-    def _compile(self, strings: tuple[str, ...], ignore_eos: bool) -> TokenTable:
+    def _compile(self, stop: tuple[str | int, ...], ignore_eos: bool) -> TokenTable:
         vocab_size = self._model.target.vocab_size
         eos = () if ignore_eos else self._model.eos
-        compiled = compile_stops(self._model.tokenizer, vocab_size, eos, strings)
+        compiled = compile_stops(self._model.tokenizer, vocab_size, eos, stop)
         if compiled is None:
             return TokenTable(np.full((1, 1), stopping.RUNNING, np.int16), np.zeros(vocab_size, np.int32))
         return compiled

@@ -54,7 +54,7 @@ class Request:
     salt: str = ""
     sampling: Sampling | None = None
     seed: tuple[int, int] = 0, 0
-    stop: tuple[str, ...] = ()
+    stop: tuple[str | int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0

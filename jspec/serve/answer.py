@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from jspec.generation.result import GenerationStats, Piece
 from jspec.generation.score import Scores
+from jspec.serve.ending import Ending
 from jspec.serve.openai import Call
 from jspec.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ class TokenNames:
     """How tokens are written beside their log-probabilities: as text; other bytes as bytes:\\xe2\\x80."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._bytes = tokenizer.token_bytes()
+        self.tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
         self._special = {token: name.encode() for name, token in tokenizer.special_ids.items()}
 
     def spelled(self, token: int) -> bytes:
@@ -84,6 +85,7 @@ class Answer:
         self._prompt_tokens = sum(map(len, prompts))
         self._new_tokens = 0
         self._offsets = [_Offset(len(text)) for text in self._texts]
+        self._endings = [Ending(call, names.tokenizer, prompt) for prompt in prompts for _ in range(call.n)]
         self._chat = call.messages is not None
         # Fields at the top of every chunk.
         kind = "chat.completion" if self._chat else "text_completion"
@@ -97,17 +99,22 @@ class Answer:
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
         """The answer when all sequences have ended."""
         # Prompts are scored before their continuations are read.
-        echoed = [await self._prompt_logprobs(i) for i in range(len(self._prompts))]
+        scores = [None if self._score is None else await self._score(prompt) for prompt in self._prompts]
         parts: list[list[Piece]] = [[] for _ in self._texts]
         async for i, piece in pieces:
             parts[i].append(piece)
         # Each choice is one piece.
         choices = [self._choice(i, _join(part), "message") for i, part in enumerate(parts)]
+        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(results())}
         for i, choice in enumerate(choices):
-            before = echoed[i // self._call.n]
-            if before is not None:
+            prompt = i // self._call.n
+            if before := self._echoed(prompt, scores[prompt]):
                 choice["logprobs"] = {name: [*before[name], *values] for name, values in choice["logprobs"].items()}
-        return {**self._head, "choices": choices, "usage": self._usage(results())}
+            about = answer if self._chat else choice
+            about |= self._prompt_ids(prompt)
+            if (one := scores[prompt]) is not None and self._call.prompt_logprobs is not None:
+                about["prompt_logprobs"] = self._ranked(one, self._call.prompt_logprobs)
+        return answer
 
     async def chunks(
         self, pieces: AsyncIterator[tuple[int, Piece]], results: Results
@@ -117,16 +124,19 @@ class Answer:
         # What comes before the first new token.
         for i, text in enumerate(self._texts):
             if i % self._call.n == 0:
-                before = await self._prompt_logprobs(i // self._call.n)
+                prompt = i // self._call.n
+                before = self._echoed(prompt, None if self._score is None else await self._score(self._prompts[prompt]))
+            ids = self._prompt_ids(i // self._call.n)
             if self._chat:
                 start = {"role": "assistant", "content": ""}
-                yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}])
-            elif text or before or ended:
-                yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended}])
+                yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}]) | ids
+            elif text or before or ended or ids:
+                yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended, **ids}])
         # New tokens.
         self._texts = [""] * len(self._texts)
+        shows_tokens = self._call.logprobs is not None or self._call.token_ids or self._call.special
         async for i, piece in pieces:
-            if piece.text or piece.finish_reason or self._call.logprobs is not None:
+            if piece.text or piece.finish_reason or shows_tokens:
                 yield self._chunk([self._choice(i, piece, "delta")])
             else:
                 self._new_tokens += len(piece.tokens)
@@ -143,19 +153,38 @@ class Answer:
     def _choice(self, index: int, piece: Piece, part: str) -> dict[str, Any]:
         """One choice; `part` is what a chat calls its content."""
         self._new_tokens += len(piece.tokens)
-        text = self._texts[index] + piece.text
+        new, stop_reason = self._endings[index].push(piece)
+        text = self._texts[index] + new
         said: dict[str, object] = {"text": text}
         if self._chat:
             content = {"content": text} if part == "delta" else {"role": "assistant", "content": text, "refusal": None}
             said = {part: content}
         reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
-        return {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
+        choice = {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
+        ids = {"token_ids": piece.tokens} if self._call.token_ids else {}
+        return {**choice, "stop_reason": stop_reason, **ids}
 
-    async def _prompt_logprobs(self, index: int) -> dict[str, list[Any]] | None:
+    def _prompt_ids(self, index: int) -> dict[str, object]:
+        """The ids of a prompt, if they are asked for."""
+        return {"prompt_token_ids": self._prompts[index]} if self._call.token_ids else {}
+
+    def _ranked(self, scores: Scores, count: int) -> list[dict[str, Any] | None]:
+        """The log-probabilities of a prompt as vLLM writes them, by id; a rank is null below the most probable ones."""
+        entries: list[dict[str, Any] | None] = []
+        for token, logprob, top in zip(scores.tokens, scores.logprobs, scores.top, strict=True):
+            ranks = {one: rank + 1 for rank, (one, _) in enumerate(top)}
+            listed = {} if logprob is None else {token: logprob, **dict(top[:count])}
+            entry = {
+                str(i): {"logprob": _bounded(x), "rank": ranks.get(i), "decoded_token": self._names.text(i)}
+                for i, x in listed.items()
+            }
+            entries.append(entry or None)
+        return entries
+
+    def _echoed(self, index: int, scores: Scores | None) -> dict[str, list[Any]] | None:
         """The log-probabilities of a prompt in the format of completions; None if they are not echoed."""
-        if self._score is None:
+        if scores is None or self._call.logprobs is None or not self._call.echo:
             return None
-        scores = await self._score(self._prompts[index])
         # A tokenizer may begin a text with a space that its decoded text has not.
         offsets, end = _Offset(), len(self._texts[index * self._call.n])
         columns = self._columns(scores.tokens, scores.logprobs, scores.top, offsets)

@@ -30,6 +30,7 @@ from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError, Fields
 from jspec.serve.messages import check_messages
 from jspec.serve.openai import Call, Limits
+from jspec.serve.sampling import check_ids
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.serve.work import RETRY, Result, Work
 from jspec.text.tokenizer import Tokenizer
@@ -219,10 +220,11 @@ class Service:
 
     async def _complete(self, request: Request, read: Callable[..., Call]) -> Response:
         call, ids = await self._read(request, functools.partial(self._prompts, read))
-        scores = call.echo and call.logprobs is not None
+        scored = [call.logprobs if call.echo else None, call.prompt_logprobs]
+        most = [count for count in scored if count is not None]
         with contextlib.ExitStack() as stack:
             # Refuse a score before any sequence is submitted.
-            stack.enter_context(self._scoring(len(call.prompts) if scores else 0))
+            stack.enter_context(self._scoring(len(ids) if most else 0))
             # The sequences run from here on; leaving the context cancels them.
             handles = await self._submit(call, ids)
             stack.enter_context(self._running(handles))
@@ -230,7 +232,7 @@ class Service:
             texts = ["" for _ in ids]
             if call.echo:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
-            score = functools.partial(self._score, top_k=call.logprobs or 0) if scores else None
+            score = functools.partial(self._score, top_k=max(most)) if most else None
             answer = Answer(call, self.name, self._names, ids, texts, score)
 
             def results() -> list[GenerationStats]:
@@ -334,6 +336,7 @@ class Service:
         fields = Fields(body)
         fields.take("model", check_text)
         messages, prompt = fields.take("messages", check_messages), fields.take("prompt", check_text)
+        template = openai.take_template(fields)
         special, names = (
             fields.take("add_special_tokens", check_flag, True),
             fields.take("return_token_strs", check_flag),
@@ -346,7 +349,7 @@ class Service:
             prompts.check_length("prompt", self.tokenizer, prompt, self._limits.context)
             ids = self.tokenizer.encode(prompt, special=special)
         else:
-            ids = prompts.chat_ids(self.tokenizer, messages, {}, self._limits.context)
+            ids = prompts.chat_ids(self.tokenizer, messages, template, self._limits.context)
         strings = [self._names.text(i) for i in ids] if names else None
         return _json({"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings})
 
@@ -356,7 +359,7 @@ class Service:
     def _text(self, body: dict[str, Any]) -> Response:
         fields = Fields(body)
         fields.take("model", check_text)
-        ids = fields.require("tokens", openai.check_ids, vocab_size=self._vocab_size, most=self._limits.context)
+        ids = fields.require("tokens", check_ids, vocab_size=self._vocab_size, most=self._limits.context)
         fields.end()
         return _json({"prompt": self.tokenizer.decode(ids)})
 

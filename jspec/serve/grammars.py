@@ -4,8 +4,11 @@ import dataclasses
 from typing import Any
 
 from jspec.core.checks import check_flag, check_text
+from jspec.core.grammar import TokenGrammar
 from jspec.serve.fields import ApiError, Fields
+from jspec.serve.sampling import check_ids, check_stop
 from jspec.text.grammar import Grammar
+from jspec.text.grammar.masks import OnlyTokens, WithoutTexts
 
 _REFUSED = {"grammar": (), "structural_tag": (), "disable_fallback": (False,), "disable_any_whitespace": (False,)}
 _REFUSED_OF_FORMAT: dict[str, tuple[object, ...]] = {"grammar": (), "structural_tag": ()}
@@ -17,8 +20,8 @@ class GrammarRequest:
     """A grammar that is still to be compiled, which may take seconds.
 
     param: the field that asks for it.
-    kind: "json_schema", "regex" or "choice".
-    value: the schema, the regex or the choices.
+    kind: "json_schema", "regex", "choice", "only" (tokens) or "without" (texts).
+    value: the schema, the regex, the choices, the ids or the texts.
     whitespace: as in `Grammar.json_schema`; None: its default.
     """
 
@@ -27,7 +30,7 @@ class GrammarRequest:
     value: Any
     whitespace: str | None = None
 
-    def compile(self) -> Grammar:
+    def compile(self) -> TokenGrammar:
         """The grammar.
 
         Raises:
@@ -39,6 +42,8 @@ class GrammarRequest:
                 return Grammar.regex(self.value)
             if self.kind == "choice":
                 return Grammar.choice(self.value)
+            if self.kind in ("only", "without"):
+                return (OnlyTokens if self.kind == "only" else WithoutTexts)(tuple(self.value))
             if self.whitespace is None:
                 return Grammar.json_schema(self.value)
             return Grammar.json_schema(self.value, whitespace=self.whitespace)
@@ -49,7 +54,7 @@ class GrammarRequest:
             raise ApiError(f"{self.param}: {shown}", param=self.param) from None
 
 
-def take_grammar(fields: Fields) -> GrammarRequest | None:
+def take_grammar(fields: Fields, vocab_size: int) -> GrammarRequest | None:
     """The grammar that a request asks for; None if it asks for none.
 
     Raises:
@@ -61,12 +66,16 @@ def take_grammar(fields: Fields) -> GrammarRequest | None:
     schema = fields.take("guided_json", _check_schema)
     regex, choice = fields.take("guided_regex", check_text), fields.take("guided_choice", _check_choices)
     whitespace = fields.take("guided_whitespace_pattern", check_text)
+    only = fields.take("allowed_token_ids", check_ids, vocab_size=vocab_size, least=1)
+    without = fields.take("bad_words", check_stop, listed=True) or None
     # The grammars of the request.
     requests = [request for request in (formatted, outputs) if request is not None]
     for param, kind, value in (
         ("guided_json", "json_schema", schema),
         ("guided_regex", "regex", regex),
         ("guided_choice", "choice", choice),
+        ("allowed_token_ids", "only", only),
+        ("bad_words", "without", without),
     ):
         if value is not None:
             requests.append(GrammarRequest(param, kind, value, whitespace if kind == "json_schema" else None))

@@ -9,10 +9,11 @@ from jspec.core.sampling import Sampling
 from jspec.serve.fields import ApiError, Fields, check_object
 from jspec.serve.grammars import GrammarRequest, take_grammar
 from jspec.serve.messages import Message, check_messages
-from jspec.serve.sampling import check_seed, check_stop, take_sampling
+from jspec.serve.sampling import check_ids, check_seed, check_stop, take_sampling
 
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP = 20  # most probable tokens beside each
+_MOST_STOP_IDS = 64
 
 _HINTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("user", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), check_text),
@@ -22,24 +23,16 @@ _HINTS: dict[str, Callable[..., Any]] = {
 }
 """Fields that cannot change the text; only their types are checked."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "stop_token_ids": ([],),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -47,7 +40,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 _OTHERS = (
     *("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation", "parallel_tool_calls"),
-    *("prompt_logprobs", "reasoning_effort", "truncate_prompt_tokens", "web_search_options"),
+    *("reasoning_effort", "truncate_prompt_tokens", "web_search_options"),
 )
 _REFUSED = dict.fromkeys(_OTHERS, ()) | _NEUTRAL
 """Unsupported fields of OpenAI's API and of other servers -> values that ask for nothing."""
@@ -97,7 +90,12 @@ class Call:
     sampling: without the grammar.
     logprobs: None: off. k: the log-probability of each token of the answer and the k most probable tokens with theirs.
     echo: whether the answer begins with the prompt.
+    stop: stop strings, and ids of tokens.
+    include_stop: whether the answer has the one that ended it.
     seed: of all sequences; None: random.
+    prompt_logprobs: as `logprobs`, of the prompt.
+    special: whether the answer has the names of special tokens.
+    token_ids: whether the answer has the ids of all tokens.
     """
 
     prompts: Sequence[str | list[int]]
@@ -109,10 +107,14 @@ class Call:
     default_tokens: int | None
     sampling: Sampling | None
     grammar: GrammarRequest | None
-    stop: list[str]
+    stop: Sequence[str | int]
+    include_stop: bool
     ignore_eos: bool
     seed: int | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    special: bool
+    token_ids: bool
     echo: bool
     stream: bool
     include_usage: bool
@@ -169,7 +171,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     fields = Fields(body)
     n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
     messages = fields.require("messages", check_messages)
-    template = fields.take("chat_template_kwargs", _check_template, {})
+    template = take_template(fields)
     # The limit has two names: the newer wins.
     max_tokens = fields.take("max_tokens", check_int, None, least=1)
     newer = fields.take("max_completion_tokens", check_int, None, least=1)
@@ -205,15 +207,27 @@ def _read_common(fields: Fields, vocab_size: int, limits: Limits, *, n: int, **o
     usage = fields.take("stream_options", _check_stream_options)
     if usage is not None and not stream:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
+    special = not fields.take("skip_special_tokens", check_flag, True)
+    stop = fields.take("stop", check_stop, [])
+    if special and stop:
+        reason = "must be True beside stop, whose strings are found in the text without special tokens"
+        raise ApiError(f"skip_special_tokens=False: {reason}", param="skip_special_tokens")
+    scored = fields.take("prompt_logprobs", check_int, least=0, most=_MOST_TOP)
+    if scored is not None and stream:
+        raise ApiError(f"prompt_logprobs={scored}: must be omitted with stream=True", param="prompt_logprobs")
     # Sampling, grammar and scheduling.
     call = Call(
         **others,
         n=n,
         sampling=take_sampling(fields, vocab_size, limits.defaults),
-        grammar=take_grammar(fields),
-        stop=fields.take("stop", check_stop, []),
+        grammar=take_grammar(fields, vocab_size),
+        stop=[*stop, *fields.take("stop_token_ids", check_ids, [], vocab_size=vocab_size, most=_MOST_STOP_IDS)],
+        include_stop=fields.take("include_stop_str_in_output", check_flag, False),
         ignore_eos=fields.take("ignore_eos", check_flag, False),
         seed=fields.take("seed", check_seed),
+        prompt_logprobs=scored,
+        special=special,
+        token_ids=fields.take("return_token_ids", check_flag, False),
         stream=stream,
         include_usage=bool(usage and usage["include_usage"]),
         continuous_usage=bool(usage and usage["continuous_usage_stats"]),
@@ -232,13 +246,22 @@ def _check_stream_options(name: str, value: object) -> dict[str, bool]:
     return options
 
 
+def take_template(fields: Fields) -> dict[str, Any]:
+    """The arguments of a chat template: its variables, and how the prompt ends."""
+    values = fields.take("chat_template_kwargs", _check_template, {})
+    begins, continues = (fields.take(name, check_flag) for name in ("add_generation_prompt", "continue_final_message"))
+    if begins and continues:
+        name = "continue_final_message"
+        raise ApiError(f"{name}=True: must be omitted beside add_generation_prompt=True", param=name)
+    flags = {"add_generation_prompt": begins, "continue_final_message": continues}
+    return values | {name: flag for name, flag in flags.items() if flag is not None}
+
+
 def _check_template(name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name}: must be an object of variables of the chat template")
-    for key in value:
-        if key in ("messages", "tools", "documents", "add_generation_prompt"):
+    for key in check_object(name, value):
+        if key in ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"):
             raise ValueError(f"{name}.{key}: must be omitted; only other variables of the template can be set")
-    return value
+    return check_object(name, value)
 
 
 def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits, n: int) -> list[str | list[int]]:
@@ -260,18 +283,6 @@ def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits,
         else check_ids(label, prompt, vocab_size=vocab_size, most=limits.prompt or limits.context)
         for label, prompt in zip(names, prompts, strict=True)
     ]
-
-
-def check_ids(name: str, value: object, *, vocab_size: int, most: int | None = None) -> list[int]:
-    """Token ids of the vocabulary."""
-    if not isinstance(value, list):
-        raise TypeError(f"{name}: must be text or a list of token ids")
-    if most is not None and len(value) > most:
-        raise ValueError(f"{name}: {len(value)} tokens; must be at most {most}")
-    if not all(type(i) is int and 0 <= i < vocab_size for i in value):
-        for i, token in enumerate(value):
-            check_int(f"{name}[{i}]", token, least=0, most=vocab_size - 1)
-    return value
 
 
 def _is_int(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Fields that choose tokens and end a text: sampling parameters, seeds and stop strings."""
+"""Fields that choose tokens and end a text: sampling parameters, seeds, stop strings and ids."""
 
 import hashlib
 from typing import Any
@@ -78,11 +78,12 @@ def check_seed(name: str, value: object) -> int | None:
     return int.from_bytes(digest, "little")
 
 
-def check_stop(name: str, value: object) -> list[str]:
-    """One or several stop strings."""
-    strings = [value] if isinstance(value, str) else value
+def check_stop(name: str, value: object, *, listed: bool = False) -> list[str]:
+    """One or several stop strings, or others whose automaton is compiled. listed: not a string alone."""
+    strings = [value] if isinstance(value, str) and not listed else value
     if not isinstance(strings, list) or len(strings) > _MAX_STOP_STRINGS:
-        raise ValueError(f"{name}: must be a string or a list of at most {_MAX_STOP_STRINGS}")
+        valid = "" if listed else "a string or "
+        raise ValueError(f"{name}: must be {valid}a list of at most {_MAX_STOP_STRINGS} strings")
     for i, string in enumerate(strings):
         if not check_text(f"{name}[{i}]", string):
             raise ValueError(f"{name}[{i}]='': must not be empty, which would end every text at once")
@@ -91,3 +92,17 @@ def check_stop(name: str, value: object) -> list[str]:
     if size > _MAX_STOP_BYTES:
         raise ValueError(f"{name}: {size} bytes; must be at most {_MAX_STOP_BYTES} together")
     return strings
+
+
+def check_ids(name: str, value: object, *, vocab_size: int, least: int = 0, most: int | None = None) -> list[int]:
+    """Token ids of the vocabulary."""
+    if not isinstance(value, list):
+        raise TypeError(f"{name}: must be a list of token ids")
+    if most is not None and len(value) > most:
+        raise ValueError(f"{name}: {len(value)} tokens; must be at most {most}")
+    if len(value) < least:
+        raise ValueError(f"{name}: must have at least {least} token id")
+    if not all(type(i) is int and 0 <= i < vocab_size for i in value):
+        for i, token in enumerate(value):
+            check_int(f"{name}[{i}]", token, least=0, most=vocab_size - 1)
+    return value

@@ -104,6 +104,18 @@ class ChatTemplate:
             f"messages[{index}]: {self.where} drops {part} of the role {role}: must have another role or place"
         )
 
+    def render_open(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
+        """As `render_whole`, up to the end of the content of the last message.
+
+        Raises:
+          CheckpointError, ValueError: as `render_whole`, or that message has no text.
+        """
+        content = messages[-1].get("content")
+        if not isinstance(content, str) or not content:
+            raise ValueError(f"messages[{len(messages) - 1}]: must have text for the model to continue")
+        text = self.render_whole([*messages[:-1], {**messages[-1], "content": content + _MARK}], values)
+        return text.rpartition(_MARK)[0]
+
     def _dropped(self, messages: Sequence[Message], values: Mapping[str, object], text: str) -> list[int]:
         """The indices of messages whose content, or whose calls, do not change the text."""
 

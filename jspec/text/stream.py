@@ -6,17 +6,20 @@ agree for any split of the text into tokens and rounds.
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from jspec.core import stopping
 from jspec.core.automaton import TokenTable
-from jspec.core.checks import check_text, shorten
+from jspec.core.checks import check_int, check_text, shorten
 from jspec.text.tokenizer import Tokenizer
 
+Stops: TypeAlias = str | Sequence[str | int]
+"""What ends a text: stop strings, and ids of tokens."""
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
 def compile_stops(
-    tokenizer: Tokenizer | None, vocab_size: int, eos: Iterable[int], stop: str | Sequence[str] = ()
+    tokenizer: Tokenizer | None, vocab_size: int, eos: Iterable[int], stop: Stops = ()
 ) -> TokenTable | None:
     """Compile EOS ids and stop strings to an automaton, see `stopping.build_table`.
 
@@ -24,16 +27,16 @@ def compile_stops(
       tokenizer: required if there are stop strings.
       vocab_size: the model's vocabulary size.
       eos: ids that end a text.
-      stop: one or several stop strings. The content of a special token means its id.
+      stop: one or several stop strings, or ids. The content of a special token means its id.
 
     Raises:
-      TypeError: `stop` is neither a string nor a sequence of strings.
+      TypeError: `stop` is neither a string nor a sequence of strings and ids.
       ValueError: an empty string, too many strings, an id outside the vocabulary, or a missing or unsupported
         tokenizer.
     """
     strings = check_stop(stop)
-    if not strings:
-        return stopping.build_table(vocab_size, eos)
+    if not any(isinstance(string, str) for string in strings):
+        return stopping.build_table(vocab_size, {*eos, *_split_stop(None, strings)[0]})
     if tokenizer is None:
         raise ValueError(f"stop={shorten(stop)}: requires a tokenizer, which this checkpoint does not have")
     ids, texts = _split_stop(tokenizer, strings)
@@ -50,6 +53,7 @@ class TextStream:
     Args:
       prompt_ids: ids before the text. They decide whether the word-boundary space before the first word is dropped.
       stop: as in `compile_stops`. EOS ids are not needed here.
+      special: whether special tokens add their names to the text; without stop strings.
 
     Attributes:
       stopped: whether a stop string, or a special token given as one, has ended the text.
@@ -58,8 +62,9 @@ class TextStream:
       TypeError, ValueError: as in `compile_stops`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int], stop: str | Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int], stop: Stops = (), *, special: bool = False):
         self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
+        self._names = {token: name.encode() for name, token in tokenizer.special_ids.items()} if special else {}
         self._stop_ids, self._strings = _split_stop(tokenizer, check_stop(stop))
         self._automaton, self._state = stopping.byte_automaton(tuple(self._strings)), 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -98,7 +103,7 @@ class TextStream:
     def _spelled(self, token: int) -> bytes:
         if token < 0:
             raise ValueError(f"token id {token}: must be at least 0")
-        return self._bytes[token] if token < len(self._bytes) else b""
+        return self._names.get(token) or (self._bytes[token] if token < len(self._bytes) else b"")
 
     def _read(self, byte: int) -> bytes:
         """Add a byte; returns the bytes that can no longer belong to a stop string."""
@@ -135,32 +140,30 @@ class TextStream:
         return decoder.getstate()[0], bool(tail)
 
 
-def full_text(
-    tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int], stop: str | Sequence[str] = ()
-) -> str:
+def full_text(tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int], stop: Stops = ()) -> str:
     """The text of `ids` after a prompt, up to the first stop string; see `TextStream`."""
     stream = TextStream(tokenizer, prompt_ids, stop)
     return stream.push(ids) + stream.finish()
 
 
-def check_stop(stop: str | Sequence[str]) -> list[str]:
-    """The stop strings as a list.
+def check_stop(stop: Stops) -> list[str | int]:
+    """The stop strings and ids as a list.
 
     Raises:
-      TypeError: neither a string nor a sequence of strings.
-      ValueError: an empty string, or one with lone surrogates.
+      TypeError: neither a string nor a sequence of strings and ids.
+      ValueError: an empty string, one with lone surrogates, or a negative id.
     """
-    several = isinstance(stop, Iterable) and not isinstance(stop, str | Mapping)
+    several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
     strings: list[object] = list(stop) if several else [stop]
-    if not all(isinstance(string, str) for string in strings):
-        raise TypeError(f"stop={shorten(stop)}: must be a string or a list of strings; () for none")
-    if not all(strings):
+    if not all(isinstance(one, str) or several and hasattr(one, "__index__") for one in strings):
+        raise TypeError(f"stop={shorten(stop)}: must be a string or a list of strings and token ids; () for none")
+    if "" in strings:
         raise ValueError(f"stop={shorten(stop)}: must not contain an empty string, which would end every text at once")
-    return [check_text("stop", string) for string in strings]
+    return [check_text("stop", one) if isinstance(one, str) else check_int("stop", one, least=0) for one in strings]
 
 
-def _split_stop(tokenizer: Tokenizer, strings: Iterable[str]) -> tuple[set[int], list[bytes]]:
-    """The ids of the strings that are special tokens, and the bytes of the others."""
-    special = tokenizer.special_ids
-    ids = {special[string] for string in strings if string in special}
-    return ids, [string.encode() for string in strings if string not in special]
+def _split_stop(tokenizer: Tokenizer | None, stop: Iterable[str | int]) -> tuple[set[int], list[bytes]]:
+    """The ids, also of strings that are special tokens, and the bytes of the other strings."""
+    special = {} if tokenizer is None else tokenizer.special_ids
+    ids = [special.get(one, -1) if isinstance(one, str) else one for one in stop]
+    return {i for i in ids if i >= 0}, [str(one).encode() for one, i in zip(stop, ids, strict=True) if i < 0]

@@ -130,6 +130,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **options: object,
     ) -> str:
         """Render a chat as text, special tokens included.
@@ -140,6 +141,7 @@ class Tokenizer:
           tools: JSON schemas of functions for the model to call.
           documents: documents for the model to cite, each with "title" and "text".
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
+          continue_final_message: whether it ends within the last message instead, for the model to continue.
           options: other variables of the template, such as enable_thinking.
 
         Raises:
@@ -149,11 +151,11 @@ class Tokenizer:
         if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise ValueError(f'messages={messages!r}: must be a list such as [{{"role": "user", "content": "hello"}}]')
         template = self._template("tool_use" if tools is not None and "tool_use" in self._templates else "default")
-        values = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
-        return template.render_whole(
-            [{k: v for k, v in message.items() if v is not None} for message in messages],
-            {**self._special, **values, **options},
-        )
+        values = {"tools": tools, "documents": documents}
+        values |= {"add_generation_prompt": add_generation_prompt and not continue_final_message}
+        written = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        render = template.render_open if continue_final_message else template.render_whole
+        return render(written, {**self._special, **values, **options})
 
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id after other text; empty for special tokens and unused ids.

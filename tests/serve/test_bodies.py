@@ -35,6 +35,13 @@ COMMON_BAD = {
     ],
     "stop": [5, [5], "", ["a", ""], ["x"] * 17, ["y" * 300], {"a": 1}],
     "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
+    "stop_token_ids": [5, [-1], ["a"], [10**9], [5] * 65],
+    "allowed_token_ids": [[], 5, [-1], [1.5]],
+    "bad_words": ["x", [""], [5], ["y" * 300]],
+    "include_stop_str_in_output": [1, "yes"],
+    "skip_special_tokens": [1, "no"],
+    "return_token_ids": [1, []],
+    "prompt_logprobs": [-1, 21, True],
     "stream": ["yes", 1, 0, []],
     "stream_options": [[], 5, {"include_usage": 1}, {"include": True}],
     "user": [5, ["me"]],
@@ -111,7 +118,9 @@ BAD = {
         "functions": [[{}]],
         "audio": [{}],
         "modalities": [["text", "audio"]],
-        "chat_template_kwargs": [[], "x", {"messages": []}, {"tools": []}],
+        "chat_template_kwargs": [[], "x", {"messages": []}, {"tools": []}, {"continue_final_message": True}],
+        "add_generation_prompt": [1, "no"],
+        "continue_final_message": [1, "yes"],
         "prompt": ["x"],
     },
     "/tokenize": {
@@ -122,13 +131,7 @@ BAD = {
     },
     "/detokenize": {"tokens": [None, "x", [-1], [10**9], [1.5], {}], "prompt": ["x"]},
 }
-REFUSED = [
-    "bad_words",
-    "guided_grammar",
-    "use_beam_search",
-    "stop_token_ids",
-    "reasoning_effort",
-]
+REFUSED = ["guided_grammar", "use_beam_search", "reasoning_effort"]
 for path in ("/v1/completions", "/v1/chat/completions"):
     BAD[path] |= {name: [True, "x", ["x"], {"x": 1}] for name in REFUSED}
     BAD[path] |= {name: [0, "x"] for name in ("max_token", "Temperature", "wild", "", "a.b", "messages[0]")}
@@ -314,6 +317,9 @@ def test_a_misspelled_field_gets_a_suggestion(shared):
         ({"prompt": [5] * 256, "max_tokens": 1, "echo": True}, "prompt"),
         ({"prompt": ["x"] * 200, "n": 2}, "prompt"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "stop": "a", "skip_special_tokens": False}, "skip_special_tokens"),
+        ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": "x", "bad_words": ["a"], "guided_regex": "a"}, "bad_words"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -333,8 +333,8 @@ def test_invalid_stop_strings():
     for make in (lambda stop: compile_stops(tokenizer, 500, [], stop), lambda stop: TextStream(tokenizer, [], stop)):
         with pytest.raises(ValueError, match=r"stop=\['a', ''\]"):
             make(["a", ""])
-        for wrong in (None, 3, ["a", 3], b"a"):
-            with pytest.raises(TypeError, match="stop=.*a string or a list of strings"):
+        for wrong in (None, 3, ["a", 3.5], b"a"):
+            with pytest.raises(TypeError, match="stop=.*a string or a list of strings and token ids"):
                 make(wrong)
     with pytest.raises(ValueError, match="token id -1"):
         TextStream(tokenizer, []).push([-1])
