@@ -9,7 +9,7 @@ from jspec.core import optional
 from jspec.core.accept import greedy
 from jspec.core.sampling import each_of, per_row
 from jspec.core.types import RowSampling
-from jspec.engine.loop import MAX_IN_FLIGHT, MAX_ROUNDS
+from jspec.engine.group import MAX_IN_FLIGHT, MAX_ROUNDS
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.generation.method import choose_drafter, choose_method, knows_greedy

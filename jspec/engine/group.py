@@ -1,4 +1,7 @@
-"""A group of devices of an engine, with its own slots, pages and queue, and a thread to drive the devices."""
+"""A group of devices of an engine, with its own slots, pages and queue.
+
+A thread drives the devices, in turns: dispatch the scheduler's plan, then collect reports.
+"""
 
 import threading
 import time
@@ -11,23 +14,27 @@ from jspec.core import stopping
 from jspec.core.types import Params
 from jspec.engine.balance import cached_tokens
 from jspec.engine.handle import Handle, wake
-from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
 from jspec.generation.result import FINISH_REASONS, drafted_tokens
 from jspec.loading.model import Model
-from jspec.runner.device import Device
-from jspec.runner.plan import Output
+from jspec.runner.device import Device, InFlight
+from jspec.runner.plan import Burst, Output, Plan
 from jspec.runner.request import Request
 from jspec.runner.runner import on_own_device
 
 T = TypeVar("T")
+MAX_ROUNDS = 32
+"""Rounds of the longest burst."""
+MAX_IN_FLIGHT = 2
+"""Bursts, and reads, dispatched before the first one has reported, so that the device never waits for the host."""
 
 
 class Group:
     """Runs requests on the devices of a model. Groups are independent, so none waits for another.
 
     model: on these devices alone.
+    burst_seconds: target duration of a burst.
     fail: called in the group's thread with an error of the devices; calls `stop`.
 
     Attributes:
@@ -47,7 +54,9 @@ class Group:
         self.model, self.device, self.scheduler = model, device, scheduler
         self.load = self.assigned = 0
         self._last: Request | None = None
-        self._loop = Loop(device, scheduler, burst_seconds=burst_seconds)
+        self._burst_seconds = self._round_seconds = burst_seconds
+        self._in_flight: deque[InFlight] = deque()
+        self._reported_at: float | None = None
         self._handles: dict[Request, Handle] = {}
         self._counters = Counters(scheduler.depth)
         self._calls: deque[Callable[[], None]] = deque()
@@ -154,7 +163,7 @@ class Group:
             requests_finished=dict(counters.finished),
             preemptions=scheduler.preemptions,
             rounds=rounds,
-            device_rounds=self._loop.rounds,
+            device_rounds=counters.device_rounds,
             drafted=counters.drafted,
             accepted=sum(accepted),
             accepted_by_position=accepted,
@@ -193,7 +202,7 @@ class Group:
             return False
         # Programs of ended requests are still in flight.
         while not self.scheduler.idle:
-            self._turn()
+            self.turn()
         self.device.warm_up(self.scheduler.shapes, request)
         return True
 
@@ -203,7 +212,7 @@ class Group:
         try:
             with on_own_device(self.model.placement):
                 while self._take_calls():
-                    self._turn()
+                    self.turn()
         except BaseException as error:
             self._fail(error)
         finally:
@@ -227,12 +236,19 @@ class Group:
             call()
         return not self._closing
 
-    def _turn(self) -> None:
-        """Runs a turn of the loop; delivers its outputs."""
-        admissions, results = self._loop.turn()
+    def turn(self, rounds: int | None = None) -> None:
+        """Dispatches the next programs, collects reports until there is space for the next ones, and delivers outputs.
+
+        rounds: of the burst; None: as many as take about `burst_seconds`.
+        """
+        if rounds is None:
+            rounds = max(1, min(MAX_ROUNDS, round(self._burst_seconds / self._round_seconds)))
+        plan = self.scheduler.plan(rounds)
+        self._dispatch(plan)
+        results = self._collect(news=bool(plan))
         now = time.monotonic()
         # Metrics of admissions.
-        for admission in admissions:
+        for admission in plan.admissions:
             self._count_admission(admission.request, now)
         # Outputs, and one wake-up for all of them.
         waiters = []
@@ -244,6 +260,47 @@ class Group:
                 self._end(handle)
             waiters += handle.deliver(output, now, self.device.runner.compile_seconds)
         wake(waiters)
+
+    def _dispatch(self, plan: Plan) -> None:
+        if plan.released:
+            self.device.release(plan.released)
+        if plan.admissions:
+            self.device.admit(plan.admissions)
+        if plan.read is not None:
+            self._in_flight.append(self.device.read(plan.read))
+        if plan.burst is not None:
+            self._in_flight.append(self.device.burst(plan.burst))
+
+    def _collect(self, *, news: bool) -> list[tuple[Request, Output]]:
+        """Waits for reports until a read and a burst have space in flight; returns the outputs of their requests.
+
+        news: whether the plan had anything; otherwise only a report helps.
+        """
+        results, most = [], self.scheduler.max_in_flight
+        while self._in_flight:
+            bursts = sum(isinstance(program.plan, Burst) for program in self._in_flight)
+            if news and bursts < most and len(self._in_flight) - bursts < most:
+                break
+            results += self._receive(self._in_flight.popleft())
+            news = True
+        if not self._in_flight:
+            self._reported_at = None
+        return results
+
+    def _receive(self, program: InFlight) -> list[tuple[Request, Output]]:
+        """Waits for a report and passes it to the scheduler; measures the time of a round."""
+        outputs = program.wait()
+        before = {request: request.rounds for request in outputs}
+        changed = self.scheduler.update(program.plan, outputs)
+        if isinstance(program.plan, Burst):
+            # Moving average of the time between reports, per round, without that of compilation.
+            rounds = max(output.rounds - before[request] for request, output in outputs.items())
+            self._counters.device_rounds += rounds
+            now = time.monotonic() - self.device.runner.compile_seconds
+            if self._reported_at is not None and rounds > 0:
+                self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
+            self._reported_at = now
+        return [(request, outputs[request]) for request in changed]
 
     def _end(self, handle: Handle) -> None:
         """Removes an ended request."""

@@ -94,7 +94,7 @@ class Counters:
     """Counts of an engine, written by its thread only."""
 
     def __init__(self, depth: int):
-        self.prompt_tokens = self.new_tokens = self.rounds = self.drafted = 0
+        self.prompt_tokens = self.new_tokens = self.rounds = self.device_rounds = self.drafted = 0
         self.finished: Counter[str] = Counter()
         self.accept_counts = [0] * (depth + 1)
         self._seconds = {name: ([0] * (len(SECONDS) + 1), [0.0]) for name in _HISTOGRAMS}

@@ -17,7 +17,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.sharding import Placement
 from jspec.core.types import Drafter, Params, Prompts
-from jspec.engine.loop import Loop
+from jspec.engine.group import Group
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.loading.model import Model
@@ -175,13 +175,8 @@ class Storm:
     poison: bool = True
 
 
-def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str, int]:
-    """Runs a storm; every request must get what it gets alone, from the reference if there is one.
-
-    Returns counts of what happened: preemptions, shared tokens, restored snapshots, compared rows, turns.
-    """
-    given = requests(storm.count, storm.seed, setup)
-    wanted = alone(reference or setup, given, storm.eos)
+def start(setup: Setup, storm: Storm, given: list[Request]) -> Group:
+    """A group for these requests, driven by the thread of the test."""
     model: Any = Model("toy", setup.target, setup.weights(), None, storm.eos, placement=setup.placement)
     stops = StopPool(model)
     for request in given:
@@ -209,36 +204,56 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         prefill_tokens=2 * CHUNK,
         max_in_flight=storm.max_in_flight,
     )
-    loop = Loop(device, scheduler, burst_seconds=1.0, max_in_flight=storm.max_in_flight)
-    rng = np.random.default_rng(storm.seed)
-    todo, origin = list(given), {request: [] for request in given}
+    return Group(model, device, scheduler, burst_seconds=1.0, fail=lambda error: None)
+
+
+def spoil(group: Group, setup: Setup, storm: Storm) -> None:
+    """NaN in everything on the device that belongs to nobody."""
+    scheduler, runner = group.scheduler, group.device.runner
+    free, empty = np.zeros(POOL, bool), np.zeros(SLOTS, bool)
+    free[[0, *scheduler.pages._free, *range(storm.pages, POOL)]] = True
+    empty[scheduler._free_slots] = True
+    runner.state = _placed(_poison(runner.state, free, empty), runner.state, setup)
+    if scheduler.pages.snapshots is not None:
+        unused = np.zeros(scheduler.pages.snapshots.count, bool)
+        unused[scheduler.pages.snapshots._free] = True
+        runner.snapshots = _placed(_poison_snapshots(runner.snapshots, unused), runner.snapshots, setup)
+
+
+def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str, int]:
+    """Runs a storm; every request must get what it gets alone, from the reference if there is one.
+
+    Returns counts of what happened: preemptions, shared tokens, restored snapshots, compared rows, turns.
+    """
+    given = requests(storm.count, storm.seed, setup)
+    wanted = alone(reference or setup, given, storm.eos)
+    group = start(setup, storm, given)
+    scheduler, dispatch = group.scheduler, group._dispatch
     counts = {"preemptions": 0, "shared": 0, "restored": 0, "rows": 0, "turns": 0}
-    while todo or not loop.idle:
+
+    def count(plan):
+        counts["shared"] += sum(admission.begin for admission in plan.admissions)
+        counts["restored"] += sum(admission.restore is not None for admission in plan.admissions)
+        dispatch(plan)
+
+    group._dispatch = count
+    rng = np.random.default_rng(storm.seed)
+    todo, handles = list(given), {}
+    while todo or not scheduler.idle:
         counts["turns"] += 1
         assert counts["turns"] < 2000, "stuck"
         while todo and rng.random() < 0.5:
-            scheduler.submit(todo.pop(0))
-        started = [request for request in given if request.arrival >= 0]
-        if started and rng.random() < storm.cancels:
-            scheduler.cancel(started[rng.integers(len(started))])
+            request = todo.pop(0)
+            (handles[request],) = group.submit([request])
+        if handles and rng.random() < storm.cancels:
+            handles[given[rng.integers(len(handles))]].cancel()
+        group._take_calls(wait=False)
         if storm.poison:
-            free, empty = np.zeros(POOL, bool), np.zeros(SLOTS, bool)
-            free[[0, *scheduler.pages._free, *range(storm.pages, POOL)]] = True
-            empty[scheduler._free_slots] = True
-            device.runner.state = _placed(_poison(device.runner.state, free, empty), device.runner.state, setup)
-            if scheduler.pages.snapshots is not None:
-                unused = np.zeros(snapshots, bool)
-                unused[scheduler.pages.snapshots._free] = True
-                kept = device.runner.snapshots
-                device.runner.snapshots = _placed(_poison_snapshots(kept, unused), kept, setup)
-        admissions, results = loop.turn(int(rng.integers(1, 5)))
-        counts["shared"] += sum(admission.begin for admission in admissions)
-        counts["restored"] += sum(admission.restore is not None for admission in admissions)
-        for request, landing in results:
-            origin[request] += landing.origin
+            spoil(group, setup, storm)
+        group.turn(int(rng.integers(1, 5)))
         scheduler.check()
         if storm.max_in_flight == 1:
-            counts["rows"] += compare_rows(device, given, wanted)
+            counts["rows"] += compare_rows(group.device, given, wanted)
     for index, request in enumerate(given):
         counts["preemptions"] += request.preemptions
         if request.phase is Phase.CANCELLED:
@@ -247,7 +262,7 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         assert request.tokens == wanted.tokens[index], f"request {index}, preempted {request.preemptions} times"
         assert request.finish_code == wanted.finish_codes[index]
         assert (request.rounds, request.accept_counts) == (wanted.rounds[index], wanted.accept_counts[index]), index
-        assert len(origin[request]) == len(request.tokens)
+        assert len(handles[request].generation().origin) == len(request.tokens)
     assert not any(scheduler.pages._users), "pages are left"
     return counts
 

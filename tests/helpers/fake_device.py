@@ -101,7 +101,7 @@ class FakeGroup:
     def turn(self, count=1):
         for _ in range(count):
             self.group._take_calls(wait=False)
-            self.group._turn()
+            self.group.turn()
 
     def run(self):
         self.turn()
