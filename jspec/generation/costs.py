@@ -1,8 +1,11 @@
 """Measured costs of a round in each branch of a drafter, kept beside the compiled programs.
 
-They are measured once for a method, the shapes of its weights, a batch and a kind of device. Costs are an argument of
-the compiled program (`DecodeState.costs`), so they compile nothing. The program itself is timed: the only affordable
-branch takes every round.
+They are measured once for a method, the shapes of its weights, a batch and a kind of device, by the first rounds of a
+generation or an engine: a call takes a few rounds in one branch, the only affordable one, and keeps their tokens. Costs
+are an argument of the compiled program (`DecodeState.costs`), so they compile nothing.
+
+The program with all branches takes longer to compile than plain decoding alone. So the default generates `PATIENCE`
+tokens plainly, in the program of plain decoding, before it compiles its own and measures.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jspec.checkpoints import atomic
-from jspec.core import groups, optional
+from jspec.core import optional
 from jspec.core.method import Method
 from jspec.core.package import VERSION
 from jspec.core.processes import stable_repr
@@ -35,16 +38,26 @@ FORMAT = 2
 """Version of the entries on disk."""
 PREFIX = "jspec-costs-"
 """Beginning of their names."""
-SECONDS = 1.0
-"""Time of a measurement before a generation. Longer only if a round of each branch already is."""
-REPEATS, MOST_ROUNDS = 5, 16
-"""Timed calls of each branch, of which the fastest counts, and the most rounds of a call."""
+PATIENCE = 64
+"""Rounds of plain generations before the first one that may draft."""
+REPEATS, CALL_SECONDS, MOST_ROUNDS = 5, 0.01, 16
+"""Timed calls of each branch, of which the fastest counts; the time of a call, and its most rounds."""
 UNAFFORDABLE = 1e9
 """Cost of branches that are not to be taken."""
 
 Loop = Callable[[Params, DecodeState, Any], DecodeState]
 _known: dict[str, tuple[float, ...]] = {}
 """What this process has read or measured."""
+_begun: dict[str, "Begun"] = {}
+"""What it has so far of the others."""
+
+
+@dataclasses.dataclass
+class Begun:
+    """Seconds of rounds in each branch so far, by call, and the rounds of plain generations before them."""
+
+    times: dict[int, list[float]]
+    plain_rounds: int = 0
 
 
 class Trial:
@@ -54,38 +67,61 @@ class Trial:
       costs: for the next call, until `done` those of a single branch.
       done: whether they are known.
       offered: the branches to measure.
+      rounds: of the next call.
+      idle: seconds of a call without rounds, once they are measured.
     """
 
     def __init__(self, params: Params, method: Method, batch: int, sampling: Any = None):
-        self._method, self._batch = method, batch
         # Batches up to the same power of two share costs.
         self._key = _key(shapes_of(params), method, 1 << (batch - 1).bit_length(), jax.tree.structure(sampling))
+        self._method, self._batch = method, batch
         branching = optional.as_branching(method.drafter)
         assert branching is not None
         self.offered, self._count = optional.offered(branching, batch), len(branching.branches)
-        self._times: dict[int, list[float]] = {branch: [] for branch in self.offered}
-        known = _recall(self._key, self._count)
-        self.done = known is not None
-        self.costs = only(self.offered[0], self._count) if known is None else known
+        self._begun = _begun.setdefault(self._key, Begun({branch: [] for branch in self.offered}))
+        self.rounds, self.idle = 1, math.inf
+        entry = _recall(self._key)
+        self.done = entry is not None and len(entry) == self._count
+        self.costs = entry if entry is not None and self.done else self._next()
+        if entry == ():
+            self._begun.plain_rounds = PATIENCE
+
+    def waits(self, rounds: int) -> bool:
+        """Whether a generation of this many rounds is to be plain, as too few have been so far; counts it."""
+        begun = self._begun
+        if self.done or begun.plain_rounds >= PATIENCE:
+            return False
+        begun.plain_rounds += rounds
+        if begun.plain_rounds >= PATIENCE:
+            _remember(self._key, (), self._method, self._batch)
+        return True
 
     def record(self, seconds: float, rounds: int) -> None:
         """Adds a call with these `costs`; one without rounds counts for nothing."""
         if rounds == 0:
             return
-        branch = self.costs.index(1.0)
-        self._times[branch].append(seconds / rounds)
-        branch = min(self.offered, key=lambda index: len(self._times[index]))
-        self.costs = only(branch, self._count)
-        if len(self._times[branch]) >= REPEATS:
-            self.finish()
+        times = self._begun.times
+        times[self.costs.index(1.0)].append(seconds / rounds)
+        self.costs = self._next()
+        if all(len(calls) >= REPEATS for calls in times.values()):
+            self.costs, self.done = tuple(self._table()), True
+            _remember(self._key, self.costs, self._method, self._batch)
 
-    def finish(self) -> None:
-        """Takes the fastest calls so far, at least one of each branch, as the costs."""
-        table = [UNAFFORDABLE] * self._count
-        for branch, times in self._times.items():
-            table[branch] = float(f"{1e3 * min(times):.4g}")
-        self.costs, self.done = tuple(table), True
-        _remember(self._key, self.costs, self._method, self._batch)
+    def _next(self) -> tuple[float, ...]:
+        """The costs for a call in the branch with the fewest calls; sets its rounds."""
+        times = self._begun.times
+        branch = min(self.offered, key=lambda branch: len(times[branch]))
+        if times[branch]:
+            self.rounds = max(1, min(MOST_ROUNDS, int(CALL_SECONDS / min(times[branch]))))
+        return only(branch, self._count)
+
+    def _table(self) -> list[float]:
+        """The fastest calls, in milliseconds."""
+        times = self._begun.times
+        return [
+            float(f"{1e3 * min(times[branch]):.4g}") if branch in times else UNAFFORDABLE
+            for branch in range(self._count)
+        ]
 
 
 def trial(params: Params, method: Method, batch: int, sampling: Any = None) -> Trial | None:
@@ -97,47 +133,38 @@ def trial(params: Params, method: Method, batch: int, sampling: Any = None) -> T
     return None if shared or not optional.wants_costs(method.drafter) else Trial(params, method, batch, sampling)
 
 
-def of_generation(
-    params: Params, method: Method, s: DecodeState, loop: Loop, again: Callable[[], DecodeState]
-) -> DecodeState:
-    """The state of a generation before its first round, with measured costs.
+def run(loop: Loop, params: Params, s: DecodeState, until: int, costs: Trial | None) -> DecodeState:
+    """Rounds until `s.round_index` is `until`; those of a trial are timed, a few in each call.
 
-    loop: runs rounds until `round_index` reaches its last argument.
-    again: makes the state once more, as a measurement uses it up.
+    loop: runs rounds until `round_index` reaches its last argument, or all sequences have ended.
     """
-    costs = trial(params, method, s.length.size // groups.count(method.placement), s.sampling)
-    if costs is None or (not costs.done and bool(np.all(jax.device_get(s.finish_code)))):
-        return s
-    if not costs.done:
-        measure(loop, params, s, costs)
-        s = again()
-    return with_costs(s, costs.costs)
 
-
-def measure(loop: Loop, params: Params, s: DecodeState, costs: Trial) -> None:
-    """Measures costs by rounds of the sequences of a state, which is used up."""
-    start = {"length": jax.device_get(s.length), "finish_code": np.int32(0), "round_index": np.int32(0)}
-
-    def run(rounds: int) -> tuple[float, int]:
-        """Seconds of a call, and its rounds."""
-        nonlocal s
-        s = dataclasses.replace(s, **{name: _like(getattr(s, name), value) for name, value in start.items()})
-        s = jax.block_until_ready(with_costs(s, costs.costs))
+    def call(s: DecodeState, until: int) -> tuple[DecodeState, float]:
+        """The state after a call, and its seconds."""
         began = time.perf_counter()
-        s = jax.block_until_ready(loop(params, s, jnp.int32(rounds)))
-        return time.perf_counter() - began, int(np.max(jax.device_get(s.round_index)))
+        s = jax.block_until_ready(loop(params, s, jnp.int32(until)))
+        return s, time.perf_counter() - began
 
-    # Compile, and let a GPU capture its graphs; then the time of a call without rounds.
-    idle = min(run(0)[0] for _ in range(3))
-    began, branches, rounds = time.perf_counter(), len(costs.offered), 1
-    for call in range(REPEATS * branches):
-        elapsed = time.perf_counter() - began
-        if call == branches:  # as many rounds as fill the time
-            rounds = max(1, min(MOST_ROUNDS, int(SECONDS / elapsed * branches / (REPEATS - 1))))
-        if call >= branches and call % branches == 0 and elapsed > SECONDS:
-            return costs.finish()
-        seconds, ran = run(rounds)
-        costs.record(max(seconds - idle, 1e-7), max(ran, 1))
+    while costs is not None and not costs.done:
+        first = _round_index(s)
+        if first >= until:
+            break
+        if costs.idle == math.inf:
+            for _ in range(3):  # a GPU captures its graphs in the first one
+                s, seconds = call(s, first)
+                costs.idle = min(costs.idle, seconds)
+        s, seconds = call(jax.block_until_ready(with_costs(s, costs.costs)), min(first + costs.rounds, until))
+        ran = _round_index(s) - first
+        if ran == 0:  # every sequence has ended
+            return s
+        costs.record(max(seconds - costs.idle, 1e-7), ran)
+        s = with_costs(s, costs.costs)
+    return call(s, until)[0]
+
+
+def _round_index(s: DecodeState) -> int:
+    """The rounds so far, in the group of devices with the most."""
+    return int(np.max(jax.device_get(s.round_index)))
 
 
 def only(branch: int, count: int) -> tuple[float, ...]:
@@ -154,7 +181,7 @@ def with_costs(s: DecodeState, costs: Sequence[float]) -> DecodeState:
 def recorded(directory: Path) -> list[dict[str, Any]]:
     """The entries on disk: target, drafters, device, batch and milliseconds of a round with each drafter."""
     entries = (_read(path) for path in sorted(directory.glob(f"{PREFIX}*.json")))
-    return [entry for entry in entries if entry is not None]
+    return [entry for entry in entries if entry is not None and entry["milliseconds"]]
 
 
 def _like(array: Array, value: np.ndarray | np.int32) -> Array:
@@ -171,18 +198,18 @@ def _key(shapes: Shapes, method: Method, batch: int, sampling: Any) -> str:
     return hashlib.sha256(stable_repr(parts).encode()).hexdigest()[:32]
 
 
-def _recall(key: str, count: int) -> tuple[float, ...] | None:
-    """The costs of an earlier measurement, of this process or on disk; None: there are none."""
+def _recall(key: str) -> tuple[float, ...] | None:
+    """The entry of this process or on disk: costs, or () if they are to be measured; None: there is none."""
     directory = programs_directory()
     if key not in _known and directory is not None:
         entry = _read(_path(directory, key))
-        if entry is not None and len(entry["milliseconds"]) == count:
+        if entry is not None:
             _known[key] = tuple(entry["milliseconds"])
     return _known.get(key)
 
 
 def _remember(key: str, costs: tuple[float, ...], method: Method, batch: int) -> None:
-    """Keeps costs for this process, and for later ones if there is a directory of compiled programs."""
+    """Keeps an entry for this process, and for later ones if there is a directory of compiled programs."""
     _known[key] = costs
     directory = programs_directory()
     if directory is not None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PyTree
@@ -23,6 +22,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import each_of, per_row, seeds_to_keys
 from jspec.core.types import DecodeState, Params, Prompts, RowSampling, TopTokens
+from jspec.drafters.plain import Plain
 from jspec.generation import costs
 from jspec.generation.method import choose_drafter, choose_method
 from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, compile_grammars, longest_sequence
@@ -87,11 +87,14 @@ class Run:
             batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
             seeds = options.seeds(batch)
             self.method, row_sampling = check(model, self.prompts, options)
+            local = groups.batch_of(placement, batch)
+            self._trial = None if options.debug else costs.trial(model.params, self.method, local, row_sampling)
+            if options.drafter == "auto" and self._trial is not None and self._trial.waits(max(self._limits) - 1):
+                self.method, self._trial = dataclasses.replace(self.method, drafter=Plain()), None
             drafter = self.method.drafter
             stop, constraint = _automata(model, options, batch)
             # The memory of each device, for its sequences.
             columns, length = max(map(len, self.prompts)), sum(longest_sequence(self.prompts, self._limits))
-            local = groups.batch_of(placement, batch)
             extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * local // batch
             sizes = model.params, model.target, drafter, local
             capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
@@ -116,19 +119,15 @@ class Run:
         shape = {"capacity": capacity, "page_size": fit_page_size(options.page_size, capacity)}
         shape["chunk"] = prefill_chunk(local) if chunk is None else chunk
         try:
-            self._prepare(partial(jitted_prefill, model.params, padded, method=self.method, **shape))
+            self.state = jitted_prefill(model.params, padded, method=self.method, **shape)
+            self._decode = self._choose_decode()
+            if self._trial is not None:
+                self.state = costs.with_costs(self.state, self._trial.costs)
+            self._run_until(0)
         except jax.errors.JaxRuntimeError as error:
             memory.explain(error, memory.need(*sizes, capacity, options.page_size, extra))
             raise
         self.seconds = 0.0
-
-    def _prepare(self, read: Callable[[], DecodeState]) -> None:
-        """Reads the prompts, measures costs unless they are known, and compiles the loop."""
-        self.state = read()
-        self._decode = self._choose_decode()
-        if not self.options.debug:
-            self.state = costs.of_generation(self.model.params, self.method, self.state, self._decode, read)
-        self._run_until(0)
 
     @property
     def new_tokens(self) -> int:
@@ -241,7 +240,7 @@ class Run:
 
     def _run_until(self, round_index: int) -> None:
         began = time.perf_counter()
-        self.state = jax.block_until_ready(self._decode(self.model.params, self.state, jnp.int32(round_index)))
+        self.state = costs.run(self._decode, self.model.params, self.state, round_index, self._trial)
         self.seconds += time.perf_counter() - began
 
 

@@ -38,11 +38,18 @@ def generated(prompts, drafter="auto", **options):
     return jspec.generate(model(), prompts, drafter=drafter, max_new_tokens=NEW, page_size=8, **options)
 
 
+def forget(monkeypatch):
+    """Makes this process know no costs, as a new one."""
+    monkeypatch.setattr(costs, "_known", {})
+    monkeypatch.setattr(costs, "_begun", {})
+
+
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """An empty directory of programs, and a process that knows no costs."""
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setattr(costs, "_known", {})
+    forget(monkeypatch)
+    monkeypatch.setattr(costs, "PATIENCE", 0)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
     compilation_cache.reset_cache()
     yield tmp_path / "compiled"
@@ -54,12 +61,12 @@ def planted(monkeypatch, *table):
     """Makes every measurement find these costs; returns the list of measurements."""
     measured = []
 
-    def measure(loop, params, s, trial):
-        measured.append(s.length.shape[0])
+    def record(trial, seconds, rounds):
+        measured.append(trial._batch)
         trial.costs, trial.done = tuple(map(float, table)), True
         costs._remember(trial._key, trial.costs, trial._method, trial._batch)
 
-    monkeypatch.setattr(costs, "measure", measure)
+    monkeypatch.setattr(costs.Trial, "record", record)
     return measured
 
 
@@ -76,6 +83,7 @@ def test_the_choice_follows_the_costs_and_the_tokens_are_those_of_plain_decoding
     planted(monkeypatch, *table)
     out = generated([REPEATED])
     assert out.tokens == generated([REPEATED], None).tokens
+    assert [*out.stats.branches.rounds] == ["plain", "Ngram(depth=3)", "Ngram(depth=6)"]
     assert [count > 0 for count in rounds(out)][1:] == taken[1:]
     assert (rounds(out)[0] > 0) or not taken[0]
 
@@ -142,6 +150,10 @@ def test_programs_have_one_depth_by_their_tokens():
 
 def test_costs_are_measured_once_and_kept_beside_the_programs(directory, monkeypatch):
     out = generated([REPEATED])
+    assert not list(directory.glob("jspec-costs-*.json")), "it was too short"
+    while not list(directory.glob("jspec-costs-*.json")):
+        assert generated([REPEATED]).tokens == out.tokens
+    out = generated([REPEATED])
     (path,) = directory.glob("jspec-costs-*.json")
     entry = json.loads(path.read_text())
     assert (entry["target"], entry["batch"], entry["device"]) == ("Llama", 1, jax.devices()[0].device_kind)
@@ -149,7 +161,7 @@ def test_costs_are_measured_once_and_kept_beside_the_programs(directory, monkeyp
     assert 0 < plain < costs.UNAFFORDABLE == left_out and 0 < deep < costs.UNAFFORDABLE
     assert costs.recorded(directory) == [entry]
     # Another process reads them.
-    monkeypatch.setattr(costs, "_known", {})
+    forget(monkeypatch)
     measured = planted(monkeypatch, 1, 1, 1)
     again = generated([REPEATED])
     assert not measured and list(costs._known.values()) == [(plain, left_out, deep)]
@@ -162,7 +174,7 @@ def test_an_unreadable_entry_is_measured_again(directory, monkeypatch, damage):
     generated([REPEATED])
     (path,) = directory.glob("jspec-costs-*.json")
     path.write_text(damage)
-    monkeypatch.setattr(costs, "_known", {})
+    forget(monkeypatch)
     generated([REPEATED])
     assert measured == [1, 1] and json.loads(path.read_text())["milliseconds"] == [1, 2, 3]
 
@@ -188,7 +200,7 @@ def test_without_a_directory_a_process_remembers_them(directory, monkeypatch):
 def test_other_costs_compile_nothing(directory, monkeypatch):
     generated([REPEATED])
     count = [f._cache_size() for f in (decode, jitted_prefill)]
-    monkeypatch.setattr(costs, "_known", {})
+    forget(monkeypatch)
     planted(monkeypatch, 5, 6, 7)
     generated([REPEATED])
     assert [f._cache_size() for f in (decode, jitted_prefill)] == count
@@ -199,6 +211,41 @@ def test_nothing_is_measured_where_a_generation_has_no_rounds(directory, monkeyp
     jspec.generate(model(), [REPEATED], max_new_tokens=1)
     jspec.generate(model(), [REPEATED], max_new_tokens=4, debug=True)
     assert not measured
+
+
+def programs_of(function):
+    """Programs of prefill and rounds that a call compiles."""
+    before = [f._cache_size() for f in (jitted_prefill, decode)]
+    out = function()
+    return out, [f._cache_size() - count for f, count in zip((jitted_prefill, decode), before, strict=True)]
+
+
+def test_the_first_generations_are_plain_and_compile_what_plain_decoding_does(directory, monkeypatch):
+    monkeypatch.setattr(costs, "PATIENCE", 2 * (NEW - 1))
+    jax.clear_caches()
+    prompts = [REPEATED, DISTINCT]
+    first, compiled = programs_of(lambda: generated(prompts))
+    assert compiled == [1, 1] and first.stats.branches is None
+    plain, compiled = programs_of(lambda: generated(prompts, None))
+    assert compiled == [0, 0] and plain.tokens == first.tokens
+    # The second generation makes them long enough, so the third one measures.
+    assert not list(directory.glob("jspec-costs-*.json"))
+    assert generated(prompts).stats.branches is None
+    (path,) = directory.glob("jspec-costs-*.json")
+    assert json.loads(path.read_text())["milliseconds"] == [] and costs.recorded(directory) == []
+    third, compiled = programs_of(lambda: generated(prompts))
+    assert compiled == [1, 1] and third.tokens == first.tokens and min(rounds(third)[::2]) > 0
+    # Another process has the mark.
+    forget(monkeypatch)
+    again, compiled = programs_of(lambda: generated(prompts))
+    assert compiled == [0, 0] and again.stats.branches is not None and again.tokens == first.tokens
+
+
+def test_a_drafter_by_name_drafts_at_once(directory, monkeypatch):
+    monkeypatch.setattr(costs, "PATIENCE", 10**6)
+    assert generated([REPEATED], DRAFTER).stats.branches is not None
+    assert generated([REPEATED], Ngram()).stats.accept_length > 1
+    assert generated([REPEATED]).stats.branches is None
 
 
 def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, monkeypatch):
@@ -239,10 +286,18 @@ def test_a_trial_takes_the_fastest_call_of_each_branch(directory):
     while not trial.done:
         branch = trial.costs.index(1.0)
         order.append(branch)
+        assert trial.rounds == 1
         trial.record(1.0, 0)  # a call without rounds does not count
         trial.record((5.0 - len(order) / 10) * (1 + branch), 2)
     assert order == [0, 2] * costs.REPEATS
     assert trial.costs == (2050.0, costs.UNAFFORDABLE, 6000.0)
+    # Fast rounds are timed together; another generation goes on with the measurement.
+    fast = costs.Trial(model().params, method, 2)
+    lengths = []
+    for seconds in (0.001, 0.002, 0.0001, 0.002):
+        lengths.append(fast.rounds)
+        fast.record(seconds * fast.rounds, fast.rounds)
+    assert lengths == [1, 1, 10, 5] and costs.Trial(model().params, method, 2).rounds == costs.MOST_ROUNDS
 
 
 def test_drafters_with_costs_of_their_own_want_none(directory, monkeypatch):

@@ -499,9 +499,3 @@ def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
     np.testing.assert_allclose(plain.sampled_logprobs, drafted.sampled_logprobs, atol=1e-5)
     assert not plain.sampled_logprobs[1].any() and (plain.sampled_logprobs != plain.logprobs).any()
     assert (plain.tokens[0] != plain.tokens[1]).any() and plain.logprobs[0, 3:].all()
-
-
-def test_auto_is_plain_decoding_or_ngrams_without_a_draft(model, plain):
-    out = jspec.generate(replace(model, draft=None), PROMPTS, max_new_tokens=40)
-    assert out.tokens == plain.tokens
-    assert [*out.stats.branches.rounds] == ["plain", "Ngram(depth=3)", "Ngram(depth=6)"]
