@@ -27,6 +27,8 @@ from jspec.engine.engine import Engine
 from jspec.generation.options import EngineOptions
 from jspec.loading.startup import notify_if_slow
 from jspec.runner.request import EngineError
+from jspec.text.chat_reader import THINKING
+from jspec.text.tool_calls import FORMATS
 
 KEY_VARIABLE = "JSPEC_API_KEY"
 _COMPILING = "jspec: loading and compiling (programs are kept, so that the next start is faster)"
@@ -63,6 +65,14 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     max_output: int | None = option(None, "largest number of new tokens (default: as the context allows)", bounds=COUNT)
     max_sequences: int = option(256, "sequences of one request: prompts times n", bounds=COUNT)
     max_body: int = option(16 * 2**20, "size of the largest request", metavar="BYTES", least=1)
+    tool_format: str | None = option(
+        None, "how the model writes calls of tools (default: as its chat template tells)", choices=tuple(FORMATS)
+    )
+    thinking_format: str | None = option(
+        None,
+        "how the model writes its thinking (default: as its chat template tells)",
+        choices=(*THINKING, "none"),
+    )
     generation_config: bool = option(
         True, "do not sample with the temperature, top_p, top_k, min_p and repetition penalty of generation_config.json"
     )
@@ -83,7 +93,7 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
 _ENGINE = tuple(options_of(EngineOptions))
 _SERVER = (
     *("host", "port", "name", "api_key", "max_prompt", "max_output", "max_sequences", "max_body"),
-    *("generation_config", "ignore_unknown_fields", "grace"),
+    *("tool_format", "thinking_format", "generation_config", "ignore_unknown_fields", "grace"),
 )
 
 
@@ -141,7 +151,14 @@ def run(options: Options) -> int:
                 ignore_unknown=options.ignore_unknown_fields,
             )
             name = options.name or options.model
-            service = Service(engine, name=name, limits=limits, api_keys=keys)
+            service = Service(
+                engine,
+                name=name,
+                limits=limits,
+                api_keys=keys,
+                tool_format=options.tool_format,
+                thinking_format=options.thinking_format,
+            )
             with notify_if_slow(_COMPILING):
                 service.warm_up(everything=options.warm_up)
             running = server.make_server(service, bound, grace=options.grace)

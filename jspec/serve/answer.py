@@ -11,6 +11,7 @@ from jspec.generation.result import GenerationStats, Piece
 from jspec.generation.score import Scores
 from jspec.serve.ending import Ending
 from jspec.serve.openai import Call
+from jspec.serve.tools import Reply
 from jspec.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for a very unlikely token, as JSON has no infinity
@@ -68,6 +69,7 @@ class Answer:
       prompts: ids of each prompt.
       texts: what each choice begins with: the prompt if it is to be echoed.
       score: gives the log-probabilities of the prompts, if they are to be echoed, too.
+      replies: of a chat, what tells thinking and calls of each choice from its content; None: all is content.
     """
 
     def __init__(
@@ -78,10 +80,11 @@ class Answer:
         prompts: Sequence[list[int]],
         texts: Sequence[str],
         score: Scorer | None = None,
+        replies: Sequence[Reply] | None = None,
     ):
         # What is echoed, counted and written for each choice.
         self._call, self._names, self._texts = call, names, [text for text in texts for _ in range(call.n)]
-        self._prompts, self._score = prompts, score
+        self._prompts, self._score, self._replies = prompts, score, replies
         self._prompt_tokens = sum(map(len, prompts))
         self._new_tokens = 0
         self._offsets = [_Offset(len(text)) for text in self._texts]
@@ -104,7 +107,10 @@ class Answer:
         async for i, piece in pieces:
             parts[i].append(piece)
         # Each choice is one piece.
-        choices = [self._choice(i, _join(part), "message") for i, part in enumerate(parts)]
+        choices = []
+        for i, whole in enumerate(map(_join, parts)):
+            text, stop_reason = self._endings[i].push(whole)
+            choices.append(self._choice(i, whole, self._message(i, whole, self._texts[i] + text), stop_reason))
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(results())}
         for i, choice in enumerate(choices):
             prompt = i // self._call.n
@@ -133,11 +139,17 @@ class Answer:
             elif text or before or ended or ids:
                 yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended, **ids}])
         # New tokens.
-        self._texts = [""] * len(self._texts)
         shows_tokens = self._call.logprobs is not None or self._call.token_ids or self._call.special
         async for i, piece in pieces:
-            if piece.text or piece.finish_reason or shows_tokens:
-                yield self._chunk([self._choice(i, piece, "delta")])
+            text, stop_reason = self._endings[i].push(piece)
+            deltas = self._deltas(i, piece, text)
+            if not deltas and (piece.finish_reason or shows_tokens):
+                deltas = [{"delta": {}} if self._chat else {"text": ""}]
+            # The last delta of a piece has its tokens and its end.
+            for said in deltas[:-1]:
+                yield self._chunk([self._choice(i, Piece(0, "", []), said, None)])
+            if deltas:
+                yield self._chunk([self._choice(i, piece, deltas[-1], stop_reason)])
             else:
                 self._new_tokens += len(piece.tokens)
         # Usage, in a chunk of its own.
@@ -150,16 +162,28 @@ class Answer:
             chunk["usage"] = self._usage([]) if self._call.continuous_usage else None
         return chunk
 
-    def _choice(self, index: int, piece: Piece, part: str) -> dict[str, Any]:
-        """One choice; `part` is what a chat calls its content."""
+    def _message(self, index: int, piece: Piece, text: str) -> dict[str, object]:
+        """The text of a whole choice, in OpenAI's format."""
+        if self._replies is not None:
+            return {"message": self._replies[index].message(piece, text)}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+
+    def _deltas(self, index: int, piece: Piece, text: str) -> list[dict[str, object]]:
+        """The additions of a piece to a choice, in OpenAI's format. text: of the piece."""
+        if self._replies is not None:
+            return [{"delta": delta} for delta in self._replies[index].deltas(piece, text)]
+        if not text:
+            return []
+        return [{"delta": {"content": text}} if self._chat else {"text": text}]
+
+    def _choice(
+        self, index: int, piece: Piece, said: Mapping[str, object], stop_reason: str | int | None
+    ) -> dict[str, Any]:
+        """One choice, or what a piece adds to it. said: its text in OpenAI's format."""
         self._new_tokens += len(piece.tokens)
-        new, stop_reason = self._endings[index].push(piece)
-        text = self._texts[index] + new
-        said: dict[str, object] = {"text": text}
-        if self._chat:
-            content = {"content": text} if part == "delta" else {"role": "assistant", "content": text, "refusal": None}
-            said = {part: content}
         reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
+        if reason == "stop" and self._replies is not None and self._replies[index].called:
+            reason = "tool_calls"
         choice = {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
         ids = {"token_ids": piece.tokens} if self._call.token_ids else {}
         return {**choice, "stop_reason": stop_reason, **ids}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import secrets
@@ -32,7 +33,9 @@ from jspec.serve.messages import check_messages
 from jspec.serve.openai import Call, Limits
 from jspec.serve.sampling import check_ids
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
+from jspec.serve.tools import Dialect, Reply
 from jspec.serve.work import RETRY, Result, Work
+from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
 BODY_SECONDS = 60.0
@@ -52,11 +55,23 @@ class Service:
       limits: what one request may ask for.
       api_keys: a request must have one of them, except for /health. Empty: no authentication.
 
+      tool_format, thinking_format: names of formats, see `jspec.text.tool_calls` and `jspec.text.chat_reader`. None:
+        those that the chat template is known by.
+
     Raises:
-      ValueError: the model has no tokenizer, or a key is empty.
+      ValueError: the model has no tokenizer, a key is empty, or a format is unknown.
     """
 
-    def __init__(self, engine: Engine, *, name: str, limits: Limits, api_keys: Sequence[str] = ()):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        limits: Limits,
+        api_keys: Sequence[str] = (),
+        tool_format: str | None = None,
+        thinking_format: str | None = None,
+    ):
         # A server needs a tokenizer, and keys without spaces.
         if engine.model.tokenizer is None:
             raise ValueError(f"model={engine.model.name!r}: has no tokenizer, which a server requires")
@@ -66,6 +81,7 @@ class Service:
             raise ValueError("api_key: must have at least one character, and no spaces")
         self._keys = [key.encode() for key in api_keys]
         self.has_keys = bool(api_keys)
+        self._dialect = Dialect.of(self.tokenizer, tool_format, thinking_format)
         # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
         self._vocab_size = engine.model.target.vocab_size
@@ -233,7 +249,7 @@ class Service:
             if call.echo:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
             score = functools.partial(self._score, top_k=max(most)) if most else None
-            answer = Answer(call, self.name, self._names, ids, texts, score)
+            answer = Answer(call, self.name, self._names, ids, texts, score, self._replies(call, ids))
 
             def results() -> list[GenerationStats]:
                 return [handle.result(timeout=10).stats for handle in handles]
@@ -247,13 +263,32 @@ class Service:
     def _prompts(self, read: Callable[..., Call], body: dict[str, Any]) -> tuple[Call, list[list[int]]]:
         """A checked request and the ids of its prompts."""
         call = read(body, vocab_size=self._vocab_size, limits=self._limits)
+        if call.messages is not None:
+            call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
         return call, prompts.encode(self.tokenizer, call, self._limits)
+
+    def _replies(self, call: Call, ids: Sequence[list[int]]) -> list[Reply] | None:
+        """Readers of the choices of a chat; None where all of their text is content."""
+        dialect = self._dialect
+        if call.tools is None or (dialect.thinking is None and call.tools.choice == "none"):
+            return None
+        shown = self.tokenizer.special_ids if call.special else dialect.shown
+        streams = [
+            TextStream(self.tokenizer, ids[0], self._stops(call), shown=shown) if shown else None for _ in range(call.n)
+        ]
+        end = dialect.prompt_end(self.tokenizer, ids[0])
+        return [Reply(dialect, call.tools, end, stream) for stream in streams]
+
+    def _stops(self, call: Call) -> list[str | int]:
+        """The stop strings of a call, and the special tokens that end a call of a tool."""
+        calls = call.tools is not None and call.tools.choice != "none"
+        return [*call.stop, *(self._dialect.stops if calls else ())]
 
     async def _submit(self, call: Call, ids: list[list[int]]) -> list[Handle]:
         """A handle for each sequence. Runs in a thread, as a grammar may take seconds."""
         if self._stopped:
             raise ApiError("the server is shutting down", status=503)
-        pool = "short" if call.grammar is None else "grammar"
+        pool = "grammar" if call.is_constrained else "short"
         work = asyncio.ensure_future(self._work.run(pool, functools.partial(self._submit_all, call, ids)))
         try:
             return await asyncio.shield(work)
@@ -267,13 +302,14 @@ class Service:
         if not any(limits):
             return []
         seed = secrets.randbelow(MAX_SEED + 1) if call.seed is None else call.seed
-        sampling = openai.constrained(call)
+        end = "" if call.messages is None else self._dialect.prompt_end(self.tokenizer, ids[0])
+        sampling = openai.constrained(call, self._dialect, end)
         # Submit all samples or none.
         try:
             options = RequestOptions(
                 max_new_tokens=[limit for limit in limits for _ in range(call.n)],
                 sampling=sampling,
-                stop=call.stop,
+                stop=self._stops(call),
                 ignore_eos=call.ignore_eos,
                 seed=seed,
                 logprobs=False if call.logprobs is None else call.logprobs or True,
@@ -349,6 +385,7 @@ class Service:
             prompts.check_length("prompt", self.tokenizer, prompt, self._limits.context)
             ids = self.tokenizer.encode(prompt, special=special)
         else:
+            messages = self._dialect.spelled(messages)
             ids = prompts.chat_ids(self.tokenizer, messages, template, self._limits.context)
         strings = [self._names.text(i) for i in ids] if names else None
         return _json({"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings})

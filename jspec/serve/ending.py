@@ -16,7 +16,7 @@ class Ending:
         self._ids = {one for one in call.stop if isinstance(one, int)}
         self._strings = [one for one in call.stop if isinstance(one, str)]
         self._include, self._special = call.include_stop, tokenizer.special_ids
-        self._stream = TextStream(tokenizer, prompt, special=True) if call.special else None
+        self._stream = TextStream(tokenizer, prompt, shown=tokenizer.special_ids) if call.special else None
         # The last bytes: a stop string ends within the last token.
         self._bytes, self._longest = tokenizer.token_bytes(), max((len(x.encode()) for x in self._strings), default=0)
         self._tail = b""

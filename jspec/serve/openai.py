@@ -10,6 +10,7 @@ from jspec.serve.fields import ApiError, Fields, check_object
 from jspec.serve.grammars import GrammarRequest, take_grammar
 from jspec.serve.messages import Message, check_messages
 from jspec.serve.sampling import check_ids, check_seed, check_stop, take_sampling
+from jspec.serve.tools import Dialect, Tools, take_tools
 
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP = 20  # most probable tokens beside each
@@ -84,6 +85,7 @@ class Call:
     prompts: text or ids of each prompt; empty in a chat.
     messages: those of a chat, or None.
     template: variables of the chat template.
+    tools: those of a chat, or None.
     max_tokens: of the output; 0 where only the prompt is echoed. None: `default_tokens`, or what fits if less
       or None.
     length_field: the field of max_tokens.
@@ -101,6 +103,7 @@ class Call:
     prompts: Sequence[str | list[int]]
     messages: list[Message] | None
     template: Mapping[str, Any]
+    tools: Tools | None
     n: int
     max_tokens: int | None
     length_field: str
@@ -122,17 +125,27 @@ class Call:
     priority: int
     salt: str
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its texts are those of a grammar, which takes a while to compile."""
+        return self.grammar is not None or (self.tools is not None and self.tools.choice == "required")
 
-def constrained(call: Call) -> Sampling | None:
+
+def constrained(call: Call, dialect: Dialect, prompt_end: str) -> Sampling | None:
     """Compiles the grammar and adds it to the sampling parameters.
+
+    prompt_end: of a chat, as `Dialect.prompt_end`.
 
     Raises:
       ApiError: it is invalid, or not supported.
     """
-    if call.grammar is None:
+    grammar = None if call.grammar is None else call.grammar.compile()
+    if call.tools is not None:
+        grammar = dialect.constrain(call.tools, grammar, prompt_end)
+    if grammar is None:
         return call.sampling
     free = Sampling(temperature=0.0) if call.sampling is None else call.sampling
-    return dataclasses.replace(free, grammar=call.grammar.compile())
+    return dataclasses.replace(free, grammar=grammar)
 
 
 def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
@@ -156,6 +169,7 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
         prompts=prompts,
         messages=None,
         template={},
+        tools=None,
         n=n,
         max_tokens=max_tokens,
         length_field="max_tokens",
@@ -171,7 +185,13 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     fields = Fields(body)
     n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
     messages = fields.require("messages", check_messages)
-    template = take_template(fields)
+    tools, template = take_tools(fields), take_template(fields)
+    if (effort := fields.take("reasoning_effort", check_text)) is not None:
+        # Templates without efforts turn thinking off by a variable.
+        off = {"enable_thinking": False} if effort == "none" else {}
+        template = {"reasoning_effort": effort, **off, **template}
+    if tools.listed:
+        template = {**template, "tools": tools.listed}
     # The limit has two names: the newer wins.
     max_tokens = fields.take("max_tokens", check_int, None, least=1)
     newer = fields.take("max_completion_tokens", check_int, None, least=1)
@@ -188,6 +208,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
         prompts=(),
         messages=messages,
         template=template,
+        tools=tools,
         n=n,
         max_tokens=max_tokens if newer is None else newer,
         length_field="max_tokens" if newer is None else "max_completion_tokens",

@@ -78,12 +78,14 @@ class ChatTemplate:
     def render_whole(self, messages: Sequence[Message], values: Mapping[str, object]) -> str:
         """The text of a chat, with the contents and calls of all messages.
 
-        A role `developer` becomes `system` where needed. Arguments of calls become a mapping, or text of JSON.
+        A role `developer` becomes `system` where needed. Arguments of calls become a mapping, or text of JSON. Where
+        the template knows no tools, a system message describes them, and calls and results are text.
 
         Raises:
           CheckpointError: as `render`.
           ValueError: as `render`, or the template drops a message.
         """
+        messages = self._described(messages, values.get("tools"))
         as_system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         # Templates that do not know a role or a spelling drop such messages, or reject them.
         spellings = _spellings(as_system)
@@ -116,6 +118,18 @@ class ChatTemplate:
         text = self.render_whole([*messages[:-1], {**messages[-1], "content": content + _MARK}], values)
         return text.rpartition(_MARK)[0]
 
+    def _described(self, messages: Sequence[Message], tools: Any) -> list[Message]:
+        """The messages with tools, calls and results as text where the template does not know them."""
+        described = list(messages)
+        if "tool_calls" not in self.source:
+            described = [_as_text(message) for message in messages]
+        if tools and "tools" not in self.source:
+            text = _describe_tools(tools)
+            first = described[0] if described[0].get("role") in ("system", "developer") else None
+            content = text if first is None else f"{first.get('content', '')}\n\n{text}"
+            described[: first is not None] = [{"role": "system", **(first or {}), "content": content}]
+        return described
+
     def _dropped(self, messages: Sequence[Message], values: Mapping[str, object], text: str) -> list[int]:
         """The indices of messages whose content, or whose calls, do not change the text."""
 
@@ -138,6 +152,33 @@ class ChatTemplate:
         together = marked(present)
         missing = [i for i in present if f"{_MARK}{i}{_MARK}" not in together]
         return [i for i in missing[:_MOST_MISSING] if marked([i]) == text]
+
+
+def _write_call(name: str, arguments: str) -> str:
+    """A call as most models write it."""
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _describe_tools(tools: Iterable[Mapping[str, object]]) -> str:
+    listed = "\n".join(map(_to_json, tools))
+    example = _write_call('"its name"', '{"an argument": "its value"}')
+    return f"You may call these functions:\n{listed}\nTo call one, write:\n{example}"
+
+
+def _as_text(message: Message) -> Message:
+    """A message with its calls as text, and with the result of a tool as the user's text."""
+    plain = {key: held for key, held in message.items() if key not in ("tool_calls", "tool_call_id")}
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if functions:
+        texts = []
+        for function in functions:
+            arguments = function.get("arguments", {})
+            written = arguments if isinstance(arguments, str) else _to_json(arguments)
+            texts.append(_write_call(_to_json(function.get("name")), written))
+        plain["content"] = "\n".join([*filter(None, [message.get("content")]), *texts])
+    if message.get("role") == "tool":
+        plain |= {"role": "user", "content": f"<tool_response>\n{message.get('content', '')}\n</tool_response>"}
+    return plain
 
 
 def _lengthen(message: Message, mark: str) -> Message:

@@ -5,7 +5,7 @@ agree for any split of the text into tokens and rounds.
 """
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from jspec.core import stopping
@@ -53,7 +53,7 @@ class TextStream:
     Args:
       prompt_ids: ids before the text. They decide whether the word-boundary space before the first word is dropped.
       stop: as in `compile_stops`. EOS ids are not needed here.
-      special: whether special tokens add their names to the text; without stop strings.
+      shown: special tokens whose names are in the text.
 
     Attributes:
       stopped: whether a stop string, or a special token given as one, has ended the text.
@@ -62,9 +62,10 @@ class TextStream:
       TypeError, ValueError: as in `compile_stops`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int], stop: Stops = (), *, special: bool = False):
-        self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
-        self._names = {token: name.encode() for name, token in tokenizer.special_ids.items()} if special else {}
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Iterable[int], stop: Stops = (), *, shown: Collection[str] = ()
+    ):
+        self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes(shown)
         self._stop_ids, self._strings = _split_stop(tokenizer, check_stop(stop))
         self._automaton, self._state = stopping.byte_automaton(tuple(self._strings)), 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -103,7 +104,7 @@ class TextStream:
     def _spelled(self, token: int) -> bytes:
         if token < 0:
             raise ValueError(f"token id {token}: must be at least 0")
-        return self._names.get(token) or (self._bytes[token] if token < len(self._bytes) else b"")
+        return self._bytes[token] if token < len(self._bytes) else b""
 
     def _read(self, byte: int) -> bytes:
         """Add a byte; returns the bytes that can no longer belong to a stop string."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -157,13 +157,20 @@ class Tokenizer:
         render = template.render_open if continue_final_message else template.render_whole
         return render(written, {**self._special, **values, **options})
 
-    def token_bytes(self) -> list[bytes]:
+    def token_bytes(self, shown: Collection[str] = ()) -> list[bytes]:
         """The bytes of each id after other text; empty for special tokens and unused ids.
+
+        shown: special tokens whose bytes are their names.
 
         Raises:
           ValueError: the decoder of tokenizer.json is not supported.
         """
-        return self._token_bytes
+        if not shown:
+            return self._token_bytes
+        spelled = list(self._token_bytes)
+        for name in self.special_ids.keys() & set(shown):
+            spelled[self.special_ids[name]] = name.encode()
+        return spelled
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

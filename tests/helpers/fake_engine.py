@@ -114,7 +114,7 @@ class FakeEngine:
         self.model = SimpleNamespace(
             name="fake", tokenizer=tokenizer, target=SimpleNamespace(vocab_size=tokenizer.vocab_size)
         )
-        self.context, self.ids, self.step, self.delay = context, tokenizer.encode(TEXT), step, delay
+        self.context, self.ids, self.step, self.delay = context, tokenizer.encode(text), step, delay
         self.endless, self.broken_after, self.room = endless, broken_after, room
         self.handles, self.running, self.lock = [], set(), threading.Lock()
         self.max_queue, self.scored, self.may_score = room, [], threading.Event()

@@ -19,10 +19,11 @@ from jspec.serve.openai import Limits  # noqa: E402
 class Running:
     """A server on a free port of this machine, in a thread."""
 
-    def __init__(self, engine, *, grace=5.0, api_keys=(), **limits):
+    def __init__(self, engine, *, grace=5.0, api_keys=(), tool_format=None, thinking_format=None, **limits):
         self.engine = engine
+        formats = {"tool_format": tool_format, "thinking_format": thinking_format}
         limits = Limits(engine.context, **limits)
-        self.service = Service(engine, name="fake", limits=limits, api_keys=api_keys)
+        self.service = Service(engine, name="fake", limits=limits, api_keys=api_keys, **formats)
         bound = server.bind("127.0.0.1", 0)
         self.port = bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -112,9 +112,14 @@ BAD = {
         "max_completion_tokens": [0, "x", 1.5, 10**6],
         "logprobs": [1, 0, "true"],
         "top_logprobs": [21, -1, "2", 1.0],
-        "tools": [[{"type": "function"}], {}, "x"],
-        "tool_choice": ["auto", {"type": "function"}],
-        "parallel_tool_calls": [True],
+        "tools": [
+            *([{"type": "function"}], {}, "x", [5], [{"type": "custom", "function": {"name": "f"}}]),
+            *([{"function": {"name": "f", "parameters": 5}}], [{"function": {"name": "a b"}}]),
+            *([{"function": {"name": "f", "color": 1}}], [{"function": {"name": "f"}}] * 2),
+        ],
+        "tool_choice": ["required", "any", 5, {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
+        "parallel_tool_calls": [1, "yes"],
+        "include_reasoning": ["yes"],
         "functions": [[{}]],
         "audio": [{}],
         "modalities": [["text", "audio"]],
@@ -135,6 +140,7 @@ REFUSED = ["guided_grammar", "use_beam_search", "reasoning_effort"]
 for path in ("/v1/completions", "/v1/chat/completions"):
     BAD[path] |= {name: [True, "x", ["x"], {"x": 1}] for name in REFUSED}
     BAD[path] |= {name: [0, "x"] for name in ("max_token", "Temperature", "wild", "", "a.b", "messages[0]")}
+BAD["/v1/chat/completions"]["reasoning_effort"] = [True, 5, ["x"], {"x": 1}]
 VALID = {
     "/v1/completions": {"prompt": "def f"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},

@@ -265,6 +265,6 @@ def test_calls_are_spelled_as_the_template_takes_them(call, expected):
 
 
 def test_calls_that_a_template_drops_are_an_error():
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "x")
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{# tool_calls #}{% endfor %}", "x")
     with pytest.raises(ValueError, match=r"messages\[1\]: x drops these calls of the role 'assistant'"):
         template.render_whole([{"role": "user", "content": "hi"}, CALLED], VALUES)

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jspec.core import grammar
 from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_int, check_sequence, check_text, shorten
 from jspec.text.grammar import expression as e
-from jspec.text.grammar.byte_dfa import ByteDfa, after_text, compile_expression
+from jspec.text.grammar.byte_dfa import ByteDfa, compile_expression
 from jspec.text.grammar.expression import Expression
 from jspec.text.grammar.json_schema import parse_schema
 from jspec.text.grammar.regex import parse_regex
@@ -20,7 +20,7 @@ MAX_DEPTH = 3
 """Default nesting of values of any type, and of definitions within themselves."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
     """A set of allowed texts, built by `regex`, `json_schema` or `choice`.
 
@@ -29,10 +29,13 @@ class Grammar:
     tokens become -inf before temperature and truncation; the other probabilities keep their proportions.
 
     kind, source: how it was built; grammars with equal values are equal.
+    shown: special tokens that are written in the texts by their names. All others are forbidden.
     """
 
     kind: str
     source: str
+    shown: frozenset[str] = frozenset()
+    expression: Expression = dataclasses.field(repr=False, compare=False)
     dfa: ByteDfa = dataclasses.field(repr=False, compare=False)
 
     @staticmethod
@@ -47,7 +50,7 @@ class Grammar:
           ValueError: not a regex; one with look-around, references to groups, atomic groups, possessive repetition or
             anchors other than at both ends; or one whose automaton is too large.
         """
-        return _compile("regex", pattern, parse_regex(pattern)[0])
+        return compile_parsed("regex", pattern, parse_regex(pattern)[0])
 
     @staticmethod
     def choice(choices: Sequence[str]) -> "Grammar":
@@ -61,7 +64,7 @@ class Grammar:
         texts = [check_text(f"choices[{i}]", text) for i, text in enumerate(listed)]
         if not texts or not all(texts):
             raise ValueError(f"choices={shorten(choices)}: must be at least one text, and none of them empty")
-        return _compile("choice", json.dumps(texts), e.either(*map(e.literal, texts)))
+        return compile_parsed("choice", json.dumps(texts), e.either(*map(e.literal, texts)))
 
     @staticmethod
     def json_schema(
@@ -94,7 +97,7 @@ class Grammar:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"schema={shorten(schema)}: is not JSON ({error})") from None
         parsed = parse_schema(schema, whitespace=space, max_depth=max_depth)
-        return _compile("json_schema", json.dumps([schema, whitespace, max_depth]), parsed)
+        return compile_parsed("json_schema", json.dumps([schema, whitespace, max_depth]), parsed)
 
     def after(self, text: str) -> "Grammar":
         """Allow any text up to the first occurrence of `text`, then a text of this grammar.
@@ -106,11 +109,18 @@ class Grammar:
         """
         if not check_text("text", text):
             raise ValueError("text='': must have at least one character")
-        source = json.dumps([text, self.kind, self.source])
-        try:
-            return Grammar("after", source, after_text(self.dfa, text.encode()))
-        except ValueError as error:
-            raise ValueError(f"text={shorten(text)}: {error}") from None
+        return self.within(e.Until(text))
+
+    def within(self, before: Expression, after: Expression = e.EMPTY, shown: Iterable[str] = ()) -> "Grammar":
+        """Allow a text of `before`, one of this grammar, then one of `after`.
+
+        shown: further special tokens that are written by their names.
+
+        Raises:
+          ValueError: the automaton is too large.
+        """
+        source = json.dumps([repr(before), self.kind, self.source, repr(after)])
+        return compile_parsed("within", source, e.concat(before, self.expression, after), self.shown | frozenset(shown))
 
     def matches(self, text: str) -> bool:
         """Whether a whole text is in the grammar."""
@@ -140,12 +150,19 @@ def compile_grammar(
 def _compiled(
     token_grammar: grammar.TokenGrammar, tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]
 ) -> TokenTable:
-    return token_grammar.compile(tokenizer.token_bytes(), vocab_size, eos)
+    shown = token_grammar.shown if isinstance(token_grammar, Grammar) else ()
+    return token_grammar.compile(tokenizer.token_bytes(shown), vocab_size, eos)
 
 
-def _compile(kind: str, source: str, parsed: Expression) -> Grammar:
+def compile_parsed(kind: str, source: str, parsed: Expression, shown: frozenset[str] = frozenset()) -> Grammar:
+    """The grammar of an expression; arguments as of `Grammar`.
+
+    Raises:
+      ValueError: it matches no text, or its automaton is too large.
+    """
     try:
-        return Grammar(kind, source, compile_expression(parsed))
+        dfa = compile_expression(parsed)
+        return Grammar(kind=kind, source=source, shown=shown, expression=parsed, dfa=dfa)
     except ValueError as error:
         raise ValueError(f"{kind} {shorten(source)}: {error}") from None
 

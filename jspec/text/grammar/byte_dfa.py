@@ -5,6 +5,7 @@ Problems, IBM Journal 3:2, 1959.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Int16
 
 from jspec.core.automaton import reaching
 from jspec.core.stopping import byte_automaton
-from jspec.text.grammar.expression import MAX_CODE, Chain, Characters, Concat, Either, Expression, Range
+from jspec.text.grammar.expression import MAX_CODE, Chain, Characters, Concat, Either, Expression, Range, Until
 
 MAX_STATES = 2**15 - 1
 """Bound of the states of a DFA, stored as int16."""
@@ -61,20 +62,6 @@ def compile_expression(expression: Expression) -> ByteDfa:
     return _prune(*_determinize(nfa, begin, end))
 
 
-def after_text(dfa: ByteDfa, text: bytes) -> ByteDfa:
-    """The DFA of any bytes up to the first occurrence of `text`, then a text of `dfa`.
-
-    Raises:
-      ValueError: the automaton is too large.
-    """
-    # The states before `text` come first; its last byte leads to the first state of `dfa`.
-    free = byte_automaton((text,)).table
-    _check_states(len(free) + len(dfa.table))
-    shifted = np.where(dfa.table == DEAD, DEAD, dfa.table + len(free))
-    table = np.concatenate([np.where(free < 0, len(free), free), shifted]).astype(np.int16)
-    return ByteDfa(table, np.concatenate([np.zeros(len(free), bool), dfa.accepts]))
-
-
 class _Nfa:
     """A nondeterministic automaton: `skips` are epsilon transitions, `arcs` are (first byte, last byte, next).
 
@@ -97,7 +84,7 @@ class _Nfa:
 
     def add(self, start: int, part: Expression) -> int:
         """Add a part after a node; returns the node at its end."""
-        # A character, a sequence, alternatives, a chain; otherwise a repetition.
+        # A character, a sequence, alternatives, a chain, a free text; otherwise a repetition.
         if isinstance(part, Characters):
             return self._characters(start, part.ranges)
         if isinstance(part, Concat):
@@ -111,6 +98,8 @@ class _Nfa:
             return end
         if isinstance(part, Chain):
             return self._chain(start, part)
+        if isinstance(part, Until):
+            return self._until(start, part.text.encode())
         return self._repeat(start, part.part, part.least, part.most, part.separator)
 
     def _skip(self, start: int, end: int) -> None:
@@ -167,6 +156,17 @@ class _Nfa:
             some = end if required or some is None else self._after(some, end)
             none = None if required else none
         return self._after(*(node for node in (none, some) if node is not None))
+
+    def _until(self, start: int, text: bytes) -> int:
+        # One node for each beginning of the text that the bytes so far end with.
+        table = byte_automaton((text,)).table
+        nodes, end = [self._after(start), *(self.new() for _ in text[1:])], self.new()
+        for node, row in zip(nodes, table, strict=False):
+            cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), 256]
+            for first, beyond in itertools.pairwise(cuts):
+                after = int(row[first])
+                self.arcs[node].append((first, beyond - 1, end if after < 0 else nodes[after]))
+        return end
 
 
 def utf8(first: int, last: int) -> Iterator[tuple[Range, ...]]:

@@ -52,7 +52,14 @@ class Chain:
     separator: "Expression"
 
 
-Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain
+@dataclasses.dataclass(frozen=True)
+class Until:
+    """Any bytes up to the first occurrence of `text`, which ends it."""
+
+    text: str
+
+
+Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain | Until
 
 EMPTY = Concat(())
 """The empty text."""

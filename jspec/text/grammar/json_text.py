@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from jspec.text.grammar import expression as e
-from jspec.text.grammar.expression import Chain, Characters, Concat, Either, Expression, Range
+from jspec.text.grammar.expression import Chain, Characters, Concat, Either, Expression, Range, Until
 
 _DIGIT, _HEX = [(0x30, 0x39)], [(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)]
 _ESCAPED: tuple[Range, ...] = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
@@ -69,6 +69,8 @@ def spelled(text: Expression) -> Expression:
         return e.concat(*map(spelled, text.parts))
     if isinstance(text, Either):
         return e.either(*map(spelled, text.parts))
+    if isinstance(text, Until):
+        raise TypeError("a string of JSON cannot have any bytes")
     separator = spelled(text.separator)
     if isinstance(text, Chain):
         return e.chain([(spelled(part), required) for part, required in text.parts], separator)

@@ -1,0 +1,313 @@
+"""Tools and thinking of a chat: their fields in a request, their grammars, and the messages of an answer."""
+
+import dataclasses
+import functools
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec.core.checks import check_flag, check_text
+from jspec.core.grammar import TokenGrammar
+from jspec.generation.result import Piece
+from jspec.serve.fields import ApiError, Fields, check_object
+from jspec.serve.messages import Message
+from jspec.text.chat_reader import THINKING, Thinking, detect_thinking, make_reader, starts_thinking
+from jspec.text.grammar import Grammar, compile_parsed
+from jspec.text.grammar import expression as e
+from jspec.text.grammar.expression import Expression
+from jspec.text.stream import TextStream
+from jspec.text.tokenizer import Tokenizer
+from jspec.text.tool_calls import FORMATS, NAME, ToolFormat, detect_tools
+
+_MOST_TOOLS = 256
+_PROMPT_END = 64  # tokens, with the mark of thinking if there is one
+_CHOICES = ("none", "auto", "required")
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The tools of a chat.
+
+    listed: as chat templates take them.
+    functions: the schema of the parameters of each function.
+    choice: "none", "auto" or "required".
+    named: the only function to call; None: any.
+    parallel: whether there may be several calls.
+    shows_thinking: whether the answer has the thinking.
+    """
+
+    listed: list[dict[str, Any]]
+    functions: Mapping[str, Mapping[str, Any]]
+    choice: str
+    named: str | None = None
+    parallel: bool = True
+    shows_thinking: bool = True
+
+    def grammar(self, form: ToolFormat) -> Grammar:
+        """The texts of the allowed calls.
+
+        Raises:
+          ApiError: a schema is not supported.
+        """
+        functions = self.functions if self.named is None else {self.named: self.functions[self.named]}
+        try:
+            return form.grammar(functions, several=self.parallel and self.named is None)
+        except (TypeError, ValueError) as error:
+            name, _, message = str(error).partition(": ")
+            index = list(self.functions).index(name) if name in self.functions else None
+            param = "tools" if index is None else f"tools[{index}].function.parameters"
+            raise ApiError(f"{param}: {message[:300] or name}", param=param) from None
+
+
+def take_tools(fields: Fields) -> Tools:
+    """The fields of a chat about tools, and whether its answer has the thinking."""
+    listed = fields.take("tools", _check_tools, [])
+    choice = fields.take("tool_choice", _check_choice, ("auto", None))
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in listed}
+    tools = Tools(
+        listed,
+        functions,
+        choice[0] if listed or choice[0] == "required" else "none",
+        choice[1],
+        fields.take("parallel_tool_calls", check_flag, True),
+        fields.take("include_reasoning", check_flag, True),
+    )
+    if tools.choice == "required" and not listed:
+        raise ApiError("tool_choice: requires tools", param="tool_choice")
+    if tools.named is not None and tools.named not in functions:
+        shown = f"tool_choice.function.name={tools.named[:64]!r}"
+        raise ApiError(f"{shown}: must be the name of one of the tools", param="tool_choice")
+    return tools
+
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def _check_tools(name: str, value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > _MOST_TOOLS:
+        raise ValueError(f"{name}: must be a list of at most {_MOST_TOOLS} tools")
+    tools = [_check_tool(f"{name}[{i}]", tool) for i, tool in enumerate(value)]
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        function = tool["function"]["name"]
+        if function in seen:
+            param = f"{name}[{i}].function.name"
+            raise ApiError(f"{param}={function!r}: must differ from those of other tools", param=param)
+        seen.add(function)
+    return tools
+
+
+def _check_tool(name: str, value: object) -> dict[str, Any]:
+    fields = Fields(value, name)
+    kind = fields.take("type", check_text, "function")
+    if kind != "function":
+        raise ApiError(f"{name}.type={kind[:40]!r}: must be 'function'", param=f"{name}.type")
+    function = fields.require("function", check_object)
+    fields.end()
+    # A grammar always holds strictly, and calls without one never do.
+    inner = Fields(function, f"{name}.function")
+    inner.take("strict", check_flag)
+    read = {
+        "name": inner.require("name", _check_name),
+        "description": inner.take("description", check_text),
+        "parameters": inner.take("parameters", check_object),
+    }
+    inner.end()
+    return {"type": "function", "function": {key: held for key, held in read.items() if held is not None}}
+
+
+def _check_name(name: str, value: object) -> str:
+    text = check_text(name, value)
+    if not NAME.fullmatch(text):
+        raise ValueError(f"{name}={text[:80]!r}: must have 1 to 64 letters, digits, '_', '-' and '.'")
+    return text
+
+
+def _check_choice(name: str, value: object) -> tuple[str, str | None]:
+    if isinstance(value, str):
+        if value not in _CHOICES:
+            raise ValueError(f"{name}={value[:40]!r}: must be one of {', '.join(_CHOICES)}, or name a function")
+        return value, None
+    fields = Fields(value, name)
+    kind = fields.require("type", check_text)
+    if kind != "function":
+        raise ApiError(f"{name}.type={kind[:40]!r}: must be 'function'", param=f"{name}.type")
+    function = Fields(fields.require("function", check_object), f"{name}.function")
+    fields.end()
+    named = function.require("name", check_text)
+    function.end()
+    return "required", named
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How the served model writes thinking and calls.
+
+    thinking: None: not at all.
+    shown: the special tokens of both.
+    stops: special tokens after calls, where the text ends.
+    """
+
+    tools: ToolFormat
+    thinking: Thinking | None
+    shown: frozenset[str]
+    stops: tuple[str, ...]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, tools: str | None = None, thinking: str | None = None) -> "Dialect":
+        """The dialect of a tokenizer's chat template, or the formats of these names.
+
+        Raises:
+          ValueError: a format is unknown.
+        """
+        for option, name, known in (
+            ("tool_format", tools, FORMATS),
+            ("thinking_format", thinking, (*THINKING, "none")),
+        ):
+            if name is not None and name not in known:
+                raise ValueError(f"{option}={name!r}: must be one of {', '.join(known)}")
+        template = "\n".join(tokenizer.templates.values())
+        form = detect_tools(template) if tools is None else FORMATS[tools]
+        thought = detect_thinking(template) if thinking is None else THINKING.get(thinking)
+        special = tokenizer.special_ids
+        shown = form.shown(special) | (frozenset() if thought is None else thought.shown(special))
+        return Dialect(form, thought, shown, tuple(stop for stop in form.stops if stop in special))
+
+    def spelled(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with their thinking in the field of the chat template."""
+        field = "reasoning_content" if self.thinking is None else self.thinking.field
+        if field == "reasoning_content":
+            return list(messages)
+        renamed = []
+        for message in messages:
+            rest = {key: held for key, held in message.items() if key != "reasoning_content"}
+            thought = message.get("reasoning_content")
+            # Such a template takes one text beside calls.
+            renamed.append(rest if thought is None or rest.get("content") else {**rest, field: thought})
+        return renamed
+
+    def prompt_end(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+        """The end of a prompt as text, with special tokens."""
+        spelled = tokenizer.token_bytes(self.shown)
+        last = prompt[-_PROMPT_END:]
+        return b"".join(spelled[i] for i in last if i < len(spelled)).decode(errors="ignore")
+
+    def constrain(self, tools: Tools, document: TokenGrammar | None, prompt_end: str) -> TokenGrammar | None:
+        """The grammar of an answer, after its thinking: of calls, of a document, or of either; None: any text.
+
+        Raises:
+          ApiError: a schema is not supported, or a mask of tokens or words is given beside required calls.
+        """
+        if document is not None and not isinstance(document, Grammar):
+            if tools.choice != "required":
+                return document
+            raise ApiError("tool_choice: must be omitted beside allowed_token_ids and bad_words", param="tool_choice")
+        if tools.choice == "required":
+            answer = tools.grammar(self.tools)
+        elif document is None:
+            return None
+        else:
+            answer = document.within(e.literal(_FINAL)) if self._has_channels else document
+            if tools.choice == "auto":
+                answer = _either(answer, tools.grammar(self.tools))
+        return _within(self._before(prompt_end), answer, self.shown)
+
+    @property
+    def _has_channels(self) -> bool:
+        return self.thinking is not None and bool(self.thinking.channels)
+
+    def _before(self, prompt_end: str) -> Expression:
+        """What may come before the answer."""
+        form = self.thinking
+        if form is None or prompt_end.rstrip().endswith(form.end):
+            return e.EMPTY
+        space = e.EMPTY if form.channels else e.repeat(e.literal("\n"), 0, 2)
+        thought = e.concat(e.Until(form.end), e.literal(form.next), space)
+        return thought if starts_thinking(form, prompt_end) else e.optional(e.concat(e.literal(form.start), thought))
+
+
+_FINAL = "<|channel|>final<|message|>"
+
+
+@functools.lru_cache(maxsize=64)
+def _within(before: Expression, answer: Grammar, shown: frozenset[str]) -> Grammar:
+    """Cached, as each turn of an agent has the same grammar."""
+    return dataclasses.replace(answer, shown=shown) if before == e.EMPTY else answer.within(before, shown=shown)
+
+
+@functools.lru_cache(maxsize=64)
+def _either(first: Grammar, second: Grammar) -> Grammar:
+    source = repr([first.kind, first.source, second.kind, second.source])
+    return compile_parsed("either", source, e.either(first.expression, second.expression))
+
+
+class Reply:
+    """One choice of a chat, with thinking and calls apart from its content.
+
+    Args:
+      prompt_end: as `Dialect.prompt_end`.
+      stream: makes the text with special tokens, where marks are such; None: the text of pieces has all marks.
+    """
+
+    def __init__(self, dialect: Dialect, tools: Tools, prompt_end: str, stream: TextStream | None):
+        form = None if tools.choice == "none" else dialect.tools
+        self._reader, self._stream = make_reader(dialect.thinking, form, tools.functions, prompt_end), stream
+        self._tools, self._id_length = tools, dialect.tools.id_length
+        self._calls = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether it has a call so far."""
+        return self._calls > 0
+
+    def deltas(self, piece: Piece, text: str) -> list[dict[str, Any]]:
+        """The additions of a piece to the message, in OpenAI's format. text: of the piece, as the engine has it."""
+        if self._stream is not None:
+            text = self._stream.push(piece.tokens[:-1] if piece.finish_reason == "eos" else piece.tokens)
+            text += "" if piece.finish_reason is None else self._stream.finish()
+        events = self._reader.push(text) + (self._reader.finish() if piece.finish_reason is not None else [])
+        deltas = []
+        for kind, said in events:
+            self._calls += kind == "call"
+            # Beyond what the request asks for.
+            if (kind == "reasoning" and not self._tools.shows_thinking) or (
+                self._calls > 1 and not self._tools.parallel
+            ):
+                continue
+            if kind == "call":
+                function = {"name": said, "arguments": ""}
+                call = {"index": self._calls - 1, "id": self._make_id(), "type": "function", "function": function}
+                deltas.append({"tool_calls": [call]})
+            elif kind == "arguments":
+                deltas.append({"tool_calls": [{"index": self._calls - 1, "function": {"arguments": said}}]})
+            else:
+                deltas.append({"reasoning_content" if kind == "reasoning" else "content": said})
+        return deltas
+
+    def message(self, piece: Piece, text: str) -> dict[str, Any]:
+        """The whole message of a choice, given as one piece."""
+        texts, calls = {"content": "", "reasoning_content": ""}, []
+        for delta in self.deltas(piece, text):
+            for key, said in delta.items():
+                if key in texts:
+                    texts[key] += said
+                elif "id" in said[0]:
+                    calls.append({part: held for part, held in said[0].items() if part != "index"})
+                else:
+                    calls[-1]["function"]["arguments"] += said[0]["function"]["arguments"]
+        message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
+        if texts["reasoning_content"]:
+            message["reasoning_content"] = texts["reasoning_content"]
+        if calls:
+            message |= {"content": texts["content"] or None, "tool_calls": calls}
+        return message
+
+    def _make_id(self) -> str:
+        length = self._id_length
+        return (
+            f"call_{secrets.token_hex(12)}"
+            if length is None
+            else "".join(map(secrets.choice, [_ID_CHARACTERS] * length))
+        )
