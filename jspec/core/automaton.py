@@ -72,6 +72,8 @@ class Automaton:
     """The map of each state; all states of a sequence share one. None: there is one map, [V]."""
     likely: Int[Array, " states"] | None = None
     """A likely token in each state, or -1; None: unknown."""
+    exit: Int[Array, " states"] | None = None
+    """The next token of the shortest way out of a free text, or -1; None: there is no such state."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,6 +83,7 @@ class TokenTable:
     table: Int16[np.ndarray, "states classes"]
     token_class: Int[np.ndarray, " V"]
     likely: Int[np.ndarray, " states"] | None = None
+    exit: Int[np.ndarray, " states"] | None = None
 
     def dense(self) -> Int16[np.ndarray, "states V"]:
         """The transition of each token."""
@@ -89,8 +92,11 @@ class TokenTable:
     def padded(self, states: int, classes: int) -> "TokenTable":
         """Pad the automaton to this many states and classes, with unreachable entries."""
         extra = states - self.table.shape[0], classes - self.table.shape[1]
-        likely = None if self.likely is None else np.pad(self.likely, (0, extra[0]), constant_values=-1)
-        return TokenTable(np.pad(self.table, ((0, extra[0]), (0, extra[1]))), self.token_class, likely)
+        likely, exit = (
+            None if tokens is None else np.pad(tokens, (0, extra[0]), constant_values=-1)
+            for tokens in (self.likely, self.exit)
+        )
+        return TokenTable(np.pad(self.table, ((0, extra[0]), (0, extra[1]))), self.token_class, likely, exit)
 
 
 def sparse(table: Int16[np.ndarray, "states classes"]) -> SparseTable:

@@ -42,6 +42,7 @@ def build_table(
     token_bytes: Sequence[bytes],
     vocab_size: int,
     eos: Iterable[int],
+    exits: Sequence[bytes] = (),
 ) -> TokenTable:
     """Convert an automaton over bytes to one over tokens.
 
@@ -52,6 +53,7 @@ def build_table(
       accepts: whether a text may end in each state.
       token_bytes: the bytes of each id. Ids beyond it, and those without bytes, may never follow.
       eos: EOS ids, at least one; all of them may follow where a text may end.
+      exits: the bytes of the way out of each state of a free text, such as thinking; b"" for other states.
 
     Raises:
       ValueError: no EOS id, the tokens cannot spell any text of the grammar, or the table would be too large.
@@ -84,7 +86,8 @@ def build_table(
     # Merge classes without a difference but dead ends.
     table, merged = np.unique(table, axis=1, return_inverse=True)
     token_class = merged.reshape(-1)[token_class.reshape(-1)].astype(np.int16)
-    return TokenTable(table, token_class, _likely(byte_table, accepts, table, token_class, spelled, ends[0]))
+    likely = _likely(byte_table, accepts, table, token_class, spelled, ends[0])
+    return TokenTable(table, token_class, likely, _exit(exits, table, token_class, spelled) if any(exits) else None)
 
 
 def _likely(
@@ -96,7 +99,7 @@ def _likely(
     end: int,
 ) -> Int[np.ndarray, " states"]:
     """The longest token of the forced text after each state; -1 where no text is forced."""
-    ids = {spelling: i for i, spelling in reversed(list(enumerate(spelled))) if spelling}
+    ids = _ids(spelled)
     ways = (byte_table >= 0).sum(1)
     # A state forces a byte if it has a single transition and the text cannot end.
     forced = (ways == 1) & ~accepts
@@ -109,12 +112,28 @@ def _likely(
         while forced[state] and len(text) < _LONGEST_GUESS:
             text.append(int(byte[state]))
             state = int(byte_table[state, byte[state]])
-        for length in range(len(text), 0, -1):
-            token = ids.get(bytes(text[:length]))
-            if token is not None and table[first, token_class[token]] >= 0:
-                likely[first] = token
-                break
+        likely[first] = _longest(bytes(text), ids, table[first], token_class)
     return likely
+
+
+def _exit(
+    exits: Sequence[bytes], table: np.ndarray, token_class: np.ndarray, spelled: Sequence[bytes]
+) -> Int[np.ndarray, " states"]:
+    """The longest token of the way out of each state; -1 elsewhere."""
+    ids = _ids(spelled)
+    tokens = [_longest(way, ids, row, token_class) for way, row in zip(exits, table, strict=True)]
+    return np.array(tokens, np.int32)
+
+
+def _ids(spelled: Sequence[bytes]) -> dict[bytes, int]:
+    """The first id of each spelling."""
+    return {spelling: i for i, spelling in reversed(list(enumerate(spelled))) if spelling}
+
+
+def _longest(text: bytes, ids: dict[bytes, int], row: np.ndarray, token_class: np.ndarray) -> int:
+    """The longest token at the beginning of a text that a row of the table allows; -1: none."""
+    tokens = (ids.get(text[:length]) for length in range(len(text), 0, -1))
+    return next((token for token in tokens if token is not None and row[token_class[token]] >= 0), -1)
 
 
 def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTable, np.ndarray, list[int]]:
@@ -138,7 +157,11 @@ def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTab
     joined = np.full((states, classes), FORBIDDEN, np.int16)
     joined[FREE] = FREE
     maps = np.stack([table.token_class for table in distinct] or [np.zeros(vocab_size, np.int16)])
-    map_of_state, likely = np.zeros(states, np.int32), np.full(states, -1, np.int32)
+    map_of_state, likely, exit = (
+        np.zeros(states, np.int32),
+        np.full(states, -1, np.int32),
+        np.full(states, -1, np.int32),
+    )
     first: dict[TokenTable, int] = {}
     base = 1
     for index, table in enumerate(distinct):
@@ -147,9 +170,11 @@ def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTab
         map_of_state[rows] = index
         if table.likely is not None:
             likely[rows] = table.likely
+        if table.exit is not None:
+            exit[rows] = table.exit
         base += len(table.table)
     starts = [FREE if table is None else first[table] for table in tables]
-    return TokenTable(joined, maps, likely), map_of_state, starts
+    return TokenTable(joined, maps, likely, exit), map_of_state, starts
 
 
 def shift(table: Int16[np.ndarray, "states classes"], base: int) -> Int16[np.ndarray, "states classes"]:
@@ -165,7 +190,7 @@ def init(tables: Sequence[TokenTable | None], vocab_size: int) -> Automaton:
     if not any(tables):
         return Automaton()
     joined, map_of_state, starts = join(tables, vocab_size)
-    assert joined.likely is not None
+    assert joined.likely is not None and joined.exit is not None
     table = sparse(joined.table)
     sizes = *joined.table.shape, len(table.leads), len(table.following)
     states, *others = (_bucket(size, least) for size, least in zip(sizes, _LEAST, strict=True))
@@ -173,8 +198,9 @@ def init(tables: Sequence[TokenTable | None], vocab_size: int) -> Automaton:
     maps = 1 << (len(joined.token_class) - 1).bit_length()
     token_class = np.pad(joined.token_class, ((0, maps - len(joined.token_class)), (0, 0)))
     map_of_state = np.pad(map_of_state, (0, states - len(map_of_state)))
-    likely = np.pad(joined.likely, (0, states - len(joined.likely)), constant_values=-1)
-    return Automaton(*jax.device_put((table, token_class, np.array(starts, np.int16), map_of_state, likely)))
+    extra = 0, states - len(joined.likely)
+    likely, exit = (np.pad(tokens, extra, constant_values=-1) for tokens in (joined.likely, joined.exit))
+    return Automaton(*jax.device_put((table, token_class, np.array(starts, np.int16), map_of_state, likely, exit)))
 
 
 def _bucket(size: int, least: int) -> int:
@@ -208,6 +234,23 @@ def forbid(
     # In the whole vocabulary at least one token is allowed.
     others = -jnp.inf if ids is None else jnp.where(allowed.any(-1, keepdims=True), -jnp.inf, 0.0)
     return jnp.where(allowed, jnp.where(possible, logits, 0.0), others)
+
+
+def leave(
+    grammar: Automaton, logits: Float[Array, "B M V"], path: Int[Array, "B M g"], late: Bool[Array, "B M"]
+) -> Float[Array, "B M V"]:
+    """Force the way out of a free text at late nodes: its next token alone is possible.
+
+    path: as of `forbid`.
+    """
+    if grammar.exit is None:
+        return logits
+    state = after_path(grammar, path)
+    token = grammar.exit.at[jnp.maximum(state, 0)].get(mode="clip")
+    forced = (late & (state >= 0) & (token >= 0))[:, :, None]
+    ids = jnp.arange(logits.shape[-1], dtype=token.dtype).reshape(1, 1, -1)
+    only = jnp.where(token[:, :, None] == ids, 0.0, -jnp.inf)
+    return jnp.where(forced, only, logits)
 
 
 def advance(grammar: Automaton, tokens: Int[Array, "B A"], length: Int[Array, " B"]) -> Automaton:

@@ -45,6 +45,7 @@ class Sampling:
     min_new_tokens: before this many new tokens, no token may end the text, unless every other token is forbidden.
     grammar: the allowed texts, such as a `jspec.Grammar`. None: all. No other option allows a token that the grammar
       forbids.
+    thinking_budget: from this many new tokens on, a grammar ends its thinking (`Grammar.after`). None: no bound.
 
     Raises:
       TypeError, ValueError: a parameter of another type or out of its bounds.
@@ -60,6 +61,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | None = None
     min_new_tokens: int = 0
     grammar: grammars.TokenGrammar | None = None
+    thinking_budget: int | None = None
 
     def __post_init__(self):
         number, whole = partial(check_number, owner="Sampling"), partial(check_int, owner="Sampling")
@@ -77,6 +79,10 @@ class Sampling:
         for name, least in (("repetition_penalty", 1e-6), ("presence_penalty", -1e6), ("frequency_penalty", -1e6)):
             values[name] = number(name, getattr(self, name), least=least, most=1e6)
         values["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, least=0, most=2**63 - 1)
+        if self.thinking_budget is not None:
+            values["thinking_budget"] = whole("thinking_budget", self.thinking_budget, least=0, most=2**63 - 1)
+            if self.grammar is None:
+                raise ValueError("Sampling(thinking_budget=...): requires a grammar that begins with thinking")
         if self.logit_bias is not None:
             values["logit_bias"] = _check_bias(self.logit_bias)
         if self.grammar is not None:
@@ -114,9 +120,9 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
         all tokens.
     """
     samplings = [Sampling(temperature=0.0) if one is None else one for one in each_of(sampling, batch)]
-    off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}
+    off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0, "thinking_budget": np.iinfo(np.int32).max}
     # Larger values have the same effect, but do not fit in int32.
-    most = {"top_k": vocab_size, "min_new_tokens": np.iinfo(np.int32).max}
+    most = {"top_k": vocab_size, **dict.fromkeys(("min_new_tokens", "thinking_budget"), np.iinfo(np.int32).max)}
     columns = {}
     # An option that no sequence uses has no array, so the program leaves it out.
     for field in dataclasses.fields(Sampling):
@@ -175,7 +181,7 @@ def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
         if column is None:
             continue
         name = f"RowSampling.{field.name}"
-        kind = jnp.integer if field.name in ("top_k", "min_new_tokens") else jnp.floating
+        kind = jnp.integer if field.name in WHOLE else jnp.floating
         if not isinstance(column, jax.Array | np.ndarray) or not jnp.issubdtype(column.dtype, kind):
             shown = f"{column.dtype}" if hasattr(column, "dtype") else type(column).__name__
             raise TypeError(f"{name} is of type {shown}: must be an array of {np.dtype(_DTYPES[kind])}")
@@ -184,6 +190,8 @@ def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
             raise ValueError(f"{name} has the shape {column.shape}: must be {expected}")
 
 
+WHOLE = ("top_k", "min_new_tokens", "thinking_budget")
+"""Options with arrays of integers."""
 _DTYPES = {jnp.integer: np.int32, jnp.floating: np.float32}
 
 
@@ -212,6 +220,9 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
     options = s.sampling
     if options is None:
         return logits
+    new = (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
+    if options.thinking_budget is not None:
+        logits = grammars.leave(s.grammar, logits, path, new >= options.thinking_budget[:, None])
     if options.repetition_penalty is not None:
         occurs = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = options.repetition_penalty.reshape(-1, 1, 1)
@@ -229,7 +240,6 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
         bias = options.logit_bias[:, None]
         logits = _forbid(_bounded(logits + bias, logits), jnp.isneginf(bias), otherwise=logits)
     if options.min_new_tokens is not None and s.stop.table is not None:
-        new = (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
         early = new < options.min_new_tokens[:, None]
         logits = _forbid(logits, early[:, :, None] & stopping.ends_text(s.stop, path), otherwise=logits)
     return logits

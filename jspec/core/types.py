@@ -161,6 +161,7 @@ class RowSampling:
     frequency_penalty: Float[Array, " B"] | None = None
     logit_bias: Float[Array, "B V"] | None = None
     min_new_tokens: Int[Array, " B"] | None = None
+    thinking_budget: Int[Array, " B"] | None = None
 
 
 @struct

@@ -48,7 +48,7 @@ class AutomatonPool:
         self._table[:reserved] = 0
         self._maps = np.zeros((maps, self._vocab_size), np.int16)
         self._map_of_state = np.zeros(states, np.int32)
-        self._likely = np.full(states, -1, np.int32)
+        self._likely, self._exit = np.full(states, -1, np.int32), np.full(states, -1, np.int32)
         self._copy: Automaton | None = None
 
     @property
@@ -56,8 +56,9 @@ class AutomatonPool:
         """A copy on the host without states of sequences; the same object until an automaton is inserted."""
         with self._lock:
             if self._copy is None:
-                maps, map_of_state, likely = map(np.copy, (self._maps, self._map_of_state, self._likely))
-                self._copy = Automaton(self._stored(), maps, None, map_of_state, likely)  # pyright: ignore[reportArgumentType]
+                tokens = self._likely, self._exit
+                maps, map_of_state, *copies = map(np.copy, (self._maps, self._map_of_state, *tokens))
+                self._copy = Automaton(self._stored(), maps, None, map_of_state, *copies)  # pyright: ignore[reportArgumentType]
             return self._copy
 
     def _stored(self) -> np.ndarray | SparseTable:
@@ -125,6 +126,7 @@ class AutomatonPool:
         self._maps[number] = table.token_class
         self._map_of_state[rows] = number
         self._likely[rows] = -1 if table.likely is None else table.likely
+        self._exit[rows] = -1 if table.exit is None else table.exit
         self._copy = None
 
     def _find(self, states: int, classes: int, *, grow: bool) -> tuple[int, int] | None:
@@ -148,7 +150,7 @@ class AutomatonPool:
         self._table[: self._reserved] = 0
         self._maps = _grown(self._maps, (maps, self._vocab_size))
         self._map_of_state = _grown(self._map_of_state, (rows,))
-        self._likely = _grown(self._likely, (rows,), -1)
+        self._likely, self._exit = _grown(self._likely, (rows,), -1), _grown(self._exit, (rows,), -1)
         return base, number
 
 

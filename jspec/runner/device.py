@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jspec.core import accept
 from jspec.core.method import Method
-from jspec.core.sampling import Sampling, per_row
+from jspec.core.sampling import WHOLE, Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
 from jspec.generation.options import MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
@@ -338,8 +338,8 @@ def row_columns(samplings: Sequence[Sampling | None], options: tuple[str, ...], 
         column = None if row is None else getattr(row, name)
         if column is None:  # No row uses the option.
             shape = (len(samplings), vocab_size) if name == "logit_bias" else (len(samplings),)
-            kind = np.int32 if name in ("top_k", "min_new_tokens") else np.float32
-            unused = {**_UNUSED, "top_k": vocab_size, "top_p": 1.0}[name]
+            kind = np.int32 if name in WHOLE else np.float32
+            unused = {**_UNUSED, "top_k": vocab_size, "top_p": 1.0, "thinking_budget": np.iinfo(np.int32).max}[name]
             column = jax.device_put(np.full(shape, unused, kind))
         columns[name] = column
     return RowSampling(**columns)

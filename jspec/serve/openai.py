@@ -128,7 +128,7 @@ class Call:
     @property
     def is_constrained(self) -> bool:
         """Whether its texts are those of a grammar, which takes a while to compile."""
-        return self.grammar is not None or (self.tools is not None and self.tools.choice == "required")
+        return self.grammar is not None or (self.tools is not None and self.tools.is_constrained)
 
 
 def constrained(call: Call, dialect: Dialect, prompt_end: str) -> Sampling | None:
@@ -145,7 +145,8 @@ def constrained(call: Call, dialect: Dialect, prompt_end: str) -> Sampling | Non
     if grammar is None:
         return call.sampling
     free = Sampling(temperature=0.0) if call.sampling is None else call.sampling
-    return dataclasses.replace(free, grammar=grammar)
+    budget = None if call.tools is None else call.tools.budget
+    return dataclasses.replace(free, grammar=grammar, thinking_budget=budget)
 
 
 def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:

@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.core.checks import check_flag, check_text
+from jspec.core.checks import check_flag, check_int, check_text
 from jspec.core.grammar import TokenGrammar
 from jspec.generation.result import Piece
 from jspec.serve.fields import ApiError, Fields, check_object
@@ -36,6 +36,7 @@ class Tools:
     named: the only function to call; None: any.
     parallel: whether there may be several calls.
     shows_thinking: whether the answer has the thinking.
+    budget: most tokens of the thinking; None: any number.
     """
 
     listed: list[dict[str, Any]]
@@ -44,6 +45,12 @@ class Tools:
     named: str | None = None
     parallel: bool = True
     shows_thinking: bool = True
+    budget: int | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether an answer without another grammar has one."""
+        return self.choice == "required" or self.budget is not None
 
     def grammar(self, form: ToolFormat) -> Grammar:
         """The texts of the allowed calls.
@@ -73,6 +80,7 @@ def take_tools(fields: Fields) -> Tools:
         choice[1],
         fields.take("parallel_tool_calls", check_flag, True),
         fields.take("include_reasoning", check_flag, True),
+        fields.take("thinking_token_budget", check_int, None, least=0),
     )
     if tools.choice == "required" and not listed:
         raise ApiError("tool_choice: requires tools", param="tool_choice")
@@ -82,7 +90,7 @@ def take_tools(fields: Fields) -> Tools:
     return tools
 
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "additionalProperties": False}
 
 
 def _check_tools(name: str, value: object) -> list[dict[str, Any]]:
@@ -200,19 +208,25 @@ class Dialect:
         Raises:
           ApiError: a schema is not supported, or a mask of tokens or words is given beside required calls.
         """
+        if tools.budget is not None and self.thinking is None:
+            param = "thinking_token_budget"
+            raise ApiError(f"{param}={tools.budget}: requires a model with thinking", param=param)
         if document is not None and not isinstance(document, Grammar):
-            if tools.choice != "required":
+            if not tools.is_constrained:
                 return document
-            raise ApiError("tool_choice: must be omitted beside allowed_token_ids and bad_words", param="tool_choice")
+            param = "tool_choice" if tools.choice == "required" else "thinking_token_budget"
+            raise ApiError(f"{param}: must be omitted beside allowed_token_ids and bad_words", param=param)
+        before = self._before(prompt_end)
         if tools.choice == "required":
             answer = tools.grammar(self.tools)
         elif document is None:
-            return None
+            # A budget of thinking that may still come.
+            return None if tools.budget is None or before == e.EMPTY else _within(before, _anything(), self.shown)
         else:
             answer = document.within(e.literal(_FINAL)) if self._has_channels else document
             if tools.choice == "auto":
                 answer = _either(answer, tools.grammar(self.tools))
-        return _within(self._before(prompt_end), answer, self.shown)
+        return _within(before, answer, self.shown)
 
     @property
     def _has_channels(self) -> bool:
@@ -224,7 +238,7 @@ class Dialect:
         if form is None or prompt_end.rstrip().endswith(form.end):
             return e.EMPTY
         space = e.EMPTY if form.channels else e.repeat(e.literal("\n"), 0, 2)
-        thought = e.concat(e.Until(form.end), e.literal(form.next), space)
+        thought = e.concat(e.Until(form.end, bounded=True), e.literal(form.next), space)
         return thought if starts_thinking(form, prompt_end) else e.optional(e.concat(e.literal(form.start), thought))
 
 
@@ -235,6 +249,11 @@ _FINAL = "<|channel|>final<|message|>"
 def _within(before: Expression, answer: Grammar, shown: frozenset[str]) -> Grammar:
     """Cached, as each turn of an agent has the same grammar."""
     return dataclasses.replace(answer, shown=shown) if before == e.EMPTY else answer.within(before, shown=shown)
+
+
+@functools.cache
+def _anything() -> Grammar:
+    return compile_parsed("anything", "", e.repeat(e.characters([(0, e.MAX_CODE)]), 0, None))
 
 
 @functools.lru_cache(maxsize=64)

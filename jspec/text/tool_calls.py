@@ -83,7 +83,7 @@ class ToolFormat:
 
     def shown(self, special: Iterable[str]) -> frozenset[str]:
         """Its marks among some special tokens."""
-        text = f"{self.start}{self.end}{self.call}{self.arguments.write({'': ''})}{self.middle}"
+        text = f"{self.start}{self.end}{self.call}{self.arguments.write({'': ''})}{self.middle}{self.stops}"
         return frozenset(name for name in special if name in text or re.escape(name) in text)
 
     def write(self, calls: Sequence[ToolCall]) -> str:

@@ -102,14 +102,14 @@ class Grammar:
     def after(self, text: str) -> "Grammar":
         """Allow any text up to the first occurrence of `text`, then a text of this grammar.
 
-        Use it with reasoning models: `grammar.after("</think>")`.
+        Use it with reasoning models: `grammar.after("</think>")`. `Sampling(thinking_budget=)` bounds its tokens.
 
         Raises:
           TypeError, ValueError: not a text, or an empty one; or the automaton is too large.
         """
         if not check_text("text", text):
             raise ValueError("text='': must have at least one character")
-        return self.within(e.Until(text))
+        return self.within(e.Until(text, bounded=True))
 
     def within(self, before: Expression, after: Expression = e.EMPTY, shown: Iterable[str] = ()) -> "Grammar":
         """Allow a text of `before`, one of this grammar, then one of `after`.
@@ -128,7 +128,7 @@ class Grammar:
 
     def compile(self, token_bytes: Sequence[bytes], vocab_size: int, eos: Sequence[int]) -> TokenTable:
         """Compile to an automaton over a vocabulary, see `jspec.core.grammar.build_table`."""
-        return grammar.build_table(self.dfa.table, self.dfa.accepts, token_bytes, vocab_size, eos)
+        return grammar.build_table(self.dfa.table, self.dfa.accepts, token_bytes, vocab_size, eos, self.dfa.exits)
 
 
 def compile_grammar(

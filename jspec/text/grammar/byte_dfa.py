@@ -32,10 +32,12 @@ class ByteDfa:
 
     table: [states, 256] the next state, or `DEAD`.
     accepts: [states] whether a text may end in the state.
+    exits: the bytes up to the end of thinking, in its states; b"" in others. Empty: there is no thinking.
     """
 
     table: Int16[np.ndarray, "states bytes"]
     accepts: Bool[np.ndarray, " states"]
+    exits: Sequence[bytes] = ()
 
     def matches(self, text: bytes) -> bool:
         """Whether the whole text is in the language."""
@@ -71,6 +73,8 @@ class _Nfa:
     def __init__(self):
         self.skips: list[list[int]] = []
         self.arcs: list[list[tuple[int, int, int]]] = []
+        self.exits: dict[int, bytes] = {}
+        """Node of thinking -> the bytes up to its end."""
 
     def new(self) -> int:
         if len(self.skips) == MAX_NODES:
@@ -99,7 +103,7 @@ class _Nfa:
         if isinstance(part, Chain):
             return self._chain(start, part)
         if isinstance(part, Until):
-            return self._until(start, part.text.encode())
+            return self._until(start, part.text.encode(), part.bounded)
         return self._repeat(start, part.part, part.least, part.most, part.separator)
 
     def _skip(self, start: int, end: int) -> None:
@@ -157,10 +161,11 @@ class _Nfa:
             none = None if required else none
         return self._after(*(node for node in (none, some) if node is not None))
 
-    def _until(self, start: int, text: bytes) -> int:
+    def _until(self, start: int, text: bytes, bounded: bool) -> int:
         # One node for each beginning of the text that the bytes so far end with.
         table = byte_automaton((text,)).table
         nodes, end = [self._after(start), *(self.new() for _ in text[1:])], self.new()
+        self.exits |= {node: text[i:] for i, node in enumerate(nodes) if bounded}
         for node, row in zip(nodes, table, strict=False):
             cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), 256]
             for first, beyond in itertools.pairwise(cuts):
@@ -194,8 +199,8 @@ def _split(first: int, last: int) -> Iterator[tuple[Range, ...]]:
     yield tuple(zip(low, high, strict=True))
 
 
-def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """The subset construction: transitions and accepting states of the DFA."""
+def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, list[bytes]]:
+    """The subset construction: transitions, accepting states and exits of the DFA."""
     closures: dict[int, frozenset[int]] = {}
 
     def close(node: int) -> frozenset[int]:
@@ -228,7 +233,8 @@ def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarra
                     _check_states(len(order))
                 row[low:high] = index[following]
         rows.append(row)
-    return np.stack(rows), np.array([end in nodes for nodes in order])
+    exits = [min((nfa.exits[i] for i in nodes if i in nfa.exits), key=len, default=b"") for nodes in order]
+    return np.stack(rows), np.array([end in nodes for nodes in order]), exits if nfa.exits else []
 
 
 def _check_states(count: int) -> None:
@@ -238,7 +244,7 @@ def _check_states(count: int) -> None:
         )
 
 
-def _prune(table: np.ndarray, accepts: np.ndarray) -> ByteDfa:
+def _prune(table: np.ndarray, accepts: np.ndarray, exits: Sequence[bytes]) -> ByteDfa:
     """Drop the states that reach no accepting state.
 
     Raises:
@@ -248,4 +254,5 @@ def _prune(table: np.ndarray, accepts: np.ndarray) -> ByteDfa:
     if not live[0]:
         raise ValueError("matches no text")
     number = np.append(np.where(live, np.cumsum(live) - 1, DEAD), DEAD)
-    return ByteDfa(number[table[live]].astype(np.int16), accepts[live])
+    ways = [way for way, is_live in zip(exits, live, strict=False) if is_live]
+    return ByteDfa(number[table[live]].astype(np.int16), accepts[live], ways)

@@ -54,9 +54,13 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Until:
-    """Any bytes up to the first occurrence of `text`, which ends it."""
+    """Any bytes up to the first occurrence of `text`, which ends it.
+
+    bounded: whether it is thinking, which `Sampling.thinking_budget` ends.
+    """
 
     text: str
+    bounded: bool = False
 
 
 Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain | Until
