@@ -115,12 +115,10 @@ def test_required_calls_of_a_model(server):
             assert set(json.loads(call["function"]["arguments"])) == {"mode", "on"}
             assert ("reasoning_content" in out["message"]) <= thinking and out["message"]["content"] is None
     # A budget alone, where all else is free.
-    body |= {"thinking_token_budget": 4, "chat_template_kwargs": {"thinking": True}, "max_tokens": 30}
-    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
-    assert message["content"]
-    free = {**body, "thinking_token_budget": None}
-    message = server.post("/v1/chat/completions", free).json()["choices"][0]["message"]
-    assert not message["content"]
+    body |= {"thinking_token_budget": 0, "chat_template_kwargs": {"thinking": True}, "return_token_ids": True}
+    (out,) = server.post("/v1/chat/completions", body).json()["choices"]
+    assert server.service.tokenizer.decode(out["token_ids"]).startswith("</think>")
+    assert "reasoning_content" not in out["message"] and out["message"]["content"]
 
 
 def test_a_budget_without_thinking_is_refused(serve):
