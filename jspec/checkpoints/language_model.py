@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, qwen3_next
 from jspec.checkpoints.config import family_of, unknown_family
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import Fields, read_fields
+from jspec.checkpoints.fields import Fields, read_fields, refuse
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.plan import Checkpoint, Plan, refuse_split
 from jspec.checkpoints.source import Source
@@ -65,7 +65,7 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
       CheckpointError, ValueError: as `load`.
     """
     family = _family_of(source.config)
-    parsed = family.parse_config(source.config)
+    parsed: Any = parse_config(source.config)
     eos = _read_eos(source, parsed.vocab_size)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
@@ -125,6 +125,9 @@ def parse_config(config: Fields) -> Decoder:
     Raises:
       CheckpointError: an unsupported architecture or option, or a key missing or of the wrong type.
     """
+    for fields in (config, config.section("text_config")):
+        # Every model of `transformers` reads it.
+        refuse(config.where, fields.unsupported({"is_causal": (True,)}))
     return _family_of(config).parse_config(config)
 
 

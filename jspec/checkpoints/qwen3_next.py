@@ -11,6 +11,7 @@ from jspec.cache import RecurrentLayer
 from jspec.checkpoints.config import (
     describe_experts,
     describe_shape,
+    family_of,
     parse_dense_layers,
     parse_experts,
     read_eps,
@@ -95,6 +96,9 @@ def _refuse_options(config: Fields, text: Fields) -> None:
             "output_gate_type": ("swish", "silu"),
         }
     )
+    if (family_of(config, ARCHITECTURES) or "").startswith("qwen3_5"):
+        # `transformers` normalizes the weights in any case.
+        wrong += text.unsupported({"norm_topk_prob": (True,)})
     if config.section("quantization_config").keys() or text.section("quantization_config").keys():
         wrong.append("quantization_config")
     refuse(config.where, wrong)

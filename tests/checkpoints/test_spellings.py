@@ -1,11 +1,14 @@
 """Public spellings of drafts: equal ones propose the same tokens, others do not, and the rest is refused by name."""
 
 import contextlib
+import dataclasses
 import functools
+import warnings
 
 import numpy as np
 import pytest
-from eagle_files import V
+import qwen
+from eagle_files import TARGET, V
 from spelling_tables import OTHER, SAME
 from spellings import (
     BASES,
@@ -22,7 +25,9 @@ from spellings import (
     write,
 )
 
+from jspec.checkpoints import drafts
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.source import Source
 from jspec.drafters import Eagle
 
 CLASSES = {
@@ -225,3 +230,20 @@ def test_refusals(tmp_path, case):
     with pytest.raises(CheckpointError, match=message) as caught:
         proposals(write(tmp_path / "draft", base, change), base)
     assert "draft" in str(caught.value), "names the file"
+
+
+def test_a_target_of_another_family_changes_no_reading(tmp_path):
+    """A draft is read by the sizes of its target alone, so the tables hold for the targets of every family."""
+    target = dataclasses.replace(
+        qwen.KINDS["dense"],
+        **{name: getattr(TARGET, name) for name in ("vocab_size", "hidden_size", "max_length")},
+        is_full_attention=(False, True) * (TARGET.num_layers // 2),
+    )
+    for index, (base, name) in enumerate([*cases(SAME), *cases(OTHER)]):
+        if base == "standalone":
+            continue
+        directory = write(tmp_path / str(index), base, (SAME[base] | OTHER.get(base, {}))[name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            configs = [drafts.plan(Source(directory), x, "float32").config for x in (TARGET, target)]
+        assert configs[0] == configs[1], (base, name)

@@ -277,6 +277,8 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
     ("change", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"text_config": {"is_causal": False}}, "text_config.is_causal=False"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attn_output_gate": False}, "attn_output_gate=False"),
@@ -298,3 +300,57 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
 def test_unsupported_configs_are_errors(tmp_path, change, message):
     raw = {**build("qwen3_next").config.to_dict(), "architectures": ["Qwen3NextForCausalLM"], **change}
     check_refused(tmp_path, raw, message)
+
+
+def test_a_key_that_transformers_ignores_is_an_error(tmp_path):
+    """Qwen3.5's weights of experts are normalized in any case; Qwen3-Next's by the key."""
+    raw = build("qwen3_5_moe").config.to_dict() | {"architectures": ["Qwen3_5MoeForCausalLM"], "norm_topk_prob": False}
+    check_refused(tmp_path, raw, r"norm_topk_prob=False \(must be True\)")
+
+
+# What changes the forward of `transformers`, or is often in configurations, for a change of every key.
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0}
+FLIPS = {
+    **{
+        "rms_norm_eps": 0.1,
+        "vocab_size": 96,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
+    **{"decoder_sparse_step": 2, "sliding_window": 4, "use_cache": False, "attention_dropout": 0.5, "is_causal": False},
+    **{"partial_rotary_factor": 0.5, "rope_theta": 100.0, "full_attention_interval": 2, "hidden_act": "relu"},
+    **{"output_gate_type": "sigmoid", "linear_num_key_heads": 1, "tie_word_embeddings": True, "mlp_bias": True},
+    **{"rope_parameters": {**ROPE, "rope_theta": 100.0}, "rope_scaling": {**YARN, "type": "yarn"}},
+    **{
+        "rope parameters": ROPE | YARN | {"rope_type": "yarn"},
+        "a larger share": {**ROPE, "partial_rotary_factor": 0.5},
+    },
+    **{"sections": {**ROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": False}, "attention_bias": True},
+}
+
+
+@pytest.mark.slow(unless=("qwen3_next-is_causal", "qwen3_5_moe-norm_topk_prob", "qwen3_5-sections"))
+@pytest.mark.parametrize("key", FLIPS)
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_changed_key_changes_what_it_changes_in_transformers(tmp_path, family, key):
+    """One key of a config.json is another: the logits are those of `transformers` with it, or it is refused by name."""
+    torch, ids = pytest.importorskip("torch"), toy.IDS[:1, :16]
+    hf.save(build(family), tmp_path)
+    name = key if key in ("mlp_bias", "attention_bias") or "_" in key else "rope_parameters"
+    edit(tmp_path, lambda raw: raw | {name: FLIPS[key]})
+    try:
+        loaded = language_model.load(tmp_path, dtype="float32")
+    except CheckpointError as error:
+        # Other sizes need other tensors.
+        known = name, "config.json implies", "tensor", "intermediate_size", "rope_type"
+        assert any(word in str(error) for word in known)
+        return
+    config, params = loaded.config, loaded.params
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(ids)).logits.numpy()
+    cache = config.init_cache(params, 1, 16, 16)
+    ours = config.forward(params, DraftTree(jnp.asarray(ids, jnp.int32)), cache, jnp.zeros(1, jnp.int32)).logits
+    np.testing.assert_allclose(ours, expected, atol=3e-4)
