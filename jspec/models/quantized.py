@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from jspec.core.struct import Leaf, leaf, map_leaves, struct
 from pallas_kernels.packed_matmul import BLOCK, INTEGERS, PER_WORD, UNITS, centered, factors, pack, packed_matmul
+from pallas_kernels.platform import exactness, platform
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 WIDE = "wide"
@@ -37,6 +39,8 @@ ZERO = 8
 """The packed value of 0, where there are no zero points."""
 LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0}
 """The largest value of each type of 8 bits: the largest of a column, or group, divided by its scale."""
+WIDEN_ROWS = {"gpu": 256}
+"""Rows from which a product with a matrix of groups is faster on a platform if a wide copy of it is made first."""
 _FRACTIONS = tuple(1 - 0.05 * step for step in range(9))
 """Candidate factors of the scale of a group of 4 bits; 1 represents its largest value exactly."""
 
@@ -183,10 +187,15 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
 
 
 def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[Array, "*batch out"]:
-    """x @ weight, with sums in float32; the scales are applied to the sums."""
+    """x @ weight, with sums in float32; the scales are applied to the sums, or of many rows to the matrix."""
     rows, inner = x.reshape(-1, x.shape[-1]), x.shape[-1]
     assert weight.codes == INTEGERS, "others are those of experts"
-    if weight.filling is None:
+    if weight.group is not None and len(rows) >= WIDEN_ROWS.get(platform(), math.inf):
+        # XLA must neither hoist the copies of all layers out of a loop nor widen again in each tile of the product.
+        rows, narrow = lax.optimization_barrier((rows, weight.narrow))
+        wide = lax.optimization_barrier(widen(dataclasses.replace(weight, narrow=narrow)).astype(x.dtype))
+        out = jnp.matmul(rows, wide, precision=exactness(x))
+    elif weight.filling is None:
         out = scaled_matmul(rows, weight.narrow, weight.scale, group=weight.group or inner)
     else:
         out = packed_matmul(rows, weight.narrow, weight.scale, weight.zero, group=weight.group or inner)

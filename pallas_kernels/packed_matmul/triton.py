@@ -72,7 +72,7 @@ TUNING = {
         one_row=Config(block_m=1, block_n=256, unroll=1, parts=1, num_warps=4, num_stages=1),
         one_row_of_few_columns=Config(block_m=1, block_n=128, unroll=2, parts=1, num_warps=8, num_stages=1),
         few_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3),
-        many_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=8, num_stages=3),
+        many_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3),
         programs=1024,
         least_part=512,
         one_row_least_part=256,
