@@ -20,8 +20,8 @@ ROW_GROUP = 8
 """Rows of a group moved by TMA."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a program."""
-WARPGROUP, PROGRAM = "warpgroup", "program"
-"""The axes of a kernel: its warpgroups (the last one loads) and its programs."""
+WARPGROUP, PROGRAM, NEIGHBOR = "warpgroup", "program", "neighbor"
+"""The axes of a kernel: its warpgroups (the last one loads), its programs or clusters, and the programs of one."""
 CAPABILITY = "9."
 """All compute capabilities with `wgmma`."""
 DTYPES = ("bfloat16", "float16")
@@ -70,14 +70,21 @@ def call(
     warpgroups: int,
     interpret: bool,
     name: str,
+    cluster: int | None = None,
 ) -> Callable[..., Any]:
-    """A kernel as a function of arrays. warpgroups: the multiplying ones; one more loads."""
+    """A kernel as a function of arrays.
+
+    programs: or clusters, if these have a size.
+    warpgroups: the multiplying ones; one more loads.
+    """
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch_types,
         grid=(programs,),
         grid_names=(PROGRAM,),
+        cluster=() if cluster is None else (cluster,),
+        cluster_names=() if cluster is None else (NEIGHBOR,),
         num_threads=warpgroups + 1,
         thread_name=WARPGROUP,
         kernel_name=name,

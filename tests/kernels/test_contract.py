@@ -72,9 +72,9 @@ def example(package):
             own = normal(2, 3, 1, 64)
             return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
         case "exact_matmul":
-            return (normal(6, 1040), normal(1040, 8) / 32), {}
-        case "gated_matmul":
             # Sums and products of whole numbers are exact, however they are rounded.
+            return tuple(jnp.round(array).astype(jnp.float16) for array in (normal(6, 1088), normal(1088, 64))), {}
+        case "gated_matmul":
             x, weight = (jnp.round(array).astype(jnp.float16) for array in (normal(6, 128), normal(128, 512)))
             return (x, weight), {"activation": jnp.abs}
         case "scaled_matmul":
