@@ -220,9 +220,9 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
     options = s.sampling
     if options is None:
         return logits
-    new = (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
     if options.thinking_budget is not None:
-        logits = grammars.leave(s.grammar, logits, path, new >= options.thinking_budget[:, None])
+        ends = _new_tokens(s, path) >= options.thinking_budget[:, None]
+        logits = grammars.leave(s.grammar, logits, path, ends)
     if options.repetition_penalty is not None:
         occurs = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = options.repetition_penalty.reshape(-1, 1, 1)
@@ -240,9 +240,14 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
         bias = options.logit_bias[:, None]
         logits = _forbid(_bounded(logits + bias, logits), jnp.isneginf(bias), otherwise=logits)
     if options.min_new_tokens is not None and s.stop.table is not None:
-        early = new < options.min_new_tokens[:, None]
+        early = _new_tokens(s, path) < options.min_new_tokens[:, None]
         logits = _forbid(logits, early[:, :, None] & stopping.ends_text(s.stop, path), otherwise=logits)
     return logits
+
+
+def _new_tokens(s: DecodeState, path: Int[Array, "B M g"]) -> Int[Array, "B M"]:
+    """Tokens after the prompt, those of each node's path included."""
+    return (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
 
 
 def _bounded(changed: Float[Array, "B M V"], before: Float[Array, "B M V"]) -> Float[Array, "B M V"]:

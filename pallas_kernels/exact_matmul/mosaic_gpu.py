@@ -30,9 +30,7 @@ class Tuning:
     """The same with an activation."""
     least_rows: int
     most_rows: int
-    """With fewer rows all kernels wait for the matrix; with more, partial results take too many bytes."""
-    most_rows_whole: int
-    """The same for a contraction of one part."""
+    """With fewer rows all kernels wait for the matrix; more were not measured."""
 
 
 TUNING = {
@@ -40,8 +38,7 @@ TUNING = {
         tiles={128: (2, 1, 128, 1), 192: (3, 1, 128, 1), 256: (2, 2, 128, 1)},
         gated_tiles={128: (2, 1, 128, 1), 192: (3, 1, 64, 2)},
         least_rows=65,
-        most_rows=256,
-        most_rows_whole=512,
+        most_rows=512,
     )
 }
 """By device kind; the first entry is the default."""
@@ -90,18 +87,10 @@ def supported(
     return refuse_dtype("x", x) or refuse_device(interpret)
 
 
-def worthwhile(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    transposed: bool = False,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
-    **options: object,
-) -> bool:
+def worthwhile(x: jax.Array, weight: jax.Array, **options: object) -> bool:
     """Whether the kernel is at least as fast as the Triton kernel."""
     tuning = platform.for_device_kind(TUNING)
-    parts = parts_of(x.shape[1], weight.shape[0 if transposed else 1], x.dtype)
-    return tuning.least_rows <= len(x) <= (tuning.most_rows_whole if parts == 1 else tuning.most_rows)
+    return tuning.least_rows <= len(x) <= tuning.most_rows
 
 
 def exact_matmul(

@@ -209,7 +209,8 @@ def test_a_hit_keeps_its_snapshot():
 
 # Answers
 
-NAMES = SimpleNamespace(text="-aab".__getitem__, spelled=lambda token: b"-aab"[token : token + 1])
+SPELLING = SimpleNamespace(special_ids={}, token_bytes=lambda: [b"-", b"a", b"a", b"b"])
+NAMES = SimpleNamespace(text="-aab".__getitem__, spelled=lambda token: b"-aab"[token : token + 1], tokenizer=SPELLING)
 """Tokens 1 and 2 are both written as a."""
 
 

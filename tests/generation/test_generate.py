@@ -269,7 +269,7 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
         ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
         ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
         ("a", {"stop": ""}, ValueError, "stop"),
-        ("a", {"stop": [3]}, TypeError, "stop"),
+        ("a", {"stop": [3.5]}, TypeError, "stop"),
         ("a", {"sampling": 0.7}, TypeError, "must be a jspec.Sampling"),
         (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "sampling: 1 for 2 sequences"),
         ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids must be from 0 to 299"),

@@ -29,7 +29,7 @@ MODEL = SimpleNamespace(
 class Tokenizer:
     """Each letter is a token."""
 
-    def token_bytes(self):
+    def token_bytes(self, shown=()):
         return LETTERS
 
 
