@@ -54,7 +54,6 @@ class Service:
       name: the model's, as clients name it.
       limits: what one request may ask for.
       api_keys: a request must have one of them, except for /health. Empty: no authentication.
-
       tool_format, thinking_format: names of formats, see `jspec.text.tool_calls` and `jspec.text.chat_reader`. None:
         those that the chat template is known by.
 

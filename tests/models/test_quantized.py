@@ -23,7 +23,7 @@ from jspec.core.prefill import prefill
 from jspec.core.types import Params, Prompts
 from jspec.drafters import Ngram, Plain
 from jspec.loading import memory
-from jspec.models import layers
+from jspec.models import layers, quantized
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.quantized import FORMATS, Quantized, dtype_names, is_matrix, quantize, quantize_shapes, widen
 from jspec.models.router import Router
@@ -130,6 +130,21 @@ def test_4_bits_have_groups_of_128_rows():
     for part in ("narrow", "scale"):
         np.testing.assert_array_equal(getattr(stack, part)[1], getattr(got, part))
     np.testing.assert_array_equal(widen(stack)[1], widen(got))
+
+
+@pytest.mark.parametrize("weights", ["int4", "fp8-blocks"])
+def test_many_rows_multiply_a_wide_copy(weights, monkeypatch):
+    rng = np.random.default_rng(0)
+    matrix = quantized.quantize(jnp.asarray(rng.normal(size=(300, 7)), jnp.float32), weights)
+    x = jnp.asarray(rng.normal(size=(6, 300)), jnp.float32)
+    monkeypatch.setattr(quantized, "WIDEN_ROWS", {})
+    expected = quantized.quantized_product(x, matrix)
+    monkeypatch.setattr(quantized, "WIDEN_ROWS", {quantized.platform(): 6})
+    widened = []
+    monkeypatch.setattr(quantized, "widen", lambda weight, widen=quantized.widen: widened.append(1) or widen(weight))
+    np.testing.assert_allclose(quantized.quantized_product(x, matrix), expected, rtol=1e-5, atol=1e-4)
+    quantized.quantized_product(x[:5], matrix)
+    assert len(widened) == 1
 
 
 @pytest.mark.slow(unless=("fp8-llama", "int4-llama"))
