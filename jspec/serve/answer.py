@@ -139,7 +139,9 @@ class Answer:
             elif text or before or ended or ids:
                 yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended, **ids}])
         # New tokens.
-        shows_tokens = self._call.logprobs is not None or self._call.token_ids or self._call.special
+        shows_tokens = (
+            self._call.logprobs is not None or self._call.return_token_ids or not self._call.skip_special_tokens
+        )
         async for i, piece in pieces:
             text, stop_reason = self._endings[i].push(piece)
             deltas = self._deltas(i, piece, text)
@@ -159,7 +161,7 @@ class Answer:
     def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         chunk: dict[str, object] = {**self._head, "choices": choices}
         if self._call.include_usage:
-            chunk["usage"] = self._usage([]) if self._call.continuous_usage else None
+            chunk["usage"] = self._usage([]) if self._call.continuous_usage_stats else None
         return chunk
 
     def _message(self, index: int, piece: Piece, text: str) -> dict[str, object]:
@@ -185,12 +187,12 @@ class Answer:
         if reason == "stop" and self._replies is not None and self._replies[index].called:
             reason = "tool_calls"
         choice = {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
-        ids = {"token_ids": piece.tokens} if self._call.token_ids else {}
+        ids = {"token_ids": piece.tokens} if self._call.return_token_ids else {}
         return {**choice, "stop_reason": stop_reason, **ids}
 
     def _prompt_ids(self, index: int) -> dict[str, object]:
         """The ids of a prompt, if they are asked for."""
-        return {"prompt_token_ids": self._prompts[index]} if self._call.token_ids else {}
+        return {"prompt_token_ids": self._prompts[index]} if self._call.return_token_ids else {}
 
     def _ranked(self, scores: Scores, count: int) -> list[dict[str, Any] | None]:
         """The log-probabilities of a prompt as vLLM writes them, by id; a rank is null below the most probable ones."""

@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jspec.core.checks import check_flag, check_text
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.engine.handle import Handle
@@ -28,10 +27,8 @@ from jspec.generation.score import Scores
 from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import metrics, openai, prompts
 from jspec.serve.answer import Answer, TokenNames
-from jspec.serve.fields import ApiError, Fields
-from jspec.serve.messages import check_messages
+from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
-from jspec.serve.sampling import check_ids
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.serve.tools import Dialect, Reply
 from jspec.serve.work import RETRY, Result, Work
@@ -217,7 +214,7 @@ class Service:
         if raw.count(b"[") + raw.count(b"{") > _MOST_OBJECTS:
             raise ApiError(f"body: must have at most {_MOST_OBJECTS} objects and lists", code="invalid_json")
         try:
-            body = msgspec.json.decode(raw)
+            body = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))  # Windows writes this mark.
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(f"body: must be valid JSON ({error})", code="invalid_json") from None
         except RecursionError:
@@ -271,7 +268,7 @@ class Service:
         dialect = self._dialect
         if call.tools is None or (dialect.thinking is None and call.tools.choice == "none"):
             return None
-        shown = self.tokenizer.special_ids if call.special else dialect.shown
+        shown = self.tokenizer.special_ids if not call.skip_special_tokens else dialect.shown
         streams = [
             TextStream(self.tokenizer, ids[0], self._stops(call), shown=shown) if shown else None for _ in range(call.n)
         ]
@@ -314,7 +311,7 @@ class Service:
                 logprobs=False if call.logprobs is None else call.logprobs or True,
             )
             repeated = [prompt for prompt in ids for _ in range(call.n)]
-            requests = self._engine.make(repeated, options, call.priority, call.salt)
+            requests = self._engine.make(repeated, options, call.priority, call.cache_salt)
             return self._engine.enqueue(requests, self._engine.max_queue)
         # Say whose fault it is.
         except QueueFull as error:
@@ -368,35 +365,21 @@ class Service:
         return await self._read(request, self._tokens)
 
     def _tokens(self, body: dict[str, Any]) -> Response:
-        fields = Fields(body)
-        fields.take("model", check_text)
-        messages, prompt = fields.take("messages", check_messages), fields.take("prompt", check_text)
-        template = openai.take_template(fields)
-        special, names = (
-            fields.take("add_special_tokens", check_flag, True),
-            fields.take("return_token_strs", check_flag),
-        )
-        fields.end()
-        # A chat or a text.
-        if (messages is None) == (prompt is None):
-            raise ApiError("prompt: give either prompt or messages", param="prompt")
-        if messages is None:
-            prompts.check_length("prompt", self.tokenizer, prompt, self._limits.context)
-            ids = self.tokenizer.encode(prompt, special=special)
+        fields = openai.read_tokenize(body, vocab_size=self._vocab_size, limits=self._limits)
+        if (messages := fields["messages"]) is None:
+            prompts.check_length("prompt", self.tokenizer, fields["prompt"], self._limits.context)
+            ids = self.tokenizer.encode(fields["prompt"], special=fields["add_special_tokens"])
         else:
-            messages = self._dialect.spelled(messages)
+            template, messages = openai.make_template(fields), self._dialect.spelled(messages)
             ids = prompts.chat_ids(self.tokenizer, messages, template, self._limits.context)
-        strings = [self._names.text(i) for i in ids] if names else None
+        strings = [self._names.text(i) for i in ids] if fields["return_token_strs"] else None
         return _json({"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: Request) -> Response:
         return await self._read(request, self._text)
 
     def _text(self, body: dict[str, Any]) -> Response:
-        fields = Fields(body)
-        fields.take("model", check_text)
-        ids = fields.require("tokens", check_ids, vocab_size=self._vocab_size, most=self._limits.context)
-        fields.end()
+        ids = openai.read_detokenize(body, vocab_size=self._vocab_size, limits=self._limits)
         return _json({"prompt": self.tokenizer.decode(ids)})
 
     async def _tokenizer_info(self, request: Request) -> Response:

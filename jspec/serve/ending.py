@@ -15,8 +15,10 @@ class Ending:
     def __init__(self, call: Call, tokenizer: Tokenizer, prompt: list[int]):
         self._ids = {one for one in call.stop if isinstance(one, int)}
         self._strings = [one for one in call.stop if isinstance(one, str)]
-        self._include, self._special = call.include_stop, tokenizer.special_ids
-        self._stream = TextStream(tokenizer, prompt, shown=tokenizer.special_ids) if call.special else None
+        self._include, self._special = call.include_stop_str_in_output, tokenizer.special_ids
+        self._stream = (
+            TextStream(tokenizer, prompt, shown=tokenizer.special_ids) if not call.skip_special_tokens else None
+        )
         # The last bytes: a stop string ends within the last token.
         self._bytes, self._longest = tokenizer.token_bytes(), max((len(x.encode()) for x in self._strings), default=0)
         self._tail = b""

@@ -4,14 +4,16 @@ import difflib
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from jspec.core.checks import check_int
 
 _LOG = logging.getLogger("jspec.serve")
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A request that is answered with an error in OpenAI's format.
+    """A request answered with an error in OpenAI's format.
 
     message: names the field, its value and what is valid.
     param: the field.
@@ -36,8 +38,29 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+class Row(NamedTuple):
+    """A field in a table of fields.
+
+    check: called with the name of the field, its value and the bounds.
+    default: its value where it is absent or null; `REQUIRED`: it must be there.
+    bounds: of the check; a text is the name of a limit.
+    """
+
+    check: Callable[..., Any]
+    default: Any
+    bounds: Mapping[str, Any]
+
+
+REQUIRED: Any = object()
+
+
+def row(check: Callable[..., Any], default: Any = None, **bounds: Any) -> Row:
+    """A `Row`."""
+    return Row(check, default, bounds)
+
+
 class Fields:
-    """The fields of a JSON object, taken one by one; those that nobody took are refused in the end. `null` is none.
+    """The fields of a JSON object, taken one by one; the others are refused in the end. `null` is none.
 
     where: the path of the object, which begins the names of its fields.
     """
@@ -56,18 +79,29 @@ class Fields:
         return default if value is None else checked(self._where + name, check, value, **bounds)
 
     def require(self, name: str, check: Callable[..., Any], **bounds: Any) -> Any:
-        """The same for a field that must be there."""
+        """The same for a required field."""
         value = self.take(name, check, **bounds)
         if value is None:
             raise ApiError(f"{self._where}{name}: is required", param=self._where + name)
         return value
 
+    def read(self, table: Mapping[str, Row], limits: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """The checked values of all fields of a table. limits: by name, for the bounds."""
+        values = {}
+        for name, (check, default, bounds) in table.items():
+            bounds = {key: limits[bound] if isinstance(bound, str) else bound for key, bound in bounds.items()}
+            if default is REQUIRED:
+                values[name] = self.require(name, check, **bounds)
+            else:
+                values[name] = self.take(name, check, default, **bounds)
+        return values
+
     def end(
         self, refused: Mapping[str, tuple[object, ...]] = MappingProxyType({}), *, ignore_unknown: bool = False
     ) -> None:
-        """Refuses the fields that are left; an unknown one with the closest of those that were taken.
+        """Refuses the other fields; an unknown one with the closest of the taken ones.
 
-        refused: fields that are not supported -> values that ask for nothing and are allowed.
+        refused: unsupported fields -> values which ask for nothing and are allowed.
         ignore_unknown: logs unknown fields instead.
         """
         for name, value in self._left.items():
@@ -90,12 +124,29 @@ class Fields:
                 )
 
 
+def read_object(
+    name: str, value: object, table: Mapping[str, Row], refused: Mapping[str, tuple[object, ...]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The checked values of an object inside a request. refused: as in `Fields.end`."""
+    fields = Fields(value, name)
+    values = fields.read(table)
+    fields.end(refused)
+    return values
+
+
 def checked(name: str, check: Callable[..., Any], value: object, **bounds: Any) -> Any:
     """`check(name, value, **bounds)`, whose errors become an `ApiError` about the field `name`."""
     try:
         return check(name, value, **bounds)
     except (TypeError, ValueError) as error:
         raise ApiError(str(error), param=name) from None
+
+
+def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> int:
+    """An integer; 5.0 is one, too."""
+    return check_int(
+        name, int(value) if isinstance(value, float) and value.is_integer() else value, least=least, most=most
+    )
 
 
 def check_object(name: str, value: object) -> dict[str, Any]:

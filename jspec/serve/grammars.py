@@ -1,15 +1,20 @@
 """Fields that ask for a text of a grammar, in the spellings of OpenAI and of vLLM."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jspec.core.checks import check_flag, check_text
 from jspec.core.grammar import TokenGrammar
-from jspec.serve.fields import ApiError, Fields
-from jspec.serve.sampling import check_ids, check_stop
+from jspec.serve.fields import REQUIRED, ApiError, Fields, read_object, row
 from jspec.text.grammar import Grammar
 from jspec.text.grammar.masks import OnlyTokens, WithoutTexts
 
+KINDS = {
+    **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"},
+    **{"allowed_token_ids": "only", "bad_words": "without"},
+}
+"""Fields with the text of a grammar, or its tokens -> `GrammarRequest.kind`."""
 _REFUSED = {"grammar": (), "structural_tag": (), "disable_fallback": (False,), "disable_any_whitespace": (False,)}
 _REFUSED_OF_FORMAT: dict[str, tuple[object, ...]] = {"grammar": (), "structural_tag": ()}
 _MOST_OF_MESSAGE = 200
@@ -54,32 +59,18 @@ class GrammarRequest:
             raise ApiError(f"{self.param}: {shown}", param=self.param) from None
 
 
-def take_grammar(fields: Fields, vocab_size: int) -> GrammarRequest | None:
+def find_grammar(fields: Mapping[str, Any]) -> GrammarRequest | None:
     """The grammar that a request asks for; None if it asks for none.
 
     Raises:
-      ApiError: a field is invalid or not supported, or several ask for a grammar.
+      ApiError: several fields ask for one.
     """
-    # Fields of OpenAI, of vLLM, and older ones of vLLM.
-    formatted = fields.take("response_format", _response_format)
-    outputs = fields.take("structured_outputs", _structured_outputs)
-    schema = fields.take("guided_json", _check_schema)
-    regex, choice = fields.take("guided_regex", check_text), fields.take("guided_choice", _check_choices)
-    whitespace = fields.take("guided_whitespace_pattern", check_text)
-    only = fields.take("allowed_token_ids", check_ids, vocab_size=vocab_size, least=1)
-    without = fields.take("bad_words", check_stop, listed=True) or None
-    # The grammars of the request.
-    requests = [request for request in (formatted, outputs) if request is not None]
-    for param, kind, value in (
-        ("guided_json", "json_schema", schema),
-        ("guided_regex", "regex", regex),
-        ("guided_choice", "choice", choice),
-        ("allowed_token_ids", "only", only),
-        ("bad_words", "without", without),
-    ):
-        if value is not None:
-            requests.append(GrammarRequest(param, kind, value, whitespace if kind == "json_schema" else None))
-    if whitespace is not None and schema is None:
+    requests = [fields[name] for name in ("response_format", "structured_outputs") if fields[name] is not None]
+    whitespace, of_json = fields["guided_whitespace_pattern"], fields["guided_json"] is not None
+    for name, kind in KINDS.items():
+        if fields[name] not in (None, []):
+            requests.append(GrammarRequest(name, kind, fields[name], whitespace if kind == "json_schema" else None))
+    if whitespace is not None and not of_json:
         name = "guided_whitespace_pattern"
         raise ApiError(f"{name}: requires guided_json", param=name)
     # A text has one grammar.
@@ -89,7 +80,8 @@ def take_grammar(fields: Fields, vocab_size: int) -> GrammarRequest | None:
     return requests[0] if requests else None
 
 
-def _response_format(name: str, value: object) -> GrammarRequest | None:
+def check_response_format(name: str, value: object) -> GrammarRequest | None:
+    """OpenAI's field."""
     fields = Fields(value, name)
     kind = fields.require("type", check_text)
     # The kind of format.
@@ -105,24 +97,19 @@ def _response_format(name: str, value: object) -> GrammarRequest | None:
 
 def _named_schema(name: str, value: object) -> object:
     """The schema of OpenAI's object; its name and description are only for people, and it always holds strictly."""
-    fields = Fields(value, name)
-    fields.take("name", check_text)
-    fields.take("description", check_text)
-    fields.take("strict", check_flag)
-    schema = fields.require("schema", _check_schema)
-    fields.end()
-    return schema
+    table = {"name": row(check_text), "description": row(check_text), "strict": row(check_flag)}
+    return read_object(name, value, {**table, "schema": row(check_schema, REQUIRED)})["schema"]
 
 
-def _structured_outputs(name: str, value: object) -> GrammarRequest:
+def check_structured_outputs(name: str, value: object) -> GrammarRequest:
+    """vLLM's field."""
     # Read the fields.
-    fields = Fields(value, name)
-    schema, regex = fields.take("json", _check_schema), fields.take("regex", check_text)
-    choice, anything = fields.take("choice", _check_choices), fields.take("json_object", check_flag, False)
-    whitespace = fields.take("whitespace_pattern", check_text)
-    fields.end(_REFUSED)
+    table = {"json": row(check_schema), "regex": row(check_text), "choice": row(check_choices)}
+    table |= {"json_object": row(check_flag), "whitespace_pattern": row(check_text)}
+    kinds = read_object(name, value, table, _REFUSED)
     # Exactly one grammar.
-    kinds = {"json": schema, "regex": regex, "choice": choice, "json_object": {"type": "object"} if anything else None}
+    whitespace = kinds.pop("whitespace_pattern")
+    kinds["json_object"] = {"type": "object"} if kinds["json_object"] else None
     requested = [kind for kind, value in kinds.items() if value is not None]
     if len(requested) != 1:
         names = ", ".join(requested) or "none"
@@ -133,13 +120,15 @@ def _structured_outputs(name: str, value: object) -> GrammarRequest:
     return GrammarRequest(name, "json_schema" if kind.startswith("json") else kind, kinds[kind], whitespace)
 
 
-def _check_schema(name: str, value: object) -> object:
+def check_schema(name: str, value: object) -> object:
+    """A JSON schema that is still to be read."""
     if not isinstance(value, dict | str):
         raise TypeError(f"{name}: must be a JSON schema, as an object or as text")
     return value
 
 
-def _check_choices(name: str, value: object) -> list[str]:
+def check_choices(name: str, value: object) -> list[str]:
+    """Texts of which one is the answer."""
     if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
         raise ValueError(f"{name}: must be a list of texts that are not empty")
     return value

@@ -2,8 +2,8 @@
 
 from typing import Any, TypeAlias
 
-from jspec.core.checks import check_int, check_text
-from jspec.serve.fields import ApiError, Fields
+from jspec.core.checks import check_text
+from jspec.serve.fields import REQUIRED, ApiError, Fields, check_whole, read_object, row
 
 Message: TypeAlias = dict[str, Any]
 """A checked message, as chat templates take it; fields that are absent or null are left out."""
@@ -49,23 +49,22 @@ def _check_calls(name: str, value: object) -> list[dict[str, Any]]:
         raise TypeError(f"{name}: must be a list of calls")
     calls = []
     for i, item in enumerate(value):
-        fields = Fields(item, f"{name}[{i}]")
-        call = {"id": fields.take("id", check_text), "type": fields.take("type", check_text, "function")}
+        call = read_object(f"{name}[{i}]", item, _CALL)
         if call["type"] != "function":
             kind = call["type"][:40]
             raise ApiError(f"{name}[{i}].type={kind!r}: must be 'function'", param=f"{name}[{i}].type")
-        call["function"] = fields.require("function", _check_function)
-        fields.take("index", check_int, least=0)  # of a streamed call, which some clients send back
-        fields.end()
-        calls.append({field: held for field, held in call.items() if held is not None})
+        calls.append({field: held for field, held in call.items() if held is not None and field != "index"})
     return calls
 
 
 def _check_function(name: str, value: object) -> dict[str, str]:
-    fields = Fields(value, name)
-    function = {"name": fields.require("name", check_text), "arguments": fields.take("arguments", check_text, "{}")}
-    fields.end()
-    return function
+    return read_object(name, value, {"name": row(check_text, REQUIRED), "arguments": row(check_text, "{}")})
+
+
+_CALL = {
+    **{"id": row(check_text), "type": row(check_text, "function"), "function": row(_check_function, REQUIRED)},
+    "index": row(check_whole, least=0),  # of a streamed call, which some clients send back
+}
 
 
 def _check_content(name: str, value: object) -> str:

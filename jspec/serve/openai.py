@@ -1,49 +1,156 @@
 """Request bodies in OpenAI's format: every field is checked, and what is not supported is refused by name."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspec.core.checks import check_flag, check_int, check_text
 from jspec.core.sampling import Sampling
-from jspec.serve.fields import ApiError, Fields, check_object
-from jspec.serve.grammars import GrammarRequest, take_grammar
+from jspec.serve.fields import REQUIRED, ApiError, Fields, Row, check_object, check_whole, read_object, row
+from jspec.serve.grammars import (
+    GrammarRequest,
+    check_choices,
+    check_response_format,
+    check_schema,
+    check_structured_outputs,
+    find_grammar,
+)
 from jspec.serve.messages import Message, check_messages
-from jspec.serve.sampling import check_ids, check_seed, check_stop, take_sampling
-from jspec.serve.tools import Dialect, Tools, take_tools
+from jspec.serve.sampling import (
+    PARAMETERS,
+    check_bias,
+    check_ids,
+    check_parameter,
+    check_seed,
+    check_stop,
+    make_sampling,
+)
+from jspec.serve.tools import Dialect, Tools, check_choice, check_tools, make_tools
 
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP = 20  # most probable tokens beside each
 _MOST_STOP_IDS = 64
 
-_HINTS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("user", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), check_text),
-    **dict.fromkeys(("service_tier", "request_id", "verbosity"), check_text),
-    **dict.fromkeys(("metadata", "prediction"), check_object),
-    "store": check_flag,
+
+# The checks of some fields.
+_NO_USAGE = {"include_usage": False, "continuous_usage_stats": False}
+
+
+def _check_stream_options(name: str, value: object) -> dict[str, bool]:
+    table = {option: row(check_flag, default) for option, default in _NO_USAGE.items()}
+    return read_object(name, value, table, {"include_obfuscation": (False,)})
+
+
+def _check_template(name: str, value: object) -> dict[str, Any]:
+    for key in check_object(name, value):
+        if key in ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"):
+            raise ValueError(f"{name}.{key}: must be omitted; only other variables of the template can be set")
+    return check_object(name, value)
+
+
+def _check_prompts(name: str, value: object, *, vocab_size: int, sequences: int, most: int) -> list[str | list[int]]:
+    # A single prompt, or a list.
+    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_int(value[0])) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(f"{name}: must be text, a list of token ids, or a list of these that is not empty")
+    if len(prompts) > sequences:
+        raise ValueError(f"{name}: {len(prompts)} prompts; must be at most {sequences}")
+    # Texts or ids.
+    single = prompts is not value
+    names = [name if single else f"{name}[{i}]" for i in range(len(prompts))]
+    return [
+        check_text(label, prompt)
+        if isinstance(prompt, str)
+        else check_ids(label, prompt, vocab_size=vocab_size, most=most)
+        for label, prompt in zip(names, prompts, strict=True)
+    ]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+_ANY: dict[str, Row] = {
+    # The service has checked the model, and hints cannot change the text.
+    **dict.fromkeys(("user", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), row(check_text)),
+    **dict.fromkeys(("model", "service_tier", "request_id", "verbosity"), row(check_text)),
+    **dict.fromkeys(("metadata", "prediction"), row(check_object)),
+    "store": row(check_flag),
+    # The text.
+    "n": row(check_whole, 1, least=1, most="sequences"),
+    **dict.fromkeys(PARAMETERS, row(check_parameter)),
+    "logit_bias": row(check_bias, vocab_size="vocab_size"),
+    "seed": row(check_seed),
+    "stop": row(check_stop, []),
+    "stop_token_ids": row(check_ids, [], vocab_size="vocab_size", most=_MOST_STOP_IDS),
+    # Grammars of OpenAI, of vLLM, and older ones of vLLM.
+    "response_format": row(check_response_format),
+    "structured_outputs": row(check_structured_outputs),
+    "guided_json": row(check_schema),
+    "guided_regex": row(check_text),
+    "guided_choice": row(check_choices),
+    "guided_whitespace_pattern": row(check_text),
+    "allowed_token_ids": row(check_ids, vocab_size="vocab_size", least=1),
+    "bad_words": row(check_stop, listed=True),
+    # The answer.
+    "stream_options": row(_check_stream_options, _NO_USAGE),
+    "skip_special_tokens": row(check_flag, True),
+    **dict.fromkeys(("ignore_eos", "stream", "include_stop_str_in_output", "return_token_ids"), row(check_flag, False)),
+    "prompt_logprobs": row(check_whole, least=0, most=_MOST_TOP),
+    # Scheduling.
+    "priority": row(check_whole, 0, least=-(2**31), most=2**31 - 1),
+    "cache_salt": row(check_text, ""),
 }
-"""Fields that cannot change the text; only their types are checked."""
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "add_special_tokens": (True,),
-    "best_of": (1,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True, False),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "use_beam_search": (False,),
+_TEMPLATE = {
+    "tools": row(check_tools, []),
+    "chat_template_kwargs": row(_check_template, {}),
+    "add_generation_prompt": row(check_flag),
+    "continue_final_message": row(check_flag),
 }
-_OTHERS = (
-    *("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation", "parallel_tool_calls"),
-    *("reasoning_effort", "truncate_prompt_tokens", "web_search_options"),
-)
-_REFUSED = dict.fromkeys(_OTHERS, ()) | _NEUTRAL
+"""What a chat template makes of messages."""
+_COMPLETION = {
+    "prompt": row(_check_prompts, REQUIRED, vocab_size="vocab_size", sequences="sequences", most="longest"),
+    **_ANY,
+    "echo": row(check_flag, False),
+    "max_tokens": row(check_whole, least=0),
+    "logprobs": row(check_whole, least=0, most=_MOST_TOP),
+}
+_CHAT = {
+    "messages": row(check_messages, REQUIRED),
+    **_TEMPLATE,
+    **_ANY,
+    "reasoning_effort": row(check_text),
+    "tool_choice": row(check_choice, ("auto", None)),
+    "parallel_tool_calls": row(check_flag, True),
+    "include_reasoning": row(check_flag, True),
+    "thinking_token_budget": row(check_whole, least=0),
+    "max_tokens": row(check_whole, least=1),
+    "max_completion_tokens": row(check_whole, least=1),
+    "logprobs": row(check_flag, False),
+    "top_logprobs": row(check_whole, least=0, most=_MOST_TOP),
+}
+_TOKENIZE = {
+    "model": row(check_text),
+    "prompt": row(check_text),
+    "messages": row(check_messages),
+    **_TEMPLATE,
+    "add_special_tokens": row(check_flag, True),
+    "return_token_strs": row(check_flag),
+}
+_DETOKENIZE = {
+    "model": row(check_text),
+    "tokens": row(check_ids, REQUIRED, vocab_size="vocab_size", most="context"),
+}
+_REFUSED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation"), ()),
+    **dict.fromkeys(("parallel_tool_calls", "reasoning_effort", "truncate_prompt_tokens", "web_search_options"), ()),
+    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
+    **dict.fromkeys(("early_stopping", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none",)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **{"add_special_tokens": (True,), "spaces_between_special_tokens": (True, False)},
+    **{"modalities": (["text"],), "suffix": ("",)},
+}
 """Unsupported fields of OpenAI's API and of other servers -> values that ask for nothing."""
 
 
@@ -80,7 +187,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked request for completions.
+    """A checked request for completions. Other attributes are fields of a request, see their names in the table.
 
     prompts: text or ids of each prompt; empty in a chat.
     messages: those of a chat, or None.
@@ -91,44 +198,44 @@ class Call:
     length_field: the field of max_tokens.
     sampling: without the grammar.
     logprobs: None: off. k: the log-probability of each token of the answer and the k most probable tokens with theirs.
-    echo: whether the answer begins with the prompt.
     stop: stop strings, and ids of tokens.
-    include_stop: whether the answer has the one that ended it.
     seed: of all sequences; None: random.
     prompt_logprobs: as `logprobs`, of the prompt.
-    special: whether the answer has the names of special tokens.
-    token_ids: whether the answer has the ids of all tokens.
     """
 
-    prompts: Sequence[str | list[int]]
-    messages: list[Message] | None
-    template: Mapping[str, Any]
-    tools: Tools | None
     n: int
-    max_tokens: int | None
-    length_field: str
-    default_tokens: int | None
     sampling: Sampling | None
     grammar: GrammarRequest | None
     stop: Sequence[str | int]
-    include_stop: bool
+    include_stop_str_in_output: bool
     ignore_eos: bool
     seed: int | None
+    max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
-    special: bool
-    token_ids: bool
-    echo: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
     stream: bool
     include_usage: bool
-    continuous_usage: bool
+    continuous_usage_stats: bool
     priority: int
-    salt: str
+    cache_salt: str
+    length_field: str = "max_tokens"
+    default_tokens: int | None = None
+    echo: bool = False
+    prompts: Sequence[str | list[int]] = ()
+    messages: list[Message] | None = None
+    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: Tools | None = None
 
     @property
     def is_constrained(self) -> bool:
         """Whether its texts are those of a grammar, which takes a while to compile."""
         return self.grammar is not None or (self.tools is not None and self.tools.is_constrained)
+
+
+_SAME = {field.name for field in dataclasses.fields(Call)} - {"tools"}
+"""Attributes with the values of the fields of their names."""
 
 
 def constrained(call: Call, dialect: Dialect, prompt_end: str) -> Sampling | None:
@@ -155,157 +262,83 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
     Raises:
       ApiError: a field is unknown, not supported or invalid.
     """
-    # Prompts and samples.
-    fields = Fields(body)
-    n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
-    prompts = fields.require("prompt", _check_prompts, vocab_size=vocab_size, limits=limits, n=n)
-    echo = fields.take("echo", check_flag, False)
-    max_tokens = fields.take("max_tokens", check_int, None, least=0 if echo else 1)
-    logprobs = fields.take("logprobs", check_int, None, least=0, most=_MOST_TOP)
-    # Fields of both endpoints.
-    return _read_common(
-        fields,
-        vocab_size,
-        limits,
-        prompts=prompts,
-        messages=None,
-        template={},
-        tools=None,
-        n=n,
-        max_tokens=max_tokens,
-        length_field="max_tokens",
-        default_tokens=_DEFAULT_TOKENS,
-        logprobs=logprobs,
-        echo=echo,
-    )
+    fields = _read(body, _COMPLETION, vocab_size, limits)
+    if (count := len(fields["prompt"])) * fields["n"] > limits.sequences:
+        message = f"prompt: {count} prompts with n={fields['n']}; prompts times n must be at most {limits.sequences}"
+        raise ApiError(message, param="prompt")
+    if fields["max_tokens"] == 0 and not fields["echo"]:
+        raise ApiError("max_tokens=0: must be at least 1 without echo=True", param="max_tokens")
+    return _make_call(fields, limits, prompts=fields["prompt"], default_tokens=_DEFAULT_TOKENS)
 
 
 def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     """The body of /v1/chat/completions; as `read_completion`."""
-    # Messages, and how they are rendered.
-    fields = Fields(body)
-    n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
-    messages = fields.require("messages", check_messages)
-    tools, template = take_tools(fields), take_template(fields)
-    if (effort := fields.take("reasoning_effort", check_text)) is not None:
+    fields = _read(body, _CHAT, vocab_size, limits)
+    if (effort := fields["reasoning_effort"]) is not None:
         # Templates without efforts turn thinking off by a variable.
         off = {"enable_thinking": False} if effort == "none" else {}
-        template = {"reasoning_effort": effort, **off, **template}
-    if tools.listed:
-        template = {**template, "tools": tools.listed}
+        fields["chat_template_kwargs"] = {"reasoning_effort": effort, **off, **fields["chat_template_kwargs"]}
+    if fields["top_logprobs"] and not fields["logprobs"]:
+        raise ApiError(f"top_logprobs={fields['top_logprobs']}: requires logprobs=True", param="top_logprobs")
+    fields["logprobs"] = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
     # The limit has two names: the newer wins.
-    max_tokens = fields.take("max_tokens", check_int, None, least=1)
-    newer = fields.take("max_completion_tokens", check_int, None, least=1)
-    # Log-probabilities.
-    recorded = fields.take("logprobs", check_flag, False)
-    top = fields.take("top_logprobs", check_int, None, least=0, most=_MOST_TOP)
-    if top and not recorded:
-        raise ApiError(f"top_logprobs={top}: requires logprobs=True", param="top_logprobs")
-    # Fields of both endpoints.
-    return _read_common(
-        fields,
-        vocab_size,
-        limits,
-        prompts=(),
-        messages=messages,
-        template=template,
-        tools=tools,
-        n=n,
-        max_tokens=max_tokens if newer is None else newer,
-        length_field="max_tokens" if newer is None else "max_completion_tokens",
-        default_tokens=None,
-        logprobs=(top or 0) if recorded else None,
-        echo=False,
-    )
+    length_field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
+    fields["max_tokens"] = fields[length_field]
+    others = {"messages": fields["messages"], "template": make_template(fields), "tools": make_tools(fields)}
+    return _make_call(fields, limits, length_field=length_field, **others)
 
 
-def _read_common(fields: Fields, vocab_size: int, limits: Limits, *, n: int, **others: Any) -> Call:
-    """Reads the fields of both endpoints; `others` are the values of the fields of one of them."""
-    # The service has checked the model; hints have no effect.
-    for name, check in {"model": check_text, **_HINTS}.items():
-        fields.take(name, check)
-    stream = fields.take("stream", check_flag, False)
-    # Options of the answer.
-    usage = fields.take("stream_options", _check_stream_options)
-    if usage is not None and not stream:
+def read_tokenize(body: object, *, vocab_size: int, limits: Limits) -> dict[str, Any]:
+    """The fields of /tokenize; as `read_completion`."""
+    fields = _read(body, _TOKENIZE, vocab_size, limits, {})
+    if (fields["messages"] is None) == (fields["prompt"] is None):
+        raise ApiError("prompt: give either prompt or messages", param="prompt")
+    return fields
+
+
+def read_detokenize(body: object, *, vocab_size: int, limits: Limits) -> list[int]:
+    """The ids of /detokenize; as `read_completion`."""
+    return _read(body, _DETOKENIZE, vocab_size, limits, {})["tokens"]
+
+
+def _read(
+    body: object,
+    table: Mapping[str, Row],
+    vocab_size: int,
+    limits: Limits,
+    refused: Mapping[str, tuple[object, ...]] = _REFUSED,
+) -> dict[str, Any]:
+    fields = Fields(body)
+    longest = limits.prompt or limits.context
+    values = fields.read(table, {**vars(limits), "vocab_size": vocab_size, "longest": longest})
+    fields.end(refused, ignore_unknown=limits.ignore_unknown)
+    return values
+
+
+def _make_call(fields: Mapping[str, Any], limits: Limits, **others: Any) -> Call:
+    """A call of checked fields. others: of one endpoint."""
+    usage, scored = fields["stream_options"], fields["prompt_logprobs"]
+    if usage is not _NO_USAGE and not fields["stream"]:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
-    special = not fields.take("skip_special_tokens", check_flag, True)
-    stop = fields.take("stop", check_stop, [])
-    if special and stop:
+    if fields["stop"] and not fields["skip_special_tokens"]:
         reason = "must be True beside stop, whose strings are found in the text without special tokens"
         raise ApiError(f"skip_special_tokens=False: {reason}", param="skip_special_tokens")
-    scored = fields.take("prompt_logprobs", check_int, least=0, most=_MOST_TOP)
-    if scored is not None and stream:
+    if scored is not None and fields["stream"]:
         raise ApiError(f"prompt_logprobs={scored}: must be omitted with stream=True", param="prompt_logprobs")
-    # Sampling, grammar and scheduling.
-    call = Call(
-        **others,
-        n=n,
-        sampling=take_sampling(fields, vocab_size, limits.defaults),
-        grammar=take_grammar(fields, vocab_size),
-        stop=[*stop, *fields.take("stop_token_ids", check_ids, [], vocab_size=vocab_size, most=_MOST_STOP_IDS)],
-        include_stop=fields.take("include_stop_str_in_output", check_flag, False),
-        ignore_eos=fields.take("ignore_eos", check_flag, False),
-        seed=fields.take("seed", check_seed),
-        prompt_logprobs=scored,
-        special=special,
-        token_ids=fields.take("return_token_ids", check_flag, False),
-        stream=stream,
-        include_usage=bool(usage and usage["include_usage"]),
-        continuous_usage=bool(usage and usage["continuous_usage_stats"]),
-        priority=fields.take("priority", check_int, 0, least=-(2**31), most=2**31 - 1),
-        salt=fields.take("cache_salt", check_text, ""),
-    )
-    fields.end(_REFUSED, ignore_unknown=limits.ignore_unknown)
-    return call
+    same = {name: fields[name] for name in _SAME if name in fields}
+    derived = {
+        "sampling": make_sampling(fields, limits.defaults),
+        "grammar": find_grammar(fields),
+        "stop": [*fields["stop"], *fields["stop_token_ids"]],
+    }
+    return Call(**same | derived | usage | others)
 
 
-def _check_stream_options(name: str, value: object) -> dict[str, bool]:
-    fields = Fields(value, name)
-    known = ("include_usage", "continuous_usage_stats")
-    options = {option: fields.take(option, check_flag, False) for option in known}
-    fields.end({"include_obfuscation": (False,)})
-    return options
-
-
-def take_template(fields: Fields) -> dict[str, Any]:
-    """The arguments of a chat template: its variables, and how the prompt ends."""
-    values = fields.take("chat_template_kwargs", _check_template, {})
-    begins, continues = (fields.take(name, check_flag) for name in ("add_generation_prompt", "continue_final_message"))
-    if begins and continues:
+def make_template(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a chat template: its variables, the tools, and how the prompt ends."""
+    if fields["add_generation_prompt"] and fields["continue_final_message"]:
         name = "continue_final_message"
         raise ApiError(f"{name}=True: must be omitted beside add_generation_prompt=True", param=name)
-    flags = {"add_generation_prompt": begins, "continue_final_message": continues}
-    return values | {name: flag for name, flag in flags.items() if flag is not None}
-
-
-def _check_template(name: str, value: object) -> dict[str, Any]:
-    for key in check_object(name, value):
-        if key in ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"):
-            raise ValueError(f"{name}.{key}: must be omitted; only other variables of the template can be set")
-    return check_object(name, value)
-
-
-def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits, n: int) -> list[str | list[int]]:
-    # One prompt or a list of them.
-    # A single prompt, or a list.
-    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_int(value[0])) else value
-    if not isinstance(prompts, list) or not prompts:
-        raise ValueError(f"{name}: must be text, a list of token ids, or a list of these that is not empty")
-    if len(prompts) * n > limits.sequences:
-        raise ValueError(
-            f"{name}: {len(prompts)} prompts with n={n}; prompts times n must be at most {limits.sequences}"
-        )
-    # Texts or ids.
-    single = prompts is not value
-    names = [name if single else f"{name}[{i}]" for i in range(len(prompts))]
-    return [
-        check_text(label, prompt)
-        if isinstance(prompt, str)
-        else check_ids(label, prompt, vocab_size=vocab_size, most=limits.prompt or limits.context)
-        for label, prompt in zip(names, prompts, strict=True)
-    ]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | float)
+    values = {name: fields[name] for name in ("add_generation_prompt", "continue_final_message")}
+    values["tools"] = fields["tools"] or None
+    return fields["chat_template_kwargs"] | {name: value for name, value in values.items() if value is not None}

@@ -1,18 +1,19 @@
 """Fields that choose tokens and end a text: sampling parameters, seeds, stop strings and ids."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from jspec.core.checks import check_int, check_number, check_text
 from jspec.core.sampling import Sampling
 from jspec.generation.options import MAX_SEED
-from jspec.serve.fields import Fields
+from jspec.serve.fields import check_whole
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton
-_FIELDS = {
+PARAMETERS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")},
     "min_tokens": "min_new_tokens",
 }
 """Fields -> those of `Sampling`."""
@@ -20,43 +21,43 @@ _WITHOUT_EFFECT = {("top_p", 1.0), ("top_k", -1), ("top_k", 0), ("min_p", 0.0)}
 """Fields of `Sampling` and values to turn them off, as other servers write them."""
 
 
-def take_sampling(fields: Fields, vocab_size: int, defaults: Sampling) -> Sampling | None:
+def make_sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling | None:
     """The sampling parameters; None if tokens are chosen greedily and nothing changes the logits.
 
     defaults: parameters where the request has none.
     """
     # Each field under its name in `Sampling`.
-    values: dict[str, Any] = {field: value for field, value in vars(defaults).items() if value is not None}
-    for name, field in _FIELDS.items():
-        value = fields.take(name, _check_sampling, field=field)
-        if value is not None:
-            values[field] = value
-    values = {field: value for field, value in values.items() if (field, value) not in _WITHOUT_EFFECT}
-    bias = fields.take("logit_bias", _check_bias, {}, vocab_size=vocab_size)
-    if bias:
-        values["logit_bias"] = bias
+    values = {name: value for name, value in vars(defaults).items() if value is not None}
+    values |= {name: fields[field] for field, name in PARAMETERS.items() if fields[field] is not None}
+    if values.get("top_p") == 0:  # no token but the most probable one
+        values |= {"top_p": 1.0, "top_k": 1}
+    bias = values.pop("logit_bias", None) or None
+    values = {name: value for name, value in values.items() if (name, value) not in _WITHOUT_EFFECT}
     # Greedy decoding ignores truncation.
     if values.get("temperature") == 0:
-        values = {field: value for field, value in values.items() if field not in ("top_k", "top_p", "min_p")}
-    sampling = Sampling(**values)
+        values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
+    sampling = Sampling(**values, logit_bias=bias)
     return None if sampling == Sampling(temperature=0.0) else sampling
 
 
-def _check_sampling(name: str, value: object, *, field: str) -> int | float:
+def check_parameter(name: str, value: object) -> int | float:
+    """A number that `Sampling` takes under the field's name there, or that turns it off."""
+    field = PARAMETERS[name]
     whole = field in ("top_k", "min_new_tokens")
-    checked_value = check_int(name, value, least=-1, most=2**31 - 1) if whole else check_number(name, value)
-    if (field, checked_value) in _WITHOUT_EFFECT:
-        return checked_value
+    number = check_whole(name, value, least=-1, most=2**31 - 1) if whole else check_number(name, value)
+    if (field, number) in _WITHOUT_EFFECT or (field, number) == ("top_p", 0):
+        return number
     # Report the error under the name of the request.
     try:
-        parameter: dict[str, Any] = {field: checked_value}
+        parameter: dict[str, Any] = {field: number}
         Sampling(**parameter)
     except ValueError as error:
         raise ValueError(f"{name}={value!r}: {str(error).partition(': ')[2]}") from None
-    return checked_value
+    return number
 
 
-def _check_bias(name: str, value: object, *, vocab_size: int) -> dict[int, float]:
+def check_bias(name: str, value: object, *, vocab_size: int) -> dict[int, float]:
+    """The bias of each token id."""
     if not isinstance(value, dict):
         raise TypeError(f"{name}: must be an object of token id -> number")
     bias = {}
@@ -69,7 +70,7 @@ def _check_bias(name: str, value: object, *, vocab_size: int) -> dict[int, float
 
 def check_seed(name: str, value: object) -> int | None:
     """A seed of `RequestOptions`; None, which is random, for -1. Integers beyond its width are hashed."""
-    seed = check_int(name, value, least=-(2**63), most=2**63 - 1)
+    seed = check_whole(name, value, least=-(2**63), most=2**63 - 1)
     if seed == -1:
         return None
     if 0 <= seed <= MAX_SEED:

@@ -7,10 +7,10 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspec.core.checks import check_flag, check_int, check_text
+from jspec.core.checks import check_flag, check_text
 from jspec.core.grammar import TokenGrammar
 from jspec.generation.result import Piece
-from jspec.serve.fields import ApiError, Fields, check_object
+from jspec.serve.fields import REQUIRED, ApiError, check_object, read_object, row
 from jspec.serve.messages import Message
 from jspec.text.chat_reader import THINKING, Thinking, detect_thinking, make_reader, starts_thinking
 from jspec.text.grammar import Grammar, compile_parsed
@@ -68,19 +68,18 @@ class Tools:
             raise ApiError(f"{param}: {message[:300] or name}", param=param) from None
 
 
-def take_tools(fields: Fields) -> Tools:
-    """The fields of a chat about tools, and whether its answer has the thinking."""
-    listed = fields.take("tools", _check_tools, [])
-    choice = fields.take("tool_choice", _check_choice, ("auto", None))
+def make_tools(fields: Mapping[str, Any]) -> Tools:
+    """The tools of a chat, and whether its answer has the thinking."""
+    listed, (choice, named) = fields["tools"], fields["tool_choice"]
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in listed}
     tools = Tools(
         listed,
         functions,
-        choice[0] if listed or choice[0] == "required" else "none",
-        choice[1],
-        fields.take("parallel_tool_calls", check_flag, True),
-        fields.take("include_reasoning", check_flag, True),
-        fields.take("thinking_token_budget", check_int, None, least=0),
+        choice if listed or choice == "required" else "none",
+        named,
+        fields["parallel_tool_calls"],
+        fields["include_reasoning"],
+        fields["thinking_token_budget"],
     )
     if tools.choice == "required" and not listed:
         raise ApiError("tool_choice: requires tools", param="tool_choice")
@@ -93,7 +92,8 @@ def take_tools(fields: Fields) -> Tools:
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "additionalProperties": False}
 
 
-def _check_tools(name: str, value: object) -> list[dict[str, Any]]:
+def check_tools(name: str, value: object) -> list[dict[str, Any]]:
+    """Tools as chat templates take them."""
     if not isinstance(value, list) or len(value) > _MOST_TOOLS:
         raise ValueError(f"{name}: must be a list of at most {_MOST_TOOLS} tools")
     tools = [_check_tool(f"{name}[{i}]", tool) for i, tool in enumerate(value)]
@@ -108,22 +108,21 @@ def _check_tools(name: str, value: object) -> list[dict[str, Any]]:
 
 
 def _check_tool(name: str, value: object) -> dict[str, Any]:
-    fields = Fields(value, name)
-    kind = fields.take("type", check_text, "function")
-    if kind != "function":
-        raise ApiError(f"{name}.type={kind[:40]!r}: must be 'function'", param=f"{name}.type")
-    function = fields.require("function", check_object)
-    fields.end()
+    table = {"type": row(_check_kind), "function": row(_check_function, REQUIRED)}
+    return {"type": "function", "function": read_object(name, value, table)["function"]}
+
+
+def _check_function(name: str, value: object) -> dict[str, Any]:
     # A grammar always holds strictly, and calls without one never do.
-    inner = Fields(function, f"{name}.function")
-    inner.take("strict", check_flag)
-    read = {
-        "name": inner.require("name", _check_name),
-        "description": inner.take("description", check_text),
-        "parameters": inner.take("parameters", check_object),
-    }
-    inner.end()
-    return {"type": "function", "function": {key: held for key, held in read.items() if held is not None}}
+    table = {"name": row(_check_name, REQUIRED), "description": row(check_text), "parameters": row(check_object)}
+    function = read_object(name, value, {**table, "strict": row(check_flag)})
+    return {field: held for field, held in function.items() if held is not None and field != "strict"}
+
+
+def _check_kind(name: str, value: object) -> str:
+    if value != "function":
+        raise ValueError(f"{name}={check_text(name, value)[:40]!r}: must be 'function'")
+    return "function"
 
 
 def _check_name(name: str, value: object) -> str:
@@ -133,20 +132,18 @@ def _check_name(name: str, value: object) -> str:
     return text
 
 
-def _check_choice(name: str, value: object) -> tuple[str, str | None]:
+def check_choice(name: str, value: object) -> tuple[str, str | None]:
+    """The choice, and the name of the only function."""
     if isinstance(value, str):
         if value not in _CHOICES:
             raise ValueError(f"{name}={value[:40]!r}: must be one of {', '.join(_CHOICES)}, or name a function")
         return value, None
-    fields = Fields(value, name)
-    kind = fields.require("type", check_text)
-    if kind != "function":
-        raise ApiError(f"{name}.type={kind[:40]!r}: must be 'function'", param=f"{name}.type")
-    function = Fields(fields.require("function", check_object), f"{name}.function")
-    fields.end()
-    named = function.require("name", check_text)
-    function.end()
-    return "required", named
+    table = {"type": row(_check_kind, REQUIRED), "function": row(_check_named, REQUIRED)}
+    return "required", read_object(name, value, table)["function"]
+
+
+def _check_named(name: str, value: object) -> str:
+    return read_object(name, value, {"name": row(check_text, REQUIRED)})["name"]
 
 
 @dataclasses.dataclass(frozen=True)

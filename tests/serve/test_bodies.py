@@ -12,9 +12,9 @@ from jspec.core.sampling import Sampling
 COMMON_BAD = {
     "model": ["other", 5, ["fake"], "x" * 500],
     "n": [0, -1, 1.5, "2", True, [1], 257, 10**30],
-    "max_tokens": [0, -5, 2.0, "10", True, {}, 10**12, 257],
+    "max_tokens": [0, -5, 2.5, "10", True, {}, 10**12, 257],
     "temperature": [-1, "hot", [0.5], True, 1e-9, 1e39],
-    "top_p": [0, -0.1, 1.1, "1", {}],
+    "top_p": [-0.1, 1.1, "1", {}],
     "top_k": [-2, 1.5, "3", 2**31, False],
     "min_p": [-0.1, 1.01, "0"],
     "presence_penalty": ["1", 1e39, [], True],
@@ -111,7 +111,7 @@ BAD = {
         ],
         "max_completion_tokens": [0, "x", 1.5, 10**6],
         "logprobs": [1, 0, "true"],
-        "top_logprobs": [21, -1, "2", 1.0],
+        "top_logprobs": [21, -1, "2", 1.5],
         "tools": [
             *([{"type": "function"}], {}, "x", [5], [{"type": "custom", "function": {"name": "f"}}]),
             *([{"function": {"name": "f", "parameters": 5}}], [{"function": {"name": "a b"}}]),
@@ -132,7 +132,7 @@ BAD = {
         "prompt": [5, []],
         "messages": [5, []],
         "add_special_tokens": [1, "no"],
-        "tools": [[]],
+        "tools": [5, [5]],
     },
     "/detokenize": {"tokens": [None, "x", [-1], [10**9], [1.5], {}], "prompt": ["x"]},
 }
@@ -203,7 +203,7 @@ RAW = [
     b'{"prompt":' * 50_000,
     b'{"prompt": "x"} trailing',
     b'{prompt: "x"}',
-    b"\xef\xbb\xbf{}",
+    b"\xef\xbb\xbf",
     b"prompt=x",
 ]
 
@@ -263,6 +263,19 @@ def test_a_seed_has_64_bits(shared):
     assert [seed_of(value) for value in beyond] == [seed_of(value) for value in beyond]
     assert len({str(seed_of(value)) for value in (*beyond, 0)}) == 5
     assert seed_of(-1) != seed_of(-1), "-1 is random"
+
+
+def test_a_number_may_be_written_as_a_fraction_and_a_mark_may_come_first(shared):
+    raw = b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 2.0, "top_k": 3.0, "seed": 5.0}'
+    answer = shared.http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    options = shared.engine.handles[-1].options
+    assert options["sampling"].top_k == 3 and options["seed"] == [(5, 0)]
+
+
+def test_no_probability_leaves_the_most_probable_token(shared):
+    assert shared.post("/v1/completions", {"prompt": "x", "top_p": 0, "top_k": 5}).status_code == 200
+    assert shared.engine.handles[-1].options["sampling"] == Sampling(top_k=1)
 
 
 def test_the_newer_name_of_the_limit_wins(shared):
