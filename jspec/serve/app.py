@@ -30,6 +30,7 @@ from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
+from jspec.serve.tokens import TokenService
 from jspec.serve.tools import Dialect, Reply
 from jspec.serve.work import RETRY, Result, Work
 from jspec.text.stream import TextStream
@@ -81,6 +82,7 @@ class Service:
         # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
         self._vocab_size = engine.model.target.vocab_size
+        self._tokens = TokenService(self.tokenizer, self._names, self._dialect, limits, self._vocab_size)
         # Requests in flight; `stop` cancels them.
         self._live: set[Handle] = set()
         # Threads before a request reaches the engine, and one for scores, which wait there.
@@ -362,29 +364,13 @@ class Service:
             self._live.difference_update(handles)
 
     async def _tokenize(self, request: Request) -> Response:
-        return await self._read(request, self._tokens)
-
-    def _tokens(self, body: dict[str, Any]) -> Response:
-        fields = openai.read_tokenize(body, vocab_size=self._vocab_size, limits=self._limits)
-        if (messages := fields["messages"]) is None:
-            prompts.check_length("prompt", self.tokenizer, fields["prompt"], self._limits.context)
-            ids = self.tokenizer.encode(fields["prompt"], special=fields["add_special_tokens"])
-        else:
-            template, messages = openai.make_template(fields), self._dialect.spelled(messages)
-            ids = prompts.chat_ids(self.tokenizer, messages, template, self._limits.context)
-        strings = [self._names.text(i) for i in ids] if fields["return_token_strs"] else None
-        return _json({"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings})
+        return _json(await self._read(request, self._tokens.encode))
 
     async def _detokenize(self, request: Request) -> Response:
-        return await self._read(request, self._text)
-
-    def _text(self, body: dict[str, Any]) -> Response:
-        ids = openai.read_detokenize(body, vocab_size=self._vocab_size, limits=self._limits)
-        return _json({"prompt": self.tokenizer.decode(ids)})
+        return _json(await self._read(request, self._tokens.decode))
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        roles = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | dict(self.tokenizer.special_roles)
-        return _json({**roles, "chat_template": self.tokenizer.templates.get("default")})
+        return _json(self._tokens.info())
 
 
 def _queue_is_full(reason: object) -> ApiError:
