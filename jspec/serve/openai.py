@@ -263,6 +263,7 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
       ApiError: a field is unknown, not supported or invalid.
     """
     fields = _read(body, _COMPLETION, vocab_size, limits)
+    # Bounds that depend on several fields.
     if (count := len(fields["prompt"])) * fields["n"] > limits.sequences:
         message = f"prompt: {count} prompts with n={fields['n']}; prompts times n must be at most {limits.sequences}"
         raise ApiError(message, param="prompt")
@@ -273,11 +274,13 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
 
 def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     """The body of /v1/chat/completions; as `read_completion`."""
+    # What the chat template gets.
     fields = _read(body, _CHAT, vocab_size, limits)
     if (effort := fields["reasoning_effort"]) is not None:
         # Templates without efforts turn thinking off by a variable.
         off = {"enable_thinking": False} if effort == "none" else {}
         fields["chat_template_kwargs"] = {"reasoning_effort": effort, **off, **fields["chat_template_kwargs"]}
+    # Log-probabilities.
     if fields["top_logprobs"] and not fields["logprobs"]:
         raise ApiError(f"top_logprobs={fields['top_logprobs']}: requires logprobs=True", param="top_logprobs")
     fields["logprobs"] = (fields["top_logprobs"] or 0) if fields["logprobs"] else None

@@ -28,12 +28,14 @@ class TokenService:
         """
         fields = openai.read_tokenize(body, vocab_size=self.vocab_size, limits=self.limits)
         most = self.limits.context
+        # A text or a chat.
         if (messages := fields["messages"]) is None:
             prompts.check_length("prompt", self.tokenizer, fields["prompt"], most)
             ids = self.tokenizer.encode(fields["prompt"], special=fields["add_special_tokens"])
         else:
             template, messages = openai.make_template(fields), self.dialect.spelled(messages)
             ids = prompts.chat_ids(self.tokenizer, messages, template, most)
+        # The ids, and how they are written.
         strings = [self.names.text(i) for i in ids] if fields["return_token_strs"] else None
         return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings}
 
@@ -44,5 +46,6 @@ class TokenService:
 
     def info(self) -> dict[str, object]:
         """The special tokens by role, and the chat template."""
+        # Roles that the tokenizer has not are null.
         roles = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | dict(self.tokenizer.special_roles)
         return {**roles, "chat_template": self.tokenizer.templates.get("default")}
