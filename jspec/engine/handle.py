@@ -180,7 +180,7 @@ class Handle:
         with self._changed:
             if tokens or text:
                 logprobs = output.logprobs if self.request.logprobs else None
-                self._pieces.append(Piece(0, text, tokens, logprobs, reason, output.top_logprobs))
+                self._pieces.append(Piece(0, text, tokens, logprobs, reason, output.top_logprobs, output.origin))
             if ends:
                 self._dropped = output.dropped
                 self._finish, self._ended, self.times.ended = reason, True, now

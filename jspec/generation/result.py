@@ -384,6 +384,7 @@ class Piece:
     logprobs: of each new token; None if they are not recorded, or not until the end.
     finish_reason: in the last piece of a request to an engine, why it ended.
     top_logprobs: for each new token the most probable tokens with their log-probabilities, if they are recorded.
+    origin: for each new token of a request to an engine, as in `Generation`.
     """
 
     index: int
@@ -392,6 +393,7 @@ class Piece:
     logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    origin: list[int] | None = None
 
 
 def top_pairs(top: TopTokens, k: int) -> list[list[tuple[int, float]]]:

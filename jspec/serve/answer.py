@@ -89,6 +89,7 @@ class Answer:
         self._new_tokens = 0
         self._offsets = [_Offset(len(text)) for text in self._texts]
         self._endings = [Ending(call, names.tokenizer, prompt) for prompt in prompts for _ in range(call.n)]
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._texts]
         self._chat = call.messages is not None
         # Fields at the top of every chunk.
         kind = "chat.completion" if self._chat else "text_completion"
@@ -139,9 +140,9 @@ class Answer:
             elif text or before or ended or ids:
                 yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended, **ids}])
         # New tokens.
-        shows_tokens = (
-            self._call.logprobs is not None or self._call.return_token_ids or not self._call.skip_special_tokens
-        )
+        call = self._call
+        shows_tokens = call.logprobs is not None or call.return_token_ids or call.return_token_origins
+        shows_tokens |= not call.skip_special_tokens
         async for i, piece in pieces:
             text, stop_reason = self._endings[i].push(piece)
             deltas = self._deltas(i, piece, text)
@@ -188,11 +189,20 @@ class Answer:
             reason = "tool_calls"
         choice = {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
         ids = {"token_ids": piece.tokens} if self._call.return_token_ids else {}
-        return {**choice, "stop_reason": stop_reason, **ids}
+        return {**choice, "stop_reason": stop_reason, **ids, **self._origins(index, piece)}
 
     def _prompt_ids(self, index: int) -> dict[str, object]:
         """The ids of a prompt, if they are asked for."""
         return {"prompt_token_ids": self._prompts[index]} if self._call.return_token_ids else {}
+
+    def _origins(self, index: int, piece: Piece) -> dict[str, object]:
+        """The text of each token of a piece and the depth of its accepted draft, if they are asked for."""
+        if not self._call.return_token_origins:
+            return {}
+        # A character of several tokens belongs to the last one.
+        texts = [self._decoders[index].decode(self._names.spelled(token)) for token in piece.tokens]
+        pairs = zip(texts, piece.origin or [], strict=True)
+        return {"token_origins": [{"text": text, "depth": depth} for text, depth in pairs]}
 
     def _ranked(self, scores: Scores, count: int) -> list[dict[str, Any] | None]:
         """The log-probabilities of a prompt as vLLM writes them, by id; a rank is null below the most probable ones."""
@@ -288,4 +298,5 @@ def _join(pieces: Sequence[Piece]) -> Piece:
         tokens=[token for piece in pieces for token in piece.tokens],
         logprobs=None if last.logprobs is None else [x for piece in pieces for x in piece.logprobs or []],
         top_logprobs=None if last.top_logprobs is None else [x for piece in pieces for x in piece.top_logprobs or []],
+        origin=[depth for piece in pieces for depth in piece.origin or []],
     )

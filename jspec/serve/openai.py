@@ -95,7 +95,8 @@ _ANY: dict[str, Row] = {
     # The answer.
     "stream_options": row(_check_stream_options, _NO_USAGE),
     "skip_special_tokens": row(check_flag, True),
-    **dict.fromkeys(("ignore_eos", "stream", "include_stop_str_in_output", "return_token_ids"), row(check_flag, False)),
+    **dict.fromkeys(("ignore_eos", "stream", "include_stop_str_in_output"), row(check_flag, False)),
+    **dict.fromkeys(("return_token_ids", "return_token_origins"), row(check_flag, False)),
     "prompt_logprobs": row(check_whole, least=0, most=_MOST_TOP),
     # Scheduling.
     "priority": row(check_whole, 0, least=-(2**31), most=2**31 - 1),
@@ -215,6 +216,7 @@ class Call:
     prompt_logprobs: int | None
     skip_special_tokens: bool
     return_token_ids: bool
+    return_token_origins: bool
     stream: bool
     include_usage: bool
     continuous_usage_stats: bool

@@ -126,9 +126,9 @@ def test_a_request_has_a_single_prompt(engine):
 
 def test_pieces_are_the_result(engine):
     handle = engine.submit(PROMPTS[2], max_new_tokens=14)
-    pieces = list(handle)
-    result = handle.result()
-    assert [token for piece in pieces for token in piece.tokens] == result.tokens
+    pieces, result = list(handle), handle.result()
+    for attribute in ("tokens", "origin"):
+        assert [x for piece in pieces for x in getattr(piece, attribute)] == getattr(result, attribute)
     assert [piece.finish_reason for piece in pieces][:-1] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == result.finish_reason == "length"
     assert list(handle) == pieces and handle.done

@@ -66,7 +66,8 @@ class FakeHandle:
             if last:
                 self.ended = True
                 engine.left(self)
-            yield Piece(0, text, part, **self._logprobs(part), finish_reason=reason)
+            origin = [(at + i) % 3 for i in range(len(part))]
+            yield Piece(0, text, part, **self._logprobs(part), finish_reason=reason, origin=origin)
 
     def _logprobs(self, part):
         wanted = self.options["logprobs"]

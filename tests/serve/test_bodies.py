@@ -41,6 +41,7 @@ COMMON_BAD = {
     "include_stop_str_in_output": [1, "yes"],
     "skip_special_tokens": [1, "no"],
     "return_token_ids": [1, []],
+    "return_token_origins": [1, "yes"],
     "prompt_logprobs": [-1, 21, True],
     "stream": ["yes", 1, 0, []],
     "stream_options": [[], 5, {"include_usage": 1}, {"include": True}],

@@ -1,5 +1,7 @@
 """What ends a text, and what of it an answer has."""
 
+import json
+
 import fake_engine
 import pytest
 
@@ -95,6 +97,23 @@ def test_ids_of_prompt_and_text(shared, stream):
         )
     assert chunks[0].choices[0].prompt_token_ids == [5, 6]
     assert [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", [])] == new
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_texts_and_origins_of_tokens(shared, path):
+    """Characters of several tokens are the text of their last one."""
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "x"}
+    body = {**prompt, "n": 2, "max_tokens": 99, "return_token_origins": True}
+    choices = shared.post(path, body).json()["choices"]
+    events = [line[6:] for line in shared.post(path, {**body, "stream": True}).text.split("\n\n") if "choices" in line]
+    chunks = [chunk for event in events for chunk in json.loads(event)["choices"]]
+    for choice in choices:
+        tokens = choice["token_origins"]
+        assert "".join(token["text"] for token in tokens) == fake_engine.TEXT
+        assert [token["depth"] for token in tokens] == [i % 3 for i in range(len(shared.engine.ids))]
+        streamed = [chunk.get("token_origins", []) for chunk in chunks if chunk["index"] == choice["index"]]
+        assert len(streamed) > 2 and [token for part in streamed for token in part] == tokens
+    assert "token_origins" not in shared.post(path, prompt).json()["choices"][0]
 
 
 def test_log_probabilities_of_a_prompt(shared):
