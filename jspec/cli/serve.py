@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 
 from jspec.cli import arguments
 from jspec.cli.arguments import Commands
@@ -61,6 +62,16 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
         repeated=True,
         metavar="KEY",
     )
+    guard_all: bool = option(False, "require a key for health, metrics, load and version, too")
+    allowed_origin: tuple[str, ...] = option(
+        (),
+        "an origin whose pages may use the server, such as https://example.com, or * for all; can be repeated",
+        repeated=True,
+        metavar="ORIGIN",
+    )
+    ssl_certfile: str | None = option(None, "certificate for HTTPS", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "its private key (default: in the same file)", metavar="FILE")
+    access_log: bool = option(True, "do not print a line for each request")
     max_prompt: int | None = option(None, "tokens of the longest prompt (default: as the context allows)", bounds=COUNT)
     max_output: int | None = option(None, "largest number of new tokens (default: as the context allows)", bounds=COUNT)
     max_sequences: int = option(256, "sequences of one request: prompts times n", bounds=COUNT)
@@ -92,7 +103,8 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
 
 _ENGINE = tuple(options_of(EngineOptions))
 _SERVER = (
-    *("host", "port", "name", "api_key", "max_prompt", "max_output", "max_sequences", "max_body"),
+    *("host", "port", "name", "api_key", "guard_all", "allowed_origin", "ssl_certfile", "ssl_keyfile", "access_log"),
+    *("max_prompt", "max_output", "max_sequences", "max_body"),
     *("tool_format", "thinking_format", "generation_config", "ignore_unknown_fields", "grace"),
 )
 
@@ -121,12 +133,12 @@ def run(options: Options) -> int:
         from jspec.serve.app import Service
     except ModuleNotFoundError as error:
         raise ValueError(f"jspec serve requires {error.name}: {package.install('serve')}") from None
-    # A key in the environment is invisible to other users.
-    environment = os.environ.get(KEY_VARIABLE)
-    keys = options.api_key or (() if environment is None else (environment,))
+    # Everything about clients is checked before a model is loaded, which can take minutes.
+    files = options.ssl_certfile, options.ssl_keyfile
+    surface = server.Surface(options.allowed_origin, *files, access_log=options.access_log)
+    keys = api_keys(options, os.environ)
     start_processes(options, split=options.tensor is not None or options.data is not None)
     with contextlib.ExitStack() as stack:
-        # The address is checked before a model is loaded, which can take minutes.
         bound = stack.enter_context(server.bind(options.host, options.port)) if is_first(options) else None
         with notify_if_slow(_COMPILING):
             model = load_model(options.drafter, options, option="MODEL")
@@ -156,15 +168,22 @@ def run(options: Options) -> int:
                 name=name,
                 limits=limits,
                 api_keys=keys,
+                guard_all=options.guard_all,
                 tool_format=options.tool_format,
                 thinking_format=options.thinking_format,
             )
             with notify_if_slow(_COMPILING):
                 service.warm_up(everything=options.warm_up)
-            running = server.make_server(service, bound, grace=options.grace)
+            running = server.make_server(service, bound, grace=options.grace, surface=surface)
             with interrupt.first_to(running.handle_exit):
                 running.run(sockets=[bound])
     return interrupt.STATUS if running.interrupted else 0
+
+
+def api_keys(options: Options, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys of the options, or that of the environment, which is invisible to other users; empty is none."""
+    key = environment.get(KEY_VARIABLE)
+    return options.api_key or ((key,) if key else ())
 
 
 def _follow(engine: Engine) -> int:

@@ -70,6 +70,9 @@ class Answer:
       texts: what each choice begins with: the prompt if it is to be echoed.
       score: gives the log-probabilities of the prompts, if they are to be echoed, too.
       replies: of a chat, what tells thinking and calls of each choice from its content; None: all is content.
+
+    Attributes:
+      new_tokens: of all choices, so far.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Answer:
         self._call, self._names, self._texts = call, names, [text for text in texts for _ in range(call.n)]
         self._prompts, self._score, self._replies = prompts, score, replies
         self._prompt_tokens = sum(map(len, prompts))
-        self._new_tokens = 0
+        self.new_tokens = 0
         self._offsets = [_Offset(len(text)) for text in self._texts]
         self._endings = [Ending(call, names.tokenizer, prompt) for prompt in prompts for _ in range(call.n)]
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._texts]
@@ -154,7 +157,7 @@ class Answer:
             if deltas:
                 yield self._chunk([self._choice(i, piece, deltas[-1], stop_reason)])
             else:
-                self._new_tokens += len(piece.tokens)
+                self.new_tokens += len(piece.tokens)
         # Usage, in a chunk of its own.
         if self._call.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage(results())}
@@ -183,7 +186,7 @@ class Answer:
         self, index: int, piece: Piece, said: Mapping[str, object], stop_reason: str | int | None
     ) -> dict[str, Any]:
         """One choice, or what a piece adds to it. said: its text in OpenAI's format."""
-        self._new_tokens += len(piece.tokens)
+        self.new_tokens += len(piece.tokens)
         reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
         if reason == "stop" and self._replies is not None and self._replies[index].called:
             reason = "tool_calls"
@@ -269,8 +272,8 @@ class Answer:
         # OpenAI's counters, and its details of predicted outputs.
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._new_tokens,
-            "total_tokens": self._prompt_tokens + self._new_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self._prompt_tokens + self.new_tokens,
         }
         if stats:
             accepted = sum(one.accepted for one in stats)

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jspec.core import package
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.engine.handle import Handle
@@ -26,6 +27,7 @@ from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
 from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import metrics, openai, prompts
+from jspec.serve.access import POLLED
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
@@ -51,7 +53,8 @@ class Service:
     Args:
       name: the model's, as clients name it.
       limits: what one request may ask for.
-      api_keys: a request must have one of them, except for /health. Empty: no authentication.
+      api_keys: a request must have one of them. Empty: no authentication.
+      guard_all: also a request for health, metrics, load and version.
       tool_format, thinking_format: names of formats, see `jspec.text.tool_calls` and `jspec.text.chat_reader`. None:
         those that the chat template is known by.
 
@@ -66,6 +69,7 @@ class Service:
         name: str,
         limits: Limits,
         api_keys: Sequence[str] = (),
+        guard_all: bool = False,
         tool_format: str | None = None,
         thinking_format: str | None = None,
     ):
@@ -77,7 +81,7 @@ class Service:
         if any(not key or key != "".join(key.split()) for key in api_keys):
             raise ValueError("api_key: must have at least one character, and no spaces")
         self._keys = [key.encode() for key in api_keys]
-        self.has_keys = bool(api_keys)
+        self.has_keys, self._guards_all = bool(api_keys), guard_all
         self._dialect = Dialect.of(self.tokenizer, tool_format, thinking_format)
         # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
@@ -92,11 +96,11 @@ class Service:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        # Endpoints guarded by the API key.
+        # Endpoints.
         gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/models": self._models,
-            "/v1/models/{name:path}": self._model,
-            "/metrics": self._metrics,
+            **dict.fromkeys(("/health", "/ping"), self._health),
+            **{"/metrics": self._metrics, "/load": self._load, "/version": self._version},
+            **{"/v1/models": self._models, "/v1/models/{name:path}": self._model},
             "/tokenizer_info": self._tokenizer_info,
         }
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -105,12 +109,13 @@ class Service:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
+        unguarded = () if self._guards_all else POLLED
         # Routes, and errors in OpenAI's format.
         app = Starlette(
             routes=[
-                Route("/health", self._health, methods=["GET"]),
-                *(Route(path, self._guarded(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
-                *(Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
+                Route(path, endpoint if path in unguarded else self._guarded(endpoint), methods=[method])
+                for method, endpoints in (("GET", gets), ("POST", posts))
+                for path, endpoint in endpoints.items()
             ],
             exception_handlers={
                 ApiError: _answer_error,
@@ -177,6 +182,12 @@ class Service:
     async def _metrics(self, request: Request) -> Response:
         text = metrics.render(self._engine.metrics(), self.name)
         return Response(text, media_type=metrics.MEDIA_TYPE)
+
+    async def _load(self, request: Request) -> Response:
+        return _json({"server_load": self.running})
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": package.VERSION})
 
     async def _models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -247,6 +258,7 @@ class Service:
             if call.echo:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
             score = functools.partial(self._score, top_k=max(most)) if most else None
+            request.scope["jspec.tokens"] = lambda: (sum(map(len, ids)), answer.new_tokens)
             answer = Answer(call, self.name, self._names, ids, texts, score, self._replies(call, ids))
 
             def results() -> list[GenerationStats]:
@@ -395,4 +407,5 @@ def _answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_LEFT)
     if not isinstance(error, ApiError):
         error = ApiError("internal error; the server's log has the details", status=500)
+    request.scope["jspec.error"] = str(error)
     return _json(error.body(), error.status, error.headers)

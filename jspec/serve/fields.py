@@ -3,12 +3,15 @@
 import difflib
 import logging
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jspec.core.checks import check_int
 
 _LOG = logging.getLogger("jspec.serve")
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The id of the request that is being answered."""
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -35,7 +38,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, object]:
         """The JSON of the answer."""
         kind = "server_error" if self.status >= 500 else _KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        request_id = REQUEST_ID.get()
+        return {"error": error} if request_id is None else {"error": error, "request_id": request_id}
 
 
 class Row(NamedTuple):

@@ -322,6 +322,7 @@ def _read(
 
 def _make_call(fields: Mapping[str, Any], limits: Limits, **others: Any) -> Call:
     """A call of checked fields. others: of one endpoint."""
+    # What several fields say together.
     usage, scored = fields["stream_options"], fields["prompt_logprobs"]
     if usage is not _NO_USAGE and not fields["stream"]:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
@@ -330,6 +331,7 @@ def _make_call(fields: Mapping[str, Any], limits: Limits, **others: Any) -> Call
         raise ApiError(f"skip_special_tokens=False: {reason}", param="skip_special_tokens")
     if scored is not None and fields["stream"]:
         raise ApiError(f"prompt_logprobs={scored}: must be omitted with stream=True", param="prompt_logprobs")
+    # Attributes.
     same = {name: fields[name] for name in _SAME if name in fields}
     derived = {
         "sampling": make_sampling(fields, limits.defaults),

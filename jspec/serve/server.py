@@ -2,28 +2,32 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import math
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
+from jspec.serve.access import Access, allow_origins, check_origins
 from jspec.serve.app import Service
 from jspec.serve.connection import Connection
 
 _AFTER_GRACE_SECONDS = 5.0
 """How long answers with an error may take after requests have been cancelled."""
 CLIENT_SECONDS = 60.0
-"""After how long a client that takes nothing of its answer is disconnected, where the system can do so (Linux)."""
+"""Time until a client who takes nothing of its answer is disconnected, where the system can do so (Linux)."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for `serve`, bound before a model is loaded, so that an address in use is found at once.
+    """A socket for `serve`, bound before a model is loaded, to find an address in use at once.
 
     Raises:
       ValueError: the address is unknown or in use.
@@ -46,20 +50,57 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_server(service: Service, bound: socket.socket, *, grace: float) -> "Server":
+@dataclasses.dataclass(frozen=True)
+class Surface:
+    """How a server meets its clients.
+
+    origins: of pages of other sites with access, "*": of all.
+    certfile, keyfile: TLS, as PEM files; None: no TLS, or the key is beside the certificate.
+    access_log: whether to print a line for each request.
+
+    Raises:
+      ValueError: an origin is invalid, or a file cannot be read.
+    """
+
+    origins: Sequence[str] = ()
+    certfile: str | None = None
+    keyfile: str | None = None
+    access_log: bool = False
+
+    def __post_init__(self):
+        # Checked here, because uvicorn reads the files only after a model is loaded.
+        check_origins(self.origins)
+        if self.keyfile is not None and self.certfile is None:
+            raise ValueError(f"ssl_keyfile={self.keyfile!r}: requires ssl_certfile")
+        if self.certfile is not None:
+            try:
+                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certfile, self.keyfile)
+            except OSError as error:  # of both files, and of TLS
+                raise ValueError(
+                    f"ssl_certfile={self.certfile!r}: must be a certificate with its key ({error})"
+                ) from None
+
+
+def make_server(service: Service, bound: socket.socket, *, grace: float, surface: Surface = Surface()) -> "Server":
     """A server on a bound socket; `run(sockets=[bound])` serves until SIGTERM or SIGINT and closes the socket.
 
     It then takes no more requests, and cancels what still runs after `grace` seconds. The caller closes the engine.
     """
     # What is printed at the start.
     host, port = bound.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"http{'s' if surface.certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     notes = [f"jspec: serving {service.name} on {url}/v1"]
     if not (service.has_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
         notes.append("jspec: no API key is set: everyone who reaches this address can use the model")
+    # What is around the application.
+    app: ASGIApp = _with_notes(service, notes)
+    if surface.origins:
+        app = allow_origins(app, surface.origins)
     # The server.
     config = uvicorn.Config(
-        _with_notes(service, notes),
+        Access(app, log=surface.access_log),
+        ssl_certfile=surface.certfile,
+        ssl_keyfile=surface.keyfile,
         loop="asyncio",
         http=Connection,
         ws="none",

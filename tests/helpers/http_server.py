@@ -1,6 +1,7 @@
 """A server of a fake engine on a free port of this machine. Importing this skips where its packages are missing."""
 
 import threading
+from inspect import signature
 
 import pytest
 
@@ -17,21 +18,21 @@ from jspec.serve.openai import Limits  # noqa: E402
 
 
 class Running:
-    """A server on a free port of this machine, in a thread."""
+    """A server on a free port of this machine, in a thread. options: of the service, the surface and the limits."""
 
-    def __init__(self, engine, *, grace=5.0, api_keys=(), tool_format=None, thinking_format=None, **limits):
+    def __init__(self, engine, *, grace=5.0, **options):
         self.engine = engine
-        formats = {"tool_format": tool_format, "thinking_format": thinking_format}
-        limits = Limits(engine.context, **limits)
-        self.service = Service(engine, name="fake", limits=limits, api_keys=api_keys, **formats)
+        of_service = {name: options.pop(name) for name in signature(Service).parameters if name in options}
+        surface = server.Surface(**{name: options.pop(name) for name in vars(server.Surface()) if name in options})
+        self.service = Service(engine, name="fake", limits=Limits(engine.context, **options), **of_service)
         bound = server.bind("127.0.0.1", 0)
         self.port = bound.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.server = server.make_server(self.service, bound, grace=grace)
+        self.url = f"http{'s' if surface.certfile else ''}://127.0.0.1:{self.port}"
+        self.server = server.make_server(self.service, bound, grace=grace, surface=surface)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [bound]})
         self.thread.start()
         wait_for(lambda: self.server.started)
-        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.http = httpx.Client(base_url=self.url, timeout=20, verify=surface.certfile is None)
 
     def client(self, **options):
         """OpenAI's client, which checks every answer."""

@@ -9,6 +9,7 @@ from test_process import process  # noqa: F401, a fixture
 
 import jspec
 from jspec import cli
+from jspec.cli import serve
 
 
 def refuse(arguments, capsys):
@@ -32,12 +33,22 @@ def refuse(arguments, capsys):
         (["--grace", "nan"], "--grace: 'nan'"),
         (["--host", "no.such.host.invalid"], "--host"),
         (["--host", "192.0.2.1"], "--port 0: cannot listen on 192.0.2.1"),
+        (["--allowed-origin", "a.example"], "--allowed-origin a.example: must be"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-keyfile key.pem: requires"),
+        (["--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: must be"),
         (["--wild"], "--wild"),
     ],
     ids=str,
 )
 def test_a_bad_option_is_one_line(arguments, words, capsys):
     assert words in refuse(["bundled:python-tiny", "--port", "0", *arguments], capsys)
+
+
+def test_an_empty_key_of_the_environment_is_none():
+    def keys(value, *options):
+        return serve.api_keys(serve.Options(model="x", api_key=options), {"JSPEC_API_KEY": value})
+
+    assert (keys(""), keys("a"), keys("a", "b", "c")) == ((), ("a",), ("b", "c"))
 
 
 def test_a_port_in_use(capsys):

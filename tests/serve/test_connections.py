@@ -129,9 +129,13 @@ def test_a_full_queue_refuses_requests(serve):
             client.completions.create(model="fake", prompt=["x", "y"], max_tokens=4)
 
 
-def test_requests_without_an_api_key_are_refused(serve):
-    server = serve(server_options={"api_keys": ["first", "sécond"]})
-    paths = [("GET", path) for path in ("/v1/models", "/v1/models/fake", "/metrics", "/tokenizer_info")]
+@pytest.mark.parametrize("guard_all", [False, True])
+def test_requests_without_an_api_key_are_refused(serve, guard_all):
+    server = serve(server_options={"api_keys": ["first", "sécond"], "guard_all": guard_all})
+    polled = ["/health", "/ping", "/metrics", "/load", "/version"]
+    assert {server.http.get(path).status_code for path in polled} == {401 if guard_all else 200}
+    paths = [("GET", path) for path in ("/v1/models", "/v1/models/fake", "/tokenizer_info")]
+    paths += [("GET", path) for path in polled if guard_all]
     paths += [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")]
     wrong = [{}, {"authorization": "Bearer"}, {"authorization": "Bearer firs"}, {"authorization": "Basic first"}]
     wrong += [{"authorization": "first"}, {"authorization": "Bearer first2"}, {"authorization": b"Bearer \xff"}]
@@ -140,7 +144,6 @@ def test_requests_without_an_api_key_are_refused(serve):
             answer = server.http.request(method, path, headers=headers)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", (path, headers)
         assert server.http.request(method, path, headers={"authorization": "Bearer first"}).status_code in (200, 415)
-    assert server.http.get("/health").status_code == 200
     key = "Bearer sécond".encode()
     assert server.http.get("/v1/models", headers={"authorization": key}).status_code == 200
     with server.client(api_key="first") as client:
