@@ -7,6 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+import numpy as np
+from jaxtyping import Bool, Int16
+
 MAX_CODE = 0x10FFFF
 
 Range: TypeAlias = tuple[int, int]
@@ -63,7 +66,15 @@ class Until:
     bounded: bool = False
 
 
-Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain | Until
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A language by its automaton, with fields as of `ByteDfa`."""
+
+    table: Int16[np.ndarray, "states bytes"]
+    accepts: Bool[np.ndarray, " states"]
+
+
+Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain | Until | Compiled
 
 EMPTY = Concat(())
 """The empty text."""

@@ -3,43 +3,51 @@
 Keywords are those of JSON Schema 2020-12 (Core and Validation); unsupported ones are errors.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, TypeAlias, TypeVar
 
 from jspec.core.checks import check_text, shorten
 from jspec.text.grammar import expression as e
 from jspec.text.grammar import json_text
 from jspec.text.grammar.expression import NOTHING, Expression
+from jspec.text.grammar.formats import FORMATS
+from jspec.text.grammar.numbers import Bound, integers, numbers
+from jspec.text.grammar.product import ANYTHING, both
 from jspec.text.grammar.regex import parse_regex
 
 Schema: TypeAlias = Mapping[str, Any]
+Item = TypeVar("Item")
 
 _ANNOTATIONS = {
     *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "title", "description", "default", "examples"),
-    *("deprecated", "readOnly", "writeOnly"),
+    *("deprecated", "readOnly", "writeOnly", "discriminator", "xml", "externalDocs", "example", "nullable"),
+    *("contentMediaType", "contentEncoding", "contentSchema", "format"),
 }
-"""Keywords without an effect on documents."""
+"""Keywords without an effect on documents, or whose effect is added elsewhere. So are those that begin with x-."""
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _OF_TYPE: dict[str, set[str]] = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "minItems", "maxItems", "uniqueItems"},
+    "object": {
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties"),
+    },
+    "array": {"prefixItems", "items", "minItems", "maxItems", "uniqueItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": set(),
-    "number": set(),
+    "integer": _BOUNDS,
+    "number": _BOUNDS,
     "boolean": set(),
     "null": set(),
 }
 """Type -> its keywords."""
-_YEAR = r"(\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)"
-_DATE = _YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
-_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-}
-"""Formats of strings (RFC 3339 and 9562), without year 0 (invalid in Python) and without February 29."""
+_MOST_CHARACTERS = 1489
+"""Bound of the characters of all strings of limited length in a document: each has 22 states, and there are 32767."""
+_MOST_OF_PATTERN = 128
+"""Bound of the characters of a string with a pattern or a format and a `maxLength`."""
+_MOST_CHOICES = 8
+"""Bound of the items whose subsets are listed, where their number is limited."""
 
 
 def parse_schema(schema: object, *, whitespace: Expression, max_depth: int) -> Expression:
@@ -70,12 +78,14 @@ class _Parser:
         self._json = json_text.Layout(whitespace)
         self._open: dict[str, int] = {}
         """Pointer -> number of open references to it."""
+        self._characters = 0
+        """Characters of the strings of limited length so far."""
         self._parsers: dict[str, Callable[[Schema, str], Expression]] = {
             "object": self._object,
             "array": self._array,
             "string": self._string,
-            "integer": lambda schema, where: json_text.INTEGER,
-            "number": lambda schema, where: json_text.NUMBER,
+            "integer": lambda schema, where: self._number(schema, where, integers, json_text.INTEGER),
+            "number": lambda schema, where: self._number(schema, where, numbers, json_text.NUMBER),
             "boolean": lambda schema, where: json_text.BOOLEAN,
             "null": lambda schema, where: json_text.NULL,
         }
@@ -87,6 +97,8 @@ class _Parser:
             return self._json.anything(self._max_depth) if schema else NOTHING
         if not isinstance(schema, Mapping):
             raise TypeError(f"{_at(where)}: is {shorten(schema)}; must be an object, or true or false")
+        if schema.get("nullable") is True:  # of OpenAPI 3.0
+            return e.either(self.parse({**schema, "nullable": False}, where), json_text.NULL)
         # Keywords in place of a type.
         for keyword, parser in (("$ref", self._reference), ("enum", self._enum), ("const", self._enum)):
             if keyword in schema:
@@ -164,7 +176,13 @@ class _Parser:
             raise ValueError(f"{_at(where)}: allOf of several schemas is not supported")
         if keyword == "oneOf":
             self._check_exclusive(schemas, where)
-        return e.either(*[self.parse(inner, f"{where}/{keyword}/{i}") for i, inner in enumerate(schemas)])
+        # Of several alternatives, the longest strings count.
+        before, parsed, longest = self._characters, [], 0
+        for i, inner in enumerate(schemas):
+            parsed.append(self.parse(inner, f"{where}/{keyword}/{i}"))
+            longest, self._characters = max(longest, self._characters - before), before
+        self._characters += longest
+        return e.either(*parsed)
 
     def _check_exclusive(self, schemas: Sequence[object], where: str) -> None:
         """Raises ValueError unless the schemas exclude each other by type, or by a required constant."""
@@ -184,11 +202,7 @@ class _Parser:
 
     def _marks(self, schema: object, where: str) -> tuple[set[str], dict[str, list[Any]]]:
         """The types of a schema, and the values of its required properties with `const` or `enum`."""
-        # Follow references, without a loop.
-        followed: set[str] = set()
-        while isinstance(schema, Mapping) and "$ref" in schema and str(schema["$ref"]) not in followed:
-            followed.add(str(schema["$ref"]))
-            schema = self._resolve(schema["$ref"], where)
+        schema = self._resolved(schema, where)
         if not isinstance(schema, Mapping):
             return set(_OF_TYPE), {}
         # Values have a type each.
@@ -217,49 +231,182 @@ class _Parser:
             raise ValueError(f"{_at(where)}: required {shorten(required)} must be a list of names")
         if missing := [name for name in required if name not in properties]:
             raise ValueError(f"{_at(where)}: required has {missing[0]!r}, which must be one of the properties")
-        # Without properties: a map of any names.
-        others = schema.get("additionalProperties", True)
-        if not properties and others is not False:
-            inner = self._json.anything(self._max_depth - 1) if others is True else None
-            return self._json.map_of(self.parse(others, f"{where}/additionalProperties") if inner is None else inner)
+        patterns, others = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+        if not isinstance(patterns, Mapping):
+            raise ValueError(f"{_at(where)}: patternProperties {shorten(patterns)} must be an object")
+        if not properties and (others is not False or patterns):
+            return self._map(schema, patterns, others, where)
         # With properties: exactly those. The schema of others is only checked.
+        if "propertyNames" in schema or any(re.search(pattern, name) for pattern in patterns for name in properties):
+            raise ValueError(f"{_at(where)}: propertyNames or patterns of the names of properties are not supported")
         self.parse(others, f"{where}/additionalProperties")
         members = [
             (check_text("property", name), self.parse(value, f"{where}/properties/{name}"), name in required)
             for name, value in properties.items()
         ]
-        return self._json.object_of(members)
+        return self._members(schema, members, where)
+
+    def _members(self, schema: Schema, members: list[tuple[str, Expression, bool]], where: str) -> Expression:
+        """An object of these members, if it may have so many."""
+        bounds = _bounds(schema, "minProperties", "maxProperties", where)
+        sets = _subsets([(member, member[2]) for member in members], *bounds)
+        if sets is None:
+            raise ValueError(f"{_at(where)}: minProperties or maxProperties of more than {_MOST_CHOICES} properties")
+        return e.either(*[self._json.object_of([(*member[:2], required) for member, required in one]) for one in sets])
+
+    def _map(self, schema: Schema, patterns: Schema, others: object, where: str) -> Expression:
+        """An object of any names, or of names of one kind."""
+        least, most = _bounds(schema, "minProperties", "maxProperties", where)
+        names, name, place = schema.get("propertyNames", True), None, f"{where}/additionalProperties"
+        if patterns:
+            if len(patterns) > 1 or "propertyNames" in schema:
+                raise ValueError(f"{_at(where)}: several patternProperties, or beside propertyNames, are not supported")
+            ((pattern, others),) = patterns.items()
+            names, place = {"pattern": pattern}, f"{where}/patternProperties/{pattern}"
+        value = self._json.anything(self._max_depth - 1) if others is True else self.parse(others, place)
+        # Names of a list are like properties.
+        listed = self._listed(names, where)
+        if listed is not None:
+            return self._members(schema, [(str(one), value, False) for one in listed if isinstance(one, str)], where)
+        if least > 1:
+            raise ValueError(f"{_at(where)}: minProperties {least} must be at most 1 for an object of any names")
+        if names is not True:
+            resolved = self._resolved(names, where)
+            if not isinstance(resolved, Mapping) or resolved.get("type", "string") != "string":
+                raise ValueError(f"{_at(where)}: propertyNames {shorten(names)} must be a schema of strings")
+            name = self.parse({"type": "string", **resolved}, f"{where}/propertyNames")
+        return self._json.map_of(value, name, least, most)
 
     def _array(self, schema: Schema, where: str) -> Expression:
         least, most = _bounds(schema, "minItems", "maxItems", where)
-        if schema.get("uniqueItems", False) is not False:
-            raise ValueError(f"{_at(where)}: uniqueItems is not supported")
-        items = schema.get("items", True)
-        item = self._json.anything(self._max_depth - 1) if items is True else self.parse(items, f"{where}/items")
-        return self._json.array_of(item, least, most)
+        items, first = schema.get("items", True), schema.get("prefixItems", [])
+        if isinstance(items, list):  # of JSON Schema 2019 and before
+            items, first = True, items
+        if not isinstance(first, list):
+            raise ValueError(f"{_at(where)}: prefixItems {shorten(first)} must be a list of schemas")
+        if schema.get("uniqueItems", False) is not False and (most is None or most > 1):
+            return self._set(self._listed(items, where), least, most, where)
+        if not first:
+            item = self._json.anything(self._max_depth - 1) if items is True else self.parse(items, f"{where}/items")
+            return self._json.array_of(item, least, most)
+        # The first items, and the others if they have a schema.
+        prefix = [self.parse(one, f"{where}/prefixItems/{i}") for i, one in enumerate(first)][:most]
+        beyond = max(least - len(prefix), 0), None if most is None else most - len(prefix)
+        rest = NOTHING if isinstance(items, bool) else self.parse(items, f"{where}/items")
+        return self._json.tuple_of(prefix, least, self._json.more(rest, *beyond))
+
+    def _set(self, listed: list[Any] | None, least: int, most: int | None, where: str) -> Expression:
+        """An array of different values, in the order of the schema."""
+        if listed is None:
+            raise ValueError(
+                f"{_at(where)}: uniqueItems is supported only where items have enum, const or type boolean"
+            )
+        sets = _subsets([(self._json.value(value), False) for value in listed], least, most)
+        if sets is None:
+            raise ValueError(
+                f"{_at(where)}: uniqueItems with minItems or maxItems has more than {_MOST_CHOICES} values"
+            )
+        return e.either(*map(self._json.set_of, sets))
+
+    def _resolved(self, schema: object, where: str) -> object:
+        """A schema, or what it refers to."""
+        followed: set[str] = set()
+        while isinstance(schema, Mapping) and "$ref" in schema and str(schema["$ref"]) not in followed:
+            followed.add(str(schema["$ref"]))
+            schema = self._resolve(schema["$ref"], where)
+        return schema
+
+    def _listed(self, schema: object, where: str) -> list[Any] | None:
+        """The different values of a schema that lists them, otherwise None."""
+        schema = self._resolved(schema, where)
+        if not isinstance(schema, Mapping):
+            return None
+        by_type = {"boolean": [False, True], "null": [None]}
+        values = schema.get("enum", [schema["const"]] if "const" in schema else by_type.get(str(schema.get("type"))))
+        if not isinstance(values, list):
+            return None
+        self.parse(schema, where)
+        types = self._types(schema, where)
+        values = [value for value in values if not types or any(_is_of(value, name) for name in types)]
+        return [value for i, value in enumerate(values) if not any(_same(value, other) for other in values[:i])]
+
+    def _number(
+        self,
+        schema: Schema,
+        where: str,
+        within: Callable[[Bound | None, Bound | None], Expression],
+        free: Expression,
+    ) -> Expression:
+        """A number; with bounds, one without an exponent."""
+        low = [*_limits(schema, "minimum", "exclusiveMinimum", where)]
+        high = [*_limits(schema, "maximum", "exclusiveMaximum", where)]
+        if not low and not high:
+            return free
+        # The narrower of two bounds.
+        least = max(low, key=lambda bound: (bound.value, bound.open), default=None)
+        most = min(high, key=lambda bound: (bound.value, not bound.open), default=None)
+        return within(least, most)
 
     def _string(self, schema: Schema, where: str) -> Expression:
-        keywords = [keyword for keyword in ("pattern", "format") if keyword in schema]
-        bounded = {"minLength", "maxLength"} & schema.keys()
-        if len(keywords) + bool(bounded) > 1:
-            raise ValueError(f"{_at(where)}: {', '.join([*keywords, *sorted(bounded)])} together are not supported")
+        least, most = _bounds(schema, "minLength", "maxLength", where)
+        texts = []
         if "pattern" in schema:
             inner, begins, ends = parse_regex(schema["pattern"], f"{_at(where)}: pattern")
             # As in JSON Schema, a pattern may match anywhere unless it is anchored.
-            anything = e.repeat(e.characters([(0, e.MAX_CODE)]), 0, None)
-            parts = ([] if begins else [anything], [inner], [] if ends else [anything])
-            return json_text.quoted(json_text.spelled(e.concat(*sum(parts, []))))
-        if "format" in schema:
-            if not isinstance(schema["format"], str) or schema["format"] not in _FORMATS:
-                valid = ", ".join(_FORMATS)
-                raise ValueError(f"{_at(where)}: format {shorten(schema['format'])} must be one of {valid}")
-            return json_text.quoted(parse_regex(_FORMATS[schema["format"]])[0])
-        return json_text.string(*_bounds(schema, "minLength", "maxLength", where))
+            texts.append(e.concat(*([] if begins else [ANYTHING]), inner, *([] if ends else [ANYTHING])))
+        # An unknown format is an annotation.
+        if isinstance(schema.get("format"), str) and schema["format"] in FORMATS:
+            texts.append(parse_regex(FORMATS[schema["format"]])[0])
+        if not texts:
+            self._characters += most or least
+            if self._characters > _MOST_CHARACTERS:
+                name = "minLength" if most is None else "maxLength"
+                raise ValueError(
+                    f"{_at(where)}: {name} {most or least}: strings of limited length must have at most "
+                    f"{_MOST_CHARACTERS} characters together; omit it"
+                )
+            return json_text.string(least, most)
+        if least or most is not None:
+            most = None if most is None else max(min(most, _MOST_OF_PATTERN), least)
+            if max(least, most or 0) > _MOST_OF_PATTERN:
+                raise ValueError(f"{_at(where)}: minLength {least} must be at most {_MOST_OF_PATTERN} here")
+            texts.append(e.repeat(e.characters([(0, e.MAX_CODE)]), least, most))
+        text = texts[0]
+        for other in texts[1:]:
+            text = both(text, other)
+        return json_text.quoted(json_text.spelled(text))
+
+
+def _subsets(items: list[tuple[Item, bool]], least: int, most: int | None) -> list[list[tuple[Item, bool]]] | None:
+    """Lists of items, each required or not, that together are all choices of `least` to `most`; None: too many."""
+    optional = [i for i, (_, required) in enumerate(items) if not required]
+    fixed = len(items) - len(optional)
+    if least <= fixed and (most is None or most >= len(items)):
+        return [items]
+    if len(optional) > _MOST_CHOICES:
+        return None
+    counts = range(max(least - fixed, 0), min(len(items) if most is None else most, len(items)) - fixed + 1)
+    left_out: Iterator[set[int]] = (
+        set(optional) - set(kept) for count in counts for kept in itertools.combinations(optional, count)
+    )
+    return [[(item, True) for i, (item, _) in enumerate(items) if i not in out] for out in left_out]
+
+
+def _limits(schema: Schema, closed: str, open_bound: str, where: str) -> Iterator[Bound]:
+    """The bounds of a number on one side. In OpenAPI 3.0 the open bound is a flag of the other one."""
+    opens = schema.get(open_bound, False)
+    for name, value in ((closed, schema.get(closed)), (open_bound, None if isinstance(opens, bool) else opens)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{_at(where)}: {name} {shorten(value)} must be a number")
+        yield Bound(Decimal(str(value)), name == open_bound or opens is True)
 
 
 def _refuse(schema: Schema, allowed: set[str], where: str) -> None:
     """Raises ValueError for a keyword that is neither allowed nor an annotation."""
-    if unknown := [keyword for keyword in schema if keyword not in allowed | _ANNOTATIONS]:
+    known = allowed | _ANNOTATIONS
+    if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
         others = sorted(allowed & schema.keys())
         beside = f" beside {', '.join(others)}" if others else ""
         raise ValueError(f"{_at(where)}: the keyword {unknown[0]!r} is not supported{beside}")
