@@ -1,12 +1,6 @@
 """Schemas as clients generate them: those of pydantic's types, and of models like those of applications."""
 
-import datetime
-import decimal
-import enum
 import json
-import typing
-import uuid
-from typing import Annotated, Literal, Optional
 
 import numpy as np
 import pytest
@@ -16,103 +10,18 @@ from jspec.core.checks import shorten
 from jspec.text.grammar import Grammar
 
 pydantic = pytest.importorskip("pydantic", reason="pydantic is not installed, which openai of the extra test brings")
-Field = pydantic.Field
-
-
-class Color(enum.Enum):
-    red, green, blue = "red", "green", "blue"
-
-
-class Level(enum.IntEnum):
-    low, high = 1, 2
-
-
-class Point(pydantic.BaseModel):
-    """A point."""
-
-    x: float = Field(ge=-1, le=1)
-    y: float = 0.5
-
-
-class Cat(pydantic.BaseModel):
-    kind: Literal["cat"]
-    lives: int = Field(9, ge=0, le=9)
-
-
-class Dog(pydantic.BaseModel):
-    kind: Literal["dog"]
-    name: str = Field(min_length=1, max_length=30)
-
-
-Pet = Annotated[Cat | Dog, Field(discriminator="kind")]
-Text = Annotated[str, Field(min_length=2, max_length=20)]
-TYPES = {
-    **{one.__name__: one for one in (str, int, float, bool, bytes, dict, list, tuple, set)},
-    **{one.__name__: one for one in (uuid.UUID, decimal.Decimal, Color, Level, Point, Cat)},
-    **{name: getattr(datetime, name) for name in ("date", "time", "datetime", "timedelta")},
-    **{name: getattr(pydantic, name) for name in ("PositiveInt", "NegativeInt", "NonNegativeInt", "NonPositiveInt")},
-    **{name: getattr(pydantic, name) for name in ("PositiveFloat", "NegativeFloat", "NonNegativeFloat", "FiniteFloat")},
-    **{name: getattr(pydantic, name) for name in ("StrictStr", "StrictInt", "SecretStr", "SecretBytes", "Json")},
-    **{name: getattr(pydantic, name) for name in ("HttpUrl", "AnyUrl", "AwareDatetime", "PastDate", "FutureDate")},
-    **{name: getattr(pydantic, name) for name in ("IPvAnyAddress", "UUID4", "ByteSize", "FilePath", "Base64Str")},
-    "bounded": Annotated[int, Field(ge=0, le=10)],
-    "open": Annotated[float, Field(gt=0, lt=1)],
-    "even": Annotated[int, Field(multiple_of=2)],
-    "price": Annotated[decimal.Decimal, Field(max_digits=6, decimal_places=2)],
-    "code": Annotated[str, Field(pattern=r"^[A-Z]{2}\\d{3}$")],
-    "short code": Annotated[str, Field(pattern=r"[a-z]+", max_length=8)],
-    "text": Text,
-    "pair": tuple[int, str],
-    "several": tuple[int, ...],
-    "colors": set[Color],
-    "names": set[str],
-    "frozen": frozenset[Literal[1, 2, 3]],
-    "some colors": Annotated[set[Color], Field(min_length=1, max_length=2)],
-    "tags": Annotated[list[Text], Field(min_length=1, max_length=3)],
-    "map": dict[str, int],
-    "by color": dict[Literal["a", "b"], int],
-    "by enum": dict[Color, float],
-    "by pattern": dict[Annotated[str, Field(pattern="^[a-z]{1,5}$")], bool],
-    "not empty": Annotated[dict[str, int], Field(min_length=1)],
-    "optional": Optional[Point],
-    "union": int | str | None,
-    "pet": Pet,
-    "pets": list[Pet],
-    "any": typing.Any,
-}
-MEMBERS = [
-    "PositiveInt",
-    "open",
-    "code",
-    "colors",
-    "pair",
-    "by color",
-    "pet",
-    "optional",
-    "date",
-    "tags",
-    "price",
-    "HttpUrl",
-]
-"""Kinds of fields of the models, which have some of them each."""
+client_models = pytest.importorskip("client_models")
 
 
 def schemas():
-    for name, kind in TYPES.items():
+    for name, kind in client_models.TYPES.items():
         yield name, pydantic.TypeAdapter(kind).json_schema()
-    # Models as instructor, pydantic-ai and LangChain build them: documented fields, some of them optional.
-    for i in range(60):
-        chosen = [MEMBERS[(i * step + shift) % len(MEMBERS)] for step, shift in ((1, 0), (5, 1), (7, 3))]
-        fields = {
-            f"field_{j}": (TYPES[name], Field(description=f"the {name}")) if j else (Optional[TYPES[name]], None)
-            for j, name in enumerate(dict.fromkeys(chosen))
-        }
-        model = pydantic.create_model(f"Model{i}", __doc__="An answer.", **fields)
+    for i, (name, model) in enumerate(client_models.models().items()):
         schema = model.model_json_schema()
         # OpenAI's strict mode: all required, and no others.
         if i % 3 == 0:
             schema |= {"additionalProperties": False, "required": list(schema["properties"])}
-        yield f"model {i}", schema
+        yield name, schema
 
 
 REFUSED = {"even": "multipleOf", "names": "uniqueItems", "set": "uniqueItems"}
@@ -141,7 +50,7 @@ def test_documents_of_the_schemas_of_clients_validate(needs):
     ["date", "time", "datetime", "timedelta", "UUID", "Decimal", "AnyUrl", "IPvAnyAddress", "open", "pet"],
 )
 def test_pydantic_takes_the_values(name):
-    kind, rng = pydantic.TypeAdapter(TYPES[name]), np.random.default_rng(1)
+    kind, rng = pydantic.TypeAdapter(client_models.TYPES[name]), np.random.default_rng(1)
     grammar = Grammar.json_schema(
         kind.json_schema() if name != "IPvAnyAddress" else {"type": "string", "format": "ipv6"}
     )
@@ -167,6 +76,16 @@ def test_pydantic_takes_the_values(name):
         ({"properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 1}, ['{"b": 2}'], ["{}"]),
         ({"type": "string", "pattern": "^a", "maxLength": 3}, ['"a"', '"ab\\""'], ['"b"', '"abcd"']),
         ({"type": "string", "format": "unknown", "maxLength": 2}, ['"ab"'], ['"abc"']),
+        ({"type": "string", "maxLength": 5000}, [f'"{"ü" * 2048}"'], [f'"{"a" * 2049}"']),
+        ({"type": "string", "pattern": "^a{300,}b", "maxLength": 400}, [f'"{"a" * 300}b"'], [f'"{"a" * 400}b"']),
+        ({"type": "string", "maxLength": 1}, ['"\\""', '"/"'], ['"\\/"', '"\\u0041"']),
+        ({"type": "integer", "unit": "m", "_minimum": 5}, ["1"], ["1.5"]),
+        ({"anyOf": [{"minimum": 3}, {"maximum": 0}], "type": "integer"}, ["3", "-1"], ["2", "3.5"]),
+        (
+            {"properties": {"a": {"const": 1}, "b": {"const": 2}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": 1}', '{"b": 2}'],
+            ["{}"],
+        ),
         ({"type": "string", "format": "duration"}, ['"P1DT2H"', '"PT5S"', '"P2W"'], ['"P"', '"1D"', '"PT"']),
         ({"type": "string", "format": "ipv4"}, ['"255.0.10.1"'], ['"256.0.0.1"', '"01.0.0.1"']),
         ({"type": "string", "format": "ipv6"}, ['"::"', '"1::8"', '"1:2:3:4:5:6:7:8"'], ['"1:2"', '"1::2::3"']),

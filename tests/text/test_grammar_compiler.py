@@ -230,6 +230,10 @@ def test_whitespace_is_what_is_asked():
     assert wide.matches('{\n  "a":\n [\n1,\n2\n]\n}') and not wide.matches('{"a":[1,2]}')
 
 
+BRANCHING = {"properties": {name: {"$ref": "#"} for name in "abcdefghijklmnop"}}
+"""A schema that refers to itself so often that its document is too large."""
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -242,7 +246,7 @@ def test_whitespace_is_what_is_asked():
         ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "several patternProperties"),
         ({"properties": {str(i): {} for i in range(9)}, "maxProperties": 3}, "of more than 8 properties"),
         ({"type": "string", "minItems": 1}, "the keyword 'minItems' is not supported beside type"),
-        ({"anyOf": [{}], "type": "string"}, "the keyword 'type' is not supported beside anyOf"),
+        ({"anyOf": [{"type": "integer"}], "type": "string"}, "the keyword 'type' is not supported beside anyOf"),
         ({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": {}}}, "'minLength' is not supported beside"),
         ({"enum": [1], "minimum": 0}, "'minimum' is not supported"),
         ({"type": "text"}, "type 'text' must be one or several of"),
@@ -263,7 +267,11 @@ def test_whitespace_is_what_is_asked():
         ({"enum": []}, "enum \\[\\] must be a list of at least one value"),
         (False, "matches no text"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "matches no text"),
-        ({"type": "string", "maxLength": 5000}, "maxLength 5000: strings of limited length must have at most 1489"),
+        ({"type": "string", "minLength": 5000}, "schema at /: minLength, .* of more than 30000 states"),
+        ({"type": "string", "maxlength": 5}, "has 'maxlength'; did you mean 'maxLength'"),
+        ({"type": "integer", "multipleOf": 2}, "'multipleOf' is not supported beside type"),
+        ({"anyOf": [{"properties": {"a": {}}}], "properties": {"b": {}}}, "'properties' is not supported beside anyOf"),
+        (BRANCHING, "has more than 16384 schemas"),
     ],
 )
 def test_a_schema_that_is_refused(schema, message):

@@ -8,6 +8,8 @@ _CLOCK = f"T({_COUNT}H({_COUNT}M({_COUNT}S)?)?|{_COUNT}M({_COUNT}S)?|{_COUNT}S)"
 _DAYS = f"({_COUNT}Y({_COUNT}M({_COUNT}D)?)?|{_COUNT}M({_COUNT}D)?|{_COUNT}D)"
 _LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?"
 _HOST = rf"({_LABEL}\.){{0,4}}[a-zA-Z]([a-zA-Z0-9-]{{0,30}}[a-zA-Z0-9])?"
+_NAME = "[a-zA-Z0-9]+(-[a-zA-Z0-9]+)*"
+"""A label of any length: a small automaton, as its product with a counter must be."""
 _MAILBOX = r"[a-zA-Z0-9_+-]{1,20}(\.[a-zA-Z0-9_+-]{1,20}){0,2}"
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _GROUP = "[0-9a-fA-F]{1,4}"
@@ -32,6 +34,6 @@ FORMATS = {
     "hostname": _HOST,
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
     "ipv6": _ipv6(),
-    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*://{_HOST}(:[1-9]\d{{0,3}})?(/{_PATH})?(\?{_PATH})?(#{_PATH})?",
+    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*://({_NAME}\.)*[a-zA-Z]+(:[1-9]\d{{0,3}})?(/{_PATH})?(\?{_PATH})?(#{_PATH})?",
 }
 """Name -> regex (RFC 3339, 9562, 5321, 1123, 4291, 3986), without year 0 (invalid in Python) and February 29."""

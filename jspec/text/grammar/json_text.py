@@ -43,6 +43,10 @@ CHARACTER = e.either(
     e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape())),
 )
 """A character within a string, in any spelling."""
+COUNTED = e.either(e.characters(e.complement(_ESCAPED)), e.concat(_one_of("\\"), _one_of('"\\bfnrt')))
+"""A character in its shortest spelling, without controls of four digits: fewer states to repeat."""
+COUNTED_STATES = 9
+"""Bytes within an encoding, a backslash, and the end."""
 INTEGER = e.concat(
     e.optional(_one_of("-")),
     e.either(_one_of("0"), e.concat(_one_of("123456789"), e.repeat(e.characters(_DIGIT), 0, None))),
@@ -57,8 +61,8 @@ NULL = e.literal("null")
 
 
 def string(least: int = 0, most: int | None = None) -> Expression:
-    """A string of `least` to `most` characters."""
-    return quoted(e.repeat(CHARACTER, least, most))
+    """A string of `least` to `most` characters. Where these are counted, each has its shortest spelling."""
+    return quoted(e.repeat(CHARACTER if most is None and least < 2 else COUNTED, least, most))
 
 
 def quoted(inner: Expression) -> Expression:
@@ -95,7 +99,7 @@ def _spelled_table(text: Compiled) -> Compiled:
     table, escapes = text.table.copy(), []
     for first, last in _ESCAPED:
         table[:, first : last + 1] = -1
-    # A backslash leads to a state of its own, from which the letter of an escape leads on.
+    # A backslash leads to a state of its own; the letter of an escape leads on from there.
     for state, row in enumerate(text.table):
         letters = {ord(letter): row[code] for code, letter in _SHORT.items() if row[code] >= 0}
         if letters:
@@ -125,7 +129,7 @@ class Layout:
         return self._around("{}", e.repeat(member, least, most, self._comma))
 
     def tuple_of(self, items: Sequence[Expression], least: int, rest: Expression = e.EMPTY) -> Expression:
-        """An array that begins with these items, the first `least` of them required, and then `rest`."""
+        """An array of these items, the first `least` of them required, and then `rest`."""
         inner = rest
         for i in range(len(items) - 1, -1, -1):
             if i + 1 < len(items):

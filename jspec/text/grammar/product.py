@@ -1,5 +1,7 @@
 """Intersections and differences of regular languages, by the product of their automata over bytes."""
 
+import functools
+
 import numpy as np
 
 from jspec.core.automaton import reaching
@@ -11,6 +13,7 @@ ANYTHING = e.repeat(e.characters([(0, e.MAX_CODE)]), 0, None)
 """Any text."""
 
 
+@functools.lru_cache(maxsize=64)
 def both(first: Expression, second: Expression, *, minus: bool = False) -> Expression:
     """The texts of both expressions; `minus`: those of the first alone.
 

@@ -1,6 +1,6 @@
 """Compiles a regex of Python's `re` module to an expression.
 
-Features beyond regular languages are errors: anchors other than at both ends, look-around, references to groups, atomic
+Other features are errors: anchors other than at both ends, look-behind, look-ahead within a repetition, references, atomic
 groups and possessive repetition.
 """
 
@@ -46,12 +46,12 @@ def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, boo
 
     Raises:
       TypeError: not a str.
-      ValueError: not a regex, or one that is not regular or has flags that are not supported.
+      ValueError: not a regex, or one with unsupported features or flags.
     """
     text = check_text(name, pattern)
     shown = f"{name}={shorten(text)}"
     try:
-        # Python warns of syntax that future versions may read differently.
+        # Python warns of syntax with another meaning in future versions.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = _parser.parse(text)

@@ -1,4 +1,4 @@
-"""Decimal numbers within bounds, as expressions of their digits without an exponent."""
+"""Integers and decimals within bounds, as expressions of their digits without an exponent."""
 
 import dataclasses
 import math
@@ -28,8 +28,8 @@ def integers(low: Bound | None, high: Bound | None) -> Expression:
     return e.either(positive, e.concat(e.literal("-"), negative))
 
 
-def numbers(low: Bound | None, high: Bound | None) -> Expression:
-    """Numbers between two bounds, with any number of decimals."""
+def decimals(low: Bound | None, high: Bound | None) -> Expression:
+    """Decimals between two bounds, of any length."""
     zero = Bound(Decimal(0))
     positive = _decimals(low if low is not None and low.value >= 0 else zero, high)
     # Without -0, which has a second spelling.
@@ -43,7 +43,7 @@ def _whole(least: int, most: int | None) -> Expression:
     if most is not None and least > most:
         return NOTHING
     parts, first = [], least
-    # Ranges of equal numbers of digits, then all longer numbers.
+    # Ranges of integers of one length, then all longer ones.
     while most is None or first <= most:
         size = len(str(first))
         last = 10**size - 1 if most is None else min(10**size - 1, most)
@@ -77,7 +77,7 @@ def _same_length(first: str, last: str) -> Expression:
 
 
 def _decimals(low: Bound, high: Bound | None) -> Expression:
-    """Numbers of at least 0."""
+    """Decimals of at least 0."""
     if high is not None and (high.value < low.value or high.value == low.value and (low.open or high.open)):
         return NOTHING
     first, lower = math.floor(low.value), (_decimal_digits(low.value), low.open)
