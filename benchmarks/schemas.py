@@ -4,8 +4,8 @@
     python benchmarks/schemas.py SCHEMAS --json benchmarks/results/DATE-MACHINE-schemas.jsonl
     python benchmarks/schemas.py JSONSCHEMABENCH/data --most 100 --json ...
 
-SCHEMAS is a directory with a folder of .json files for each kind. `--clients` writes those of pydantic's types, and those
-that instructor, openai, LangChain and pydantic-ai (all must be installed) send for 60 models.
+SCHEMAS is a directory with a folder of .json files for each kind. `--clients` writes the schemas of pydantic's types, and
+of 60 models as instructor, openai, LangChain and pydantic-ai send them, which must be installed.
 """
 
 import argparse

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from jspec.core.checks import check_text, shorten
 from jspec.text.grammar import expression as e
 from jspec.text.grammar import json_text
+from jspec.text.grammar.between import Bound, decimals, integers
 from jspec.text.grammar.expression import NOTHING, Compiled, Expression
 from jspec.text.grammar.formats import FORMATS
 from jspec.text.grammar.keywords import EFFECTIVE, NEIGHBORS, OF_TYPE, Schema, at, bounds, is_of, limits, refuse, same
-from jspec.text.grammar.between import Bound, decimals, integers
 from jspec.text.grammar.product import ANYTHING, both
 from jspec.text.grammar.regex import parse_regex
 

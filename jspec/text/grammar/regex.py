@@ -1,7 +1,7 @@
 """Compiles a regex of Python's `re` module to an expression.
 
-Other features are errors: anchors other than at both ends, look-behind, look-ahead within a repetition, references, atomic
-groups and possessive repetition.
+Features beyond regular languages are errors: anchors other than at both ends, look-behind, look-ahead within a repetition,
+references to groups, atomic groups and possessive repetition.
 """
 
 import importlib
