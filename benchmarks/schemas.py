@@ -4,11 +4,12 @@
     python benchmarks/schemas.py SCHEMAS --json benchmarks/results/DATE-MACHINE-schemas.jsonl
     python benchmarks/schemas.py JSONSCHEMABENCH/data --most 100 --json ...
 
-SCHEMAS is a directory with a folder of .json files for each kind. `--clients` writes the schemas of pydantic's types, and
-of 60 models as instructor, openai, LangChain and pydantic-ai send them, which must be installed.
+SCHEMAS is a directory with a folder of .json files for each kind. `--clients` writes the schemas of pydantic's types
+and those of 60 models as instructor, openai, LangChain and pydantic-ai send them. All must be installed.
 """
 
 import argparse
+import importlib
 import json
 import random
 import sys
@@ -18,8 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import jsonschema
 import numpy as np
+from jsonschema.validators import Draft202012Validator, validator_for
 
 from jspec.bench import measurement, report
 from jspec.bench.machine import environment
@@ -34,20 +35,20 @@ Schema: TypeAlias = dict[str, Any]
 
 def write_clients(folder: Path) -> None:
     """Write the schemas of clients."""
-    import client_models
-    import pydantic
-    from instructor.processing.schema import generate_openai_schema
-    from langchain_core.utils.function_calling import convert_to_openai_tool
-    from openai.lib._pydantic import to_strict_json_schema
-    from pydantic_ai.profiles.openai import OpenAIJsonSchemaTransformer as Transformer
+    library = importlib.import_module
+    client_models, pydantic = library("client_models"), library("pydantic")
+    generate_openai_schema = library("instructor.processing.schema").generate_openai_schema
+    convert_to_openai_tool = library("langchain_core.utils.function_calling").convert_to_openai_tool
+    to_strict_json_schema = library("openai.lib._pydantic").to_strict_json_schema
+    transformer = library("pydantic_ai.profiles.openai").OpenAIJsonSchemaTransformer
 
     clients: Mapping[str, Callable[[Any], Schema]] = {
         "instructor": lambda model: generate_openai_schema(model)["parameters"],
         "openai": to_strict_json_schema,
         "langchain": lambda model: convert_to_openai_tool(model)["function"]["parameters"],
         "langchain strict": lambda model: convert_to_openai_tool(model, strict=True)["function"]["parameters"],
-        "pydantic-ai": lambda model: Transformer(model.model_json_schema()).walk(),
-        "pydantic-ai strict": lambda model: Transformer(model.model_json_schema(), strict=True).walk(),
+        "pydantic-ai": lambda model: transformer(model.model_json_schema()).walk(),
+        "pydantic-ai strict": lambda model: transformer(model.model_json_schema(), strict=True).walk(),
     }
     written = {
         "pydantic": {name: pydantic.TypeAdapter(kind).json_schema() for name, kind in client_models.TYPES.items()}
@@ -64,8 +65,7 @@ def write_clients(folder: Path) -> None:
 
 def measure(paths: list[Path]) -> tuple[dict[str, list[float]], Counter[str]]:
     """Metrics of some schemas, and the messages of those that do not compile."""
-    from grammars import sample_text
-
+    sample_text = importlib.import_module("grammars").sample_text
     rng, counts, seconds, messages = np.random.default_rng(0), Counter(), [], Counter()
     for path in paths:
         schema = json.loads(path.read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def measure(paths: list[Path]) -> tuple[dict[str, list[float]], Counter[str]]:
         finally:
             seconds.append(time.perf_counter() - began)
         counts["compiled"] += 1
-        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+        validator = validator_for(schema, default=Draft202012Validator)(schema)
         for most in LENGTHS:
             text = sample_text(dfa, rng, most)
             counts["documents"] += 1

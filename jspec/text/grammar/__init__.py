@@ -47,7 +47,7 @@ class Grammar:
 
         Raises:
           TypeError: not a str.
-          ValueError: not a regex; one with look-behind, or look-ahead within a repetition, references to groups, atomic
+          ValueError: not a regex; one with look-around (but ahead, outside of repetitions), references to groups, atomic
             groups, possessive repetition or anchors other than at both ends; or one whose automaton is too large.
         """
         return compile_parsed("regex", pattern, parse_regex(pattern)[0])
@@ -74,7 +74,7 @@ class Grammar:
 
         Every document is valid, but not every valid document is allowed: properties and the values of `uniqueItems`
         come in the order of the schema; an object with `properties` gets no others, one without gets any names;
-        bounded numbers have no exponent, a format has its usual texts, and a long `maxLength` is lowered to what an
+        a bounded number has no exponent, a format has its usual texts, and a long `maxLength` is lowered to what an
         automaton can count.
 
         Supported are `type`, `enum`, `const`, `anyOf`, `oneOf` (of schemas that plainly exclude each other), `allOf`

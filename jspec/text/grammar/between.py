@@ -119,7 +119,7 @@ def _digits(lower: _Tight, upper: _Tight, *, ends: bool = True) -> Expression:
         return e.concat(e.repeat(e.literal("0"), 0, None), e.characters([(0x31, 0x39)]), _DIGITS)
     # One digit.
     low, high = _next(lower, "0"), _next(upper, "9")
-    parts = [none]
+    parts: list[Expression] = [none]
     for digit in range(int(low), int(high) + 1):
         below = _after(lower) if str(digit) == low and lower is not None else None
         above = _after(upper) if str(digit) == high and upper is not None else None
