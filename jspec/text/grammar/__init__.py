@@ -47,8 +47,8 @@ class Grammar:
 
         Raises:
           TypeError: not a str.
-          ValueError: not a regex; one with look-around (but ahead, outside of repetitions), references to groups, atomic
-            groups, possessive repetition or anchors other than at both ends; or one whose automaton is too large.
+          ValueError: not a regex; one with look-around (but ahead, outside of repetitions), references to groups,
+            atomic groups, possessive repetition or anchors other than at both ends; or its automaton is too large.
         """
         return compile_parsed("regex", pattern, parse_regex(pattern)[0])
 

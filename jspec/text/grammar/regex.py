@@ -1,7 +1,7 @@
 """Compiles a regex of Python's `re` module to an expression.
 
-Features beyond regular languages are errors: anchors other than at both ends, look-around (but ahead, outside of repetitions),
-references to groups, atomic groups and possessive repetition.
+Features beyond regular languages are errors: anchors other than at both ends, look-around (but ahead, outside of
+repetitions), references to groups, atomic groups and possessive repetition.
 """
 
 import importlib
