@@ -32,6 +32,7 @@ from jspec.generation.ids import GeneratedIds, generate_ids
 from jspec.generation.options import GenerateOptions
 from jspec.generation.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.generation.score import Scores, score
+from jspec.generation.speculation import Speculation
 from jspec.loading.model import Model, load
 from jspec.loading.own import from_function, from_module, from_named, from_target
 from jspec.loading.startup import cache_programs
@@ -67,6 +68,7 @@ __all__ = [
     "RuleReport",
     "Sampling",
     "Scores",
+    "Speculation",
     "Standalone",
     "Suffix",
     "TargetReport",

@@ -3,6 +3,9 @@
 p is the target's distribution at a node, the softmax of its processed logits (`sampling.process`); q is the
 distribution from which a draft was sampled. A rule is lossless if its tokens have the distribution p along their path,
 for any draft. All random draws of a sequence are functions of its key and of positions.
+
+A round ends at `DraftTree.limit`: what a rule accepts beyond it is dropped. A rule with residual distributions treats
+the drafts there as not proposed, so the token after the limit has the distribution p.
 """
 
 import dataclasses
@@ -95,9 +98,9 @@ def rejection(
         return _reject_in_tree(key, draft_tree, p, position)
     # coin q(x) < p(x) has the probability min(1, p(x) / q(x)).
     drafts = draft_tree.tokens[:, 1:]
-    q = _chain_probs(draft_tree, p)
+    q, proposed = _chain_probs(draft_tree, p), _proposed(draft_tree)
     coin = _coins(key, position, drafts.shape[1])
-    passes = coin * _at(q, drafts) < _at(p[:, :-1], drafts)
+    passes = (coin * _at(q, drafts) < _at(p[:, :-1], drafts)) & proposed
     accepted = jnp.cumprod(passes, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
     # The residual distribution after each number of accepted drafts; after all of them, p itself.
     residual = jnp.concatenate([_normalize(jnp.maximum(p[:, :-1] - q, 0.0), p[:, :-1]), p[:, -1:]], axis=1)
@@ -134,7 +137,7 @@ def block(
     mass = residual.sum(-1)[:, 1:]
     inner = mass / jnp.maximum(mass + 1.0 - weight[:, :-1], jnp.finfo(q.dtype).tiny)
     # The longest prefix that passes is accepted.
-    passes = coin < jnp.concatenate([inner, weight[:, -1:]], axis=1)
+    passes = (coin < jnp.concatenate([inner, weight[:, -1:]], axis=1)) & _proposed(draft_tree)
     count = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None]
     accepted = jnp.where(passes, count, 0).max(1)
     residual = jnp.concatenate([_normalize(residual, p[:, :-1]), p[:, -1:]], axis=1)
@@ -283,7 +286,9 @@ def _walk(
     node, walking = jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
     residual = p[:, 0]
     path, drafts, length = [node], [], jnp.ones(batch, jnp.int32)
-    for _ in range(_generations(draft_tree)):
+    for generation in range(_generations(draft_tree)):
+        if draft_tree.limit is not None:
+            walking = walking & (generation < draft_tree.limit)
         notes = _row(memory, node) if memory is not None and memory.ndim == 3 else memory
         # Go down to the accepted child; where there is none, the walk ends.
         walking, node, residual = _try_children(draft_tree, node, walking, residual, notes, coins, judge)
@@ -350,9 +355,16 @@ def _finish_chain(
 
 
 def _chain_probs(draft_tree: DraftTree, p: Float[Array, "B N V"]) -> Float[Array, "B D V"]:
-    if draft_tree.probs is not None:
-        return draft_tree.probs[:, :-1]
-    return jax.nn.one_hot(draft_tree.tokens[:, 1:], p.shape[-1], dtype=p.dtype)
+    """q at each node with a draft; 0 where none is proposed, as p is the residual distribution there."""
+    q = draft_tree.probs
+    q = jax.nn.one_hot(draft_tree.tokens[:, 1:], p.shape[-1], dtype=p.dtype) if q is None else q[:, :-1]
+    return jnp.where(_proposed(draft_tree)[:, :, None], q, 0.0)
+
+
+def _proposed(draft_tree: DraftTree) -> Bool[Array, "#B D"]:
+    """Whether each draft of a chain counts as proposed."""
+    generation = jnp.arange(draft_tree.tokens.shape[1] - 1, dtype=jnp.int32)[None]
+    return generation >= 0 if draft_tree.limit is None else generation < draft_tree.limit[:, None]
 
 
 def _with_parents(draft_tree: DraftTree) -> DraftTree:

@@ -21,12 +21,17 @@ Turn = tuple[Int[Array, ""], DecodeState]
 """The branch of the next round, and the state before it."""
 
 
+def count(drafter: Drafter) -> int:
+    """K: the branches, or 1."""
+    branching = optional.as_branching(drafter)
+    return 1 if branching is None else len(branching.branches)
+
+
 def counters(drafter: Drafter, batch: int) -> Int[Array, "B K A"] | None:
     """`Stats.branch_counts` before the first round."""
-    branching = optional.as_branching(drafter)
-    if branching is None:
+    if optional.as_branching(drafter) is None:
         return None
-    return jnp.zeros((batch, len(branching.branches), drafter.depth + 1), jnp.int32)
+    return jnp.zeros((batch, count(drafter), drafter.depth + 1), jnp.int32)
 
 
 def costs(drafter: Drafter, batch: int) -> Float[Array, " K"] | None:
@@ -35,8 +40,13 @@ def costs(drafter: Drafter, batch: int) -> Float[Array, " K"] | None:
     return None if branching is None else jnp.asarray(optional.costs_at(branching, batch), jnp.float32)
 
 
+def draft_limit(s: DecodeState, branch: int | None) -> Int[Array, " B"] | None:
+    """`DraftTree.limit` of a round of this branch."""
+    return None if s.draft_limits is None else s.draft_limits[:, branch or 0]
+
+
 def drafting(drafter: Drafter, state: PyTree, branch: int | None) -> tuple[Drafter, PyTree]:
-    """The drafter that proposes in this branch, and its state; the drafter itself if `branch` is None."""
+    """The proposing drafter of this branch, and its state; the drafter itself if `branch` is None."""
     branching = optional.as_branching(drafter)
     if branch is None or branching is None:
         return drafter, state
@@ -46,8 +56,8 @@ def drafting(drafter: Drafter, state: PyTree, branch: int | None) -> tuple[Draft
 def after_draft(drafter: Drafter, whole: PyTree, before: PyTree, after: PyTree, branch: int | None) -> PyTree:
     """The state of the whole drafter after the proposal of one branch, which must leave its own state unchanged.
 
-    drafter: the one that proposed, whose state was `before` and is `after`.
-    whole: the state of the drafter that has the branches.
+    drafter: the proposing one, whose state was `before` and is `after`.
+    whole: the state of the drafter with the branches.
     """
     if branch is None:
         return after
@@ -68,18 +78,18 @@ def run_while(
     """Rounds while `going(s)` is true.
 
     one_round: the state after a round of a branch.
-    without_held: the state in which sequences that take no part in the next round count as finished.
+    without_held: the state with sequences held in the next round as finished.
     debug: check the index of each chosen branch.
     """
-    count = len(drafter.branches)
+    most = count(drafter)
 
     def choose(s: DecodeState) -> Turn:
         with jax.named_scope("draft"):
             branch, state = drafter.choose(params, without_held(s))
             if debug:
-                check_choice(s, branch, count)
+                check_choice(s, branch, most)
         # An out-of-range index would match no branch and never terminate.
-        branch = jnp.clip(branch, 0, count - 1).astype(jnp.int32)
+        branch = jnp.clip(branch, 0, most - 1).astype(jnp.int32)
         return branch, dataclasses.replace(s, draft=state)
 
     def rounds_of(branch: int, turn: Turn) -> Turn:

@@ -6,8 +6,11 @@ The error names the argument, its value and the valid ones: `page_size=0: must b
 import math
 import operator
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 def check_int(name: str, value: object, *, least: int, most: int | None = None, owner: str = "") -> int:
@@ -93,6 +96,37 @@ def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> 
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
         raise TypeError(f"{_shown(name, value, owner)}: must be {items}")
     return value
+
+
+def check_entries(name: str, value: object, kind: type[T], otherwise: str = "None") -> T | tuple[T | None, ...] | None:
+    """Check a value of one kind for all sequences, a list with one or None per sequence, or None.
+
+    otherwise: what None is, for the message.
+
+    Raises:
+      TypeError: something else.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    kind_name = f"a jspec.{kind.__name__}"
+    entries = check_sequence(name, value, items=f"{kind_name}, a list with one per sequence, or {otherwise}")
+    for i, entry in enumerate(entries):
+        if entry is not None and not isinstance(entry, kind):
+            raise TypeError(f"{name}[{i}]={shorten(entry)}: must be {kind_name}, or {otherwise}")
+    return tuple(entry for entry in entries if entry is None or isinstance(entry, kind))
+
+
+def entries_of(name: str, value: T | Sequence[T | None] | None, batch: int) -> list[T | None]:
+    """List the value of each of `batch` sequences, of one value for all or of one per sequence.
+
+    Raises:
+      ValueError: a list whose length is not `batch`.
+    """
+    if not isinstance(value, Sequence):
+        return [value] * batch
+    if len(value) != batch:
+        raise ValueError(f"{name}: {len(value)} for {batch} sequences; must be one, or one per sequence")
+    return list(value)
 
 
 def check_flag(name: str, value: object, *, owner: str = "") -> bool:

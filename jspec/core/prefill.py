@@ -140,4 +140,5 @@ def _unread(params: Params, prompts: Prompts, method: Method, capacity: int, pag
         recorded=empty_record((batch, columns), prompts.sampling, method.record),
         grammar=Automaton() if prompts.grammar is None else prompts.grammar,
         costs=branches.costs(method.drafter, batch),
+        draft_limits=prompts.draft_limits,
     )

@@ -59,7 +59,8 @@ def draft(
     returned = drafter.draft(params, dataclasses.replace(s, draft=state))
     draft_tree, drafted = check_draft(drafter, returned, s.length.shape[0], drafter.depth)
     state = branches.after_draft(drafter, s.draft, state, drafted, branch)
-    return grammars.mend(s.grammar, draft_tree), dataclasses.replace(s, draft=state)
+    mended = grammars.mend(s.grammar, draft_tree)
+    return dataclasses.replace(mended, limit=branches.draft_limit(s, branch)), dataclasses.replace(s, draft=state)
 
 
 def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Method) -> ForwardOutput:
@@ -75,7 +76,7 @@ def accept_drafts(
     """Decides on drafts to keep and the token after them. live: sequences that get tokens; None: all."""
     logits = node_logits(s, draft_tree, out)
     accepted = check_acceptance(method.accept, method.accept(s.key, draft_tree, logits, s.length), draft_tree)
-    return _decide(s, accepted, live, record(s, out.logits, logits, accepted))
+    return _decide(s, _cut(accepted, draft_tree), live, record(s, out.logits, logits, accepted))
 
 
 def commit_round(
@@ -172,6 +173,13 @@ def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -
         branch_counts,
     )
     return dataclasses.replace(s, round_index=s.round_index + 1, stats=stats)
+
+
+def _cut(accepted: Acceptance, draft_tree: DraftTree) -> Acceptance:
+    """The acceptance without drafts beyond the limits of the tree."""
+    if draft_tree.limit is None:
+        return accepted
+    return dataclasses.replace(accepted, length=jnp.minimum(accepted.length, draft_tree.limit + 1))
 
 
 def _decide(

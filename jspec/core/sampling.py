@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from jspec.core import grammar as grammars
 from jspec.core import stopping, sums
 from jspec.core.bits import ordered_bits
-from jspec.core.checks import check_hashable, check_int, check_number, shorten
+from jspec.core.checks import check_hashable, check_int, check_number, entries_of, shorten
 from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
@@ -151,9 +151,7 @@ def each_of(sampling: Sampling | Sequence[Sampling | None] | None, batch: int) -
         raise TypeError(
             f"sampling={shorten(sampling)}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
         )
-    if len(samplings) != batch:
-        raise ValueError(f"sampling: {len(samplings)} for {batch} sequences; must be one, or one per sequence")
-    return list(samplings)
+    return entries_of("sampling", samplings, batch)
 
 
 def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:

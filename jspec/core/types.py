@@ -43,6 +43,9 @@ class DraftTree:
     probs: Float[Array, "B N V"] | None = None
     """probs[b, n]: the distribution q of the children of node n, sampled from it in order and without replacement.
     None: the drafts were not sampled from a known distribution."""
+    limit: Int[Array, " B"] | None = None
+    """Deepest generation of each sequence that counts as proposed; the target reads the nodes beyond it in vain.
+    None: all."""
 
 
 @struct
@@ -180,6 +183,8 @@ class Prompts:
     """None: all sequences are greedy, without penalties."""
     grammar: Automaton | None = None
     """The automaton of `jspec.core.grammar.init`, with a state per sequence; None: all tokens may follow."""
+    draft_limits: Int[Array, "B K"] | None = None
+    """As in `DecodeState`."""
 
 
 class Cache(Protocol):
@@ -229,6 +234,9 @@ class DecodeState:
     """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
     costs: Float[Array, " K"] | None = None
     """The cost of a round in each branch of the drafter, at this batch; None: it has no branches."""
+    draft_limits: Int[Array, "B K"] | None = None
+    """Most generations that count as proposed in a round of each branch, or of the drafter if it has none (K is 1).
+    None: all."""
 
     @property
     def root(self) -> Int[Array, "B 1"]:

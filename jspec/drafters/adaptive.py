@@ -221,12 +221,13 @@ class Adaptive:
         state: AdaptiveState = s.draft
         assert s.costs is not None
         choices, live, rows, remaining = self._choices, ~s.done, self._rows(state), s.limit - s.length
+        depth = self._depth(s)
         offered = np.isin(np.arange(len(choices.depth)), self.offered(s.length.shape[0]))
 
         def tokens_of(weight: Array) -> Array:
             """The expected tokens of each sequence with each drafter, by the evidence of some sequences."""
             acceptance = policy.conditional_acceptance(state.evidence, weight, self.prior * choices.quality)
-            return jnp.where(offered, policy.expected_tokens(acceptance, rows, choices), 0.0)
+            return jnp.where(offered, policy.expected_tokens(acceptance, rows, choices, depth), 0.0)
 
         # Expected tokens per cost, over live sequences: those beyond the limit of a sequence do not count.
         likely = tokens_of(live.astype(jnp.float32)).max(1)
@@ -234,7 +235,7 @@ class Adaptive:
         weights = policy.weights(live, *progress, likely, self.urgency)
         value, most = (
             weights @ jnp.minimum(tokens, remaining[:, None].astype(jnp.float32)) / s.costs
-            for tokens in (tokens_of(weights), jnp.where(offered, choices.depth + 1.0, 0.0)[None].astype(jnp.float32))
+            for tokens in (tokens_of(weights), jnp.where(offered, depth + 1, 0).astype(jnp.float32))
         )
         previous = jnp.where(live, state.best, 0).max() - 1
         evidence = value, most, previous, s.round_index, choices
@@ -289,7 +290,8 @@ class Adaptive:
             states.append(drafter.extend(params, dataclasses.replace(s, draft=part), absorbed))
         # Evidence about the drafter of this round.
         rows = self._rows(state)
-        evidence = policy.observe(state.evidence, self._choices, rows, state.taken - 1, committed.length, self.rate)
+        taken, depth = state.taken - 1, self._depth(s)
+        evidence = policy.observe(state.evidence, self._choices, depth, rows, taken, committed.length, self.rate)
         # Evidence about watched drafters. Prompts are no rounds: sequences in prefill have no choice yet.
         appended = jnp.where(state.taken > 0, committed.length, 0)
         length = committed.start + 1
@@ -311,6 +313,11 @@ class Adaptive:
             if kind >= 0 and (kind not in deepest or drafter.depth > deepest[kind][0].depth):
                 deepest[kind] = drafter, part
         return dict(sorted(deepest.items()))
+
+    def _depth(self, s: DecodeState) -> Int[Array, "#B K"]:
+        """The drafts that each sequence may take of each drafter."""
+        depth = jnp.asarray(self._choices.depth)[None]
+        return depth if s.draft_limits is None else jnp.minimum(depth, s.draft_limits)
 
     def _rows(self, state: AdaptiveState) -> Int[Array, "B F"]:
         """The rows of evidence of the next proposals."""

@@ -71,6 +71,7 @@ class Choices:
 def observe(
     evidence: Evidence,
     choices: Choices,
+    depth: Int[Array, "#B K"],
     rows: Int[Array, "B F"],
     taken: Int[Array, " B"],
     appended: Int[Array, " B"],
@@ -78,6 +79,7 @@ def observe(
 ) -> Evidence:
     """Updates the evidence of unwatched kinds after a round.
 
+    depth: `Choices.depth`, or less in sequences with limits.
     rows: of the proposals (`Choices.rows`).
     taken: choice of each sequence's round; -1: none.
     appended: tokens added by the round, bonus token included; 0: none.
@@ -88,7 +90,8 @@ def observe(
     known = np.where(np.append(choices.watched, True)[choices.kind], -1, choices.kind)
     kind = jnp.where(taken >= 0, jnp.asarray(known)[index], -1)
     row = jnp.where(kind >= 0, jnp.take_along_axis(rows, jnp.maximum(kind, 0)[:, None], axis=1)[:, 0], -1)
-    return judge(evidence, row, jnp.asarray(choices.depth)[index], appended - 1, rate)
+    depth = jnp.broadcast_to(depth, (len(index), depth.shape[1]))
+    return judge(evidence, row, jnp.take_along_axis(depth, index[:, None], axis=1)[:, 0], appended - 1, rate)
 
 
 def judge(
@@ -126,17 +129,20 @@ def conditional_acceptance(
     return jnp.stack(estimates, axis=1)
 
 
-def expected_tokens(acceptance: Float[Array, "G D"], rows: Int[Array, "B F"], choices: Choices) -> Float[Array, "B K"]:
+def expected_tokens(
+    acceptance: Float[Array, "G D"], rows: Int[Array, "B F"], choices: Choices, depth: Int[Array, "#B K"]
+) -> Float[Array, "B K"]:
     """Expected tokens per round of each sequence with each drafter, bonus token included.
 
     rows: of the proposals; a sequence without one gets the bonus token alone.
+    depth: as of `observe`.
     """
     if not choices.kinds:
         return jnp.ones((rows.shape[0], len(choices.depth)), jnp.float32)
     survival = jnp.cumsum(jnp.cumprod(acceptance, axis=1), axis=1)
     row = rows[:, np.maximum(choices.kind, 0)]
-    drafts = survival[jnp.maximum(row, 0), np.maximum(choices.depth - 1, 0)[None]]
-    return 1.0 + jnp.where((row >= 0) & (choices.depth > 0)[None], drafts, 0.0)
+    drafts = survival[jnp.maximum(row, 0), jnp.maximum(depth - 1, 0)]
+    return 1.0 + jnp.where((row >= 0) & (depth > 0), drafts, 0.0)
 
 
 def weights(

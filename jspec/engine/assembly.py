@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jspec.core import optional
 from jspec.core.accept import greedy
+from jspec.core.checks import entries_of
 from jspec.core.sampling import each_of, per_row
 from jspec.core.types import RowSampling
 from jspec.engine.group import MAX_IN_FLIGHT, MAX_ROUNDS
@@ -14,6 +15,7 @@ from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.generation.method import choose_drafter, choose_method, knows_greedy
 from jspec.generation.options import EngineOptions, RequestOptions, check_grammar_options
+from jspec.generation.speculation import draft_limits
 from jspec.loading.model import Model
 from jspec.runner import sizing
 from jspec.runner.automaton_pool import GrammarPool, StopPool
@@ -121,14 +123,17 @@ def make_requests(
     options.check_vocabulary(vocab_size)
     count, requests = len(prompts), []
     samplings, seeds = each_of(options.sampling, count), options.seeds(count)
-    for ids, limit, seed, sampling in zip(prompts, options.limits(count), seeds, samplings, strict=True):
+    columns = options.limits(count), seeds, samplings, entries_of("speculation", options.speculation, count)
+    for ids, limit, seed, sampling, speculation in zip(prompts, *columns, strict=True):
         request = Request(
             *(ids, limit, priority, salt, sampling, seed),
             stop=tuple(options.stop),
             ignore_eos=options.ignore_eos,
             logprobs=bool(options.logprobs),
             top_logprobs=options.top_logprobs,
+            speculation=speculation,
         )
+        draft_limits(speculation, device.method.drafter)
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
         if request.grammar is not None:

@@ -151,7 +151,7 @@ class Engine:
 
         Args:
           prompt: text or token ids.
-          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs: as in `jspec.generate`.
+          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, speculation: as in `jspec.generate`.
           priority: requests of a higher priority get slots first; among equals the earlier one.
           salt: requests share the pages of equal beginnings only if their salts are equal.
 
@@ -214,7 +214,7 @@ class Engine:
 
         Args:
           prompts: one prompt or a list of prompts, each as text or as token ids.
-          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs: as in `jspec.generate`.
+          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, speculation: as in `jspec.generate`.
           priority, salt: as in `submit`.
           n: samples of each prompt, on shared pages. The result has n items for the first prompt, then n for the
             next, and so on; item i has the seed `(seed, i)`. None: one sample, and for a single prompt no list.

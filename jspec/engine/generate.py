@@ -86,9 +86,11 @@ def generate(
       logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
         probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits; the
         result has those of the sampled distributions as well (`sampled_logprobs`).
-      n: samples of each prompt. The result has n items for the first prompt, then n for the next, and so on; `sampling`
-        and `max_new_tokens` have one entry per prompt, `seed` one per item. None: one sample, and for a single prompt
-        no list.
+      speculation: limits of the drafts of all sequences, or a list with one entry per sequence, such as
+        [jspec.Speculation(depth=0), None]. None: the drafter's own.
+      n: samples of each prompt. The result has n items for the first prompt, then n for the next, and so on; `seed` has
+        one entry per item, `sampling`, `speculation` and `max_new_tokens` one per prompt. None: one sample, and for a
+        single prompt no list.
       page_size: rows per cache page.
       progress: whether to show a progress bar.
       debug: whether to check the invariants of every round and raise at the first violation. Slower.

@@ -16,7 +16,7 @@ from jspec.engine.balance import cached_tokens
 from jspec.engine.handle import Handle, wake
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
-from jspec.generation.result import FINISH_REASONS, drafted_tokens
+from jspec.generation.result import FINISH_REASONS
 from jspec.loading.model import Model
 from jspec.runner.device import Device, InFlight
 from jspec.runner.plan import Burst, Output, Plan
@@ -164,6 +164,7 @@ class Group:
             preemptions=scheduler.preemptions,
             rounds=rounds,
             device_rounds=counters.device_rounds,
+            drafting_rounds=counters.drafting_rounds,
             drafted=counters.drafted,
             accepted=sum(accepted),
             accepted_by_position=accepted,
@@ -323,11 +324,14 @@ class Group:
         counters, times, old = self._counters, handle.times, handle.counted
         counters.new_tokens += len(output.tokens)
         counters.rounds += output.rounds - old[0]
-        drafted = drafted_tokens(self.device.method.drafter, output.rounds, output.branch_counts)
+        rounds = [output.rounds] if output.branch_counts is None else list(map(sum, output.branch_counts))
+        drafts = [(count, limit) for count, limit in zip(rounds, handle.draft_limits, strict=True) if limit]
+        drafted, drafting = sum(count * limit for count, limit in drafts), sum(count for count, _ in drafts)
         counters.drafted += drafted - old[2]
+        counters.drafting_rounds += drafting - old[3]
         for index, count in enumerate(output.accept_counts):
             counters.accept_counts[index] += count - old[1][index]
-        handle.counted = output.rounds, output.accept_counts, drafted
+        handle.counted = output.rounds, output.accept_counts, drafted, drafting
         if not output.tokens:
             return
         if times.last_token is None:

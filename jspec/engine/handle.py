@@ -11,6 +11,7 @@ import numpy as np
 from jspec.core import stopping
 from jspec.core.types import Drafter
 from jspec.generation.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
+from jspec.generation.speculation import draft_limits
 from jspec.runner.plan import Output
 from jspec.runner.request import EngineError, Request
 from jspec.text.stream import TextStream
@@ -41,7 +42,8 @@ class Handle:
     Attributes:
       request: the scheduler's view.
       times: of its events.
-      counted: rounds, accept counts and drafts already in the engine's counters.
+      draft_limits: of `jspec.generation.speculation.draft_limits`.
+      counted: rounds, accept counts, drafts and rounds with drafts already in the engine's counters.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Handle:
     ):
         self.request, self.times = request, Times()
         self._tokenizer, self._cancel, self._drafter = tokenizer, cancel, drafter
+        self.draft_limits = draft_limits(request.speculation, drafter)
         self._stream = None
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, request.prompt, request.stop)
@@ -62,7 +65,7 @@ class Handle:
         self._ended, self._dropped = False, 0
         self._error: BaseException | None = None
         self._finish: FinishReason | None = None
-        self.counted: tuple[int, list[int], int] = 0, [0] * (drafter.depth + 1), 0
+        self.counted: tuple[int, list[int], int, int] = 0, [0] * (drafter.depth + 1), 0, 0
 
     @property
     def done(self) -> bool:
@@ -142,6 +145,7 @@ class Handle:
                 seconds,
                 np.array([self._dropped], np.int32),
                 Branches.of(self._drafter, by_branch, 1),
+                np.array([self.draft_limits], np.int32),
             ),
             origin=list(self._origin),
             logprobs=list(self._logprobs) if request.logprobs else None,

@@ -41,6 +41,7 @@ class Metrics:
     requests_finished: requests by finish reason.
     preemptions: requests preempted because pages ran out.
     rounds, device_rounds: rounds, counted once per sequence; counted once per group.
+    drafting_rounds: those of `rounds` with drafts.
     drafted, accepted: draft tokens of these rounds and accepted ones, as in `GenerationStats`.
     accepted_by_position: accepted draft tokens at each position of the chain; `accepted` is their sum.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
@@ -62,6 +63,7 @@ class Metrics:
     preemptions: int
     rounds: int
     device_rounds: int
+    drafting_rounds: int
     drafted: int
     accepted: int
     accepted_by_position: tuple[int, ...]
@@ -94,7 +96,8 @@ class Counters:
     """Counts of an engine, written by its thread only."""
 
     def __init__(self, depth: int):
-        self.prompt_tokens = self.new_tokens = self.rounds = self.device_rounds = self.drafted = 0
+        self.prompt_tokens = self.new_tokens = self.rounds = self.device_rounds = 0
+        self.drafting_rounds = self.drafted = 0
         self.finished: Counter[str] = Counter()
         self.accept_counts = [0] * (depth + 1)
         self._seconds = {name: ([0] * (len(SECONDS) + 1), [0.0]) for name in _HISTOGRAMS}

@@ -13,10 +13,11 @@ from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.core import optional
 from jspec.core.accept import RULES, Imposed
 from jspec.core.automaton import TokenTable
-from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
+from jspec.core.checks import check_entries, check_hashable, check_int, check_sequence, entries_of, shorten
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import Accept, Drafter, Target
+from jspec.generation.speculation import Speculation
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.text.grammar import compile_grammar
@@ -43,6 +44,7 @@ class RequestOptions:
     ignore_eos: bool = option(False)
     seed: int | Sequence[int | tuple[int, int]] = 0
     logprobs: bool | int = False
+    speculation: Speculation | Sequence[Speculation | None] | None = None
 
     def __post_init__(self):
         # Convert: equal options must compare equal.
@@ -52,9 +54,9 @@ class RequestOptions:
             "stop": tuple(check_stop(self.stop)),
             "seed": _check_seed(self.seed),
             "logprobs": _check_logprobs(self.logprobs),
+            "sampling": check_entries("sampling", self.sampling, Sampling, "None (greedy)"),
+            "speculation": check_entries("speculation", self.speculation, Speculation),
         }
-        if self.sampling is not None and not isinstance(self.sampling, Sampling):
-            values["sampling"] = _check_samplings(self.sampling)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -195,6 +197,7 @@ class RequestKeywords(_SharedKeywords, total=False):
     max_new_tokens: int
     sampling: Sampling | None
     seed: int | Sequence[int | tuple[int, int]]
+    speculation: Speculation | None
 
 
 class BatchKeywords(_SharedKeywords, total=False):
@@ -203,6 +206,7 @@ class BatchKeywords(_SharedKeywords, total=False):
     max_new_tokens: int | Sequence[int]
     sampling: Sampling | Sequence[Sampling | None] | None
     seed: int | Sequence[int | tuple[int, int]]
+    speculation: Speculation | Sequence[Speculation | None] | None
 
 
 class GenerateKeywords(BatchKeywords, total=False):
@@ -317,14 +321,17 @@ def repeat(options: R, prompts: int, n: int) -> R:
     """The options of n samples of each of `prompts` prompts: what is given per prompt becomes one entry per sample.
 
     Raises:
-      ValueError: `sampling` or `max_new_tokens` have another number of entries than there are prompts.
+      ValueError: `sampling`, `speculation` or `max_new_tokens` have another number of entries than there are prompts.
     """
-    limits, sampling = options.limits(prompts), options.sampling
+    limits, sampling, speculation = options.limits(prompts), options.sampling, options.speculation
     if isinstance(sampling, Sequence):
         if len(sampling) != prompts:
             raise ValueError(f"sampling: {len(sampling)} for {prompts} prompts; must be one, or one per prompt")
         sampling = [one for one in sampling for _ in range(n)]
-    return dataclasses.replace(options, max_new_tokens=[one for one in limits for _ in range(n)], sampling=sampling)
+    if isinstance(speculation, Sequence):
+        speculation = [entry for entry in entries_of("speculation", speculation, prompts) for _ in range(n)]
+    limits = [limit for limit in limits for _ in range(n)]
+    return dataclasses.replace(options, max_new_tokens=limits, sampling=sampling, speculation=speculation)
 
 
 def _check_limits(limits: object) -> int | tuple[int, ...]:
@@ -358,15 +365,6 @@ def _check_logprobs(logprobs: object) -> bool | int:
         return check_int("logprobs", logprobs, least=1, most=MAX_TOP_LOGPROBS)
     except (TypeError, ValueError) as error:
         raise type(error)(f"logprobs={shorten(logprobs)}: must be {valid}") from None
-
-
-def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:
-    valid = "a jspec.Sampling, a list with one per sequence, or None (greedy)"
-    entries = check_sequence("sampling", samplings, items=valid)
-    for i, one in enumerate(entries):
-        if one is not None and not isinstance(one, Sampling):
-            raise TypeError(f"sampling[{i}]={shorten(one)}: must be a jspec.Sampling, or None (greedy)")
-    return tuple(one for one in entries if one is None or isinstance(one, Sampling))
 
 
 def check_rule(rule: object) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jspec.core import stopping
 from jspec.core.optional import as_branching
@@ -65,27 +65,6 @@ class Branches:
         """Rounds of all sequences by drafter."""
         return dict(zip(self.drafters, self.counts.sum((0, 2)).tolist(), strict=True))
 
-    @property
-    def drafted(self) -> int:
-        """Drafts of the longest chains."""
-        return int(self.counts.sum((0, 2)) @ np.array(self.depths))
-
-    def judged(self) -> tuple[np.ndarray, np.ndarray]:
-        """[depth] rounds with a draft at each position and all before it accepted; those with it accepted, too."""
-        # Rounds with at least i + 1 tokens.
-        at_least = np.cumsum(self.counts.sum(0)[:, ::-1], axis=1)[:, ::-1].astype(float)
-        drafted = np.arange(at_least.shape[1] - 1)[None] < np.array(self.depths)[:, None]
-        reached, accepted = (np.where(drafted, part, 0.0).sum(0) for part in (at_least[:, :-1], at_least[:, 1:]))
-        return reached, accepted
-
-
-def drafted_tokens(drafter: Drafter, rounds: int, branch_counts: Sequence[Sequence[int]] | None) -> int:
-    """Drafts of the longest chains of a sequence's rounds. branch_counts: those of the sequence, [K, depth + 1]."""
-    branching = as_branching(drafter)
-    if branching is None or branch_counts is None:
-        return rounds * drafter.depth
-    return sum(sum(counts) * branch.depth for counts, branch in zip(branch_counts, branching.branches, strict=True))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationStats:
@@ -98,6 +77,7 @@ class GenerationStats:
       more than 64 prompts, it includes the prefills between rounds.
     dropped: [B] tokens of the last round of each sequence, bonus token included, after the end of the text or limit.
     branches: the counters by drafter, where each round took one of several; None for other drafters.
+    limits: [B, K] drafts of the longest chain of each sequence, by drafter; None: those of the drafters.
     """
 
     rounds: Int[np.ndarray, " B"]
@@ -105,6 +85,7 @@ class GenerationStats:
     seconds: float
     dropped: Int[np.ndarray, " B"]
     branches: Branches | None = None
+    limits: Int[np.ndarray, "B K"] | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -128,14 +109,14 @@ class GenerationStats:
 
     @property
     def drafted(self) -> int:
-        """Drafts of the longest chains: `depth` per round, or the depth of its drafter."""
-        return int(self.rounds.sum()) * self.depth if self.branches is None else self.branches.drafted
+        """Drafts of the longest chains: in each round `depth`, that of its drafter, or the limit of the sequence."""
+        return int((self._counts.sum(2) * self._limits).sum())
 
     @property
     def acceptance_by_position(self) -> np.ndarray:
-        """[depth] share of rounds with the draft token at each position accepted."""
+        """[depth] share of rounds with the draft token at each position accepted, of sequences with drafts there."""
         at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1]
-        return at_least[1:] / max(int(self.rounds.sum()), 1)
+        return at_least[1:] / np.maximum((self._proposed.any(1) * self.rounds[:, None]).sum(0), 1)
 
     @property
     def conditional_acceptance(self) -> np.ndarray:
@@ -143,11 +124,11 @@ class GenerationStats:
 
         NaN at a position never reached. Rounds without a draft there do not count.
         """
-        if self.branches is not None:
-            reached, accepted = self.branches.judged()
-        else:
-            at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1].astype(float)
-            reached, accepted = at_least[:-1], at_least[1:]
+        # Rounds with at least i accepted drafts.
+        at_least = np.cumsum(self._counts[..., ::-1], axis=2)[..., ::-1].astype(float)
+        reached, accepted = (
+            np.where(self._proposed, rounds, 0.0).sum((0, 1)) for rounds in (at_least[..., :-1], at_least[..., 1:])
+        )
         return np.divide(accepted, reached, out=np.full(self.depth, np.nan), where=reached > 0)
 
     @property
@@ -170,7 +151,7 @@ class GenerationStats:
         if branches is not None:
             branches = dataclasses.replace(branches, counts=branches.counts[index])
         counters = self.rounds[index], self.accept_counts[index], self.seconds, self.dropped[index]
-        return GenerationStats(*counters, branches)
+        return GenerationStats(*counters, branches, self._limits[index])
 
     @classmethod
     def total(cls, parts: "Sequence[GenerationStats]", seconds: float) -> "GenerationStats":
@@ -182,11 +163,29 @@ class GenerationStats:
         together = None
         if branches:
             together = dataclasses.replace(branches[0], counts=np.concatenate([one.counts for one in branches]))
-        return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped, together)
+        limits = np.concatenate([part._limits for part in parts])
+        return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped, together, limits)
 
     def of_first(self, count: int) -> "GenerationStats":
         """The counters of the first sequences; `seconds` remains the time of all."""
         return self._taken(slice(count))
+
+    @property
+    def _counts(self) -> Int[np.ndarray, "B K A"]:
+        """Rounds by sequence, drafter and accepted drafts."""
+        return self.accept_counts[:, None] if self.branches is None else self.branches.counts
+
+    @property
+    def _limits(self) -> Int[np.ndarray, "B K"]:
+        if self.limits is not None:
+            return self.limits
+        depths = (self.depth,) if self.branches is None else self.branches.depths
+        return np.broadcast_to(np.array(depths), (len(self.rounds), len(depths)))
+
+    @property
+    def _proposed(self) -> Bool[np.ndarray, "B K depth"]:
+        """Whether rounds have a draft at each position."""
+        return self._limits[:, :, None] > np.arange(self.depth)
 
     @property
     def _tokens_of_rounds(self) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 from jspec.cache.pages import fit_page_size
 from jspec.core import grammar, groups, stopping
 from jspec.core.automaton import Automaton, TokenTable
-from jspec.core.checks import check_text, shorten
+from jspec.core.checks import check_text, entries_of, shorten
 from jspec.core.loop import decode_checked, fastest
 from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
@@ -27,6 +27,7 @@ from jspec.generation import costs
 from jspec.generation.method import choose_drafter, choose_method
 from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, compile_grammars, longest_sequence
 from jspec.generation.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
+from jspec.generation.speculation import limits_of_batch
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.loading.replacement import check_alive
@@ -88,9 +89,10 @@ class Run:
             seeds = options.seeds(batch)
             self.method, row_sampling = check(model, self.prompts, options)
             local = groups.batch_of(placement, batch)
+            drafts = limits_of_batch(options.speculation, batch, self.method.drafter)
             self._trial = None if options.debug else costs.trial(model.params, self.method, local, row_sampling)
             if options.drafter == "auto" and self._trial is not None and self._trial.waits(max(self._limits) - 1):
-                self.method, self._trial = dataclasses.replace(self.method, drafter=Plain()), None
+                self.method, self._trial, drafts = dataclasses.replace(self.method, drafter=Plain()), None, None
             drafter = self.method.drafter
             stop, constraint = _automata(model, options, batch)
             # The memory of each device, for its sequences.
@@ -115,7 +117,8 @@ class Run:
         # Allocate, read the prompts, and compile the loop.
         ids, lengths = _pad(self.prompts)
         ids, lengths, ends = (cast(Array, x) for x in (ids, lengths, lengths + np.array(self._limits, np.int32)))
-        padded = Prompts(ids, lengths, ends, _keys(np.array(seeds, np.uint32)), stop, row_sampling, constraint)
+        keys, drafts = _keys(np.array(seeds, np.uint32)), cast(Array | None, drafts)
+        padded = Prompts(ids, lengths, ends, keys, stop, row_sampling, constraint, drafts)
         shape = {"capacity": capacity, "page_size": fit_page_size(options.page_size, capacity)}
         shape["chunk"] = prefill_chunk(local) if chunk is None else chunk
         try:
@@ -182,7 +185,8 @@ class Run:
         # Counters.
         stats = self._of_sequences(self.state.stats)
         branches = Branches.of(self.method.drafter, stats.branch_counts, len(self.prompts))
-        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches)
+        limits = self._of_sequences(self.state.draft_limits)
+        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches, limits)
         # Records of new tokens.
         origin = self._new_columns(self.state.origin)
         logprobs = sampled = top = None
@@ -262,6 +266,7 @@ def check(
     record = options.top_logprobs if options.logprobs else None
     method, row_sampling = choose_method(*choice, batch=batch, placement=model.placement, record=record)
     check_draft_fits(method.drafter, prompts, limits)
+    limits_of_batch(options.speculation, batch, method.drafter)
     return method, row_sampling
 
 
@@ -278,6 +283,7 @@ def in_batches(model: Model, prompts: Sequence[Prompt], options: GenerateOptions
     """
     count = len(prompts)
     seeds, limits, samplings = options.seeds(count), options.limits(count), each_of(options.sampling, count)
+    speculations = entries_of("speculation", options.speculation, count)
     size = min(size, count)
     for start in range(0, count, size):
         # Indices beyond the last prompt repeat it.
@@ -286,6 +292,7 @@ def in_batches(model: Model, prompts: Sequence[Prompt], options: GenerateOptions
             "seed": [seeds[i] for i in index],
             "max_new_tokens": [limits[i] for i in index],
             "sampling": [samplings[i] for i in index],
+            "speculation": [speculations[i] for i in index],
         }
         batch = dataclasses.replace(options, **per_prompt)
         out = Run(model, [prompts[i] for i in index], batch, plan=f"{left} prompts in batches").finish()

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core import accept
+from jspec.core import accept, branches
 from jspec.core.method import Method
 from jspec.core.sampling import WHOLE, Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
 from jspec.generation.options import MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
+from jspec.generation.speculation import draft_limits
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
 from jspec.runner.plan import Admission, Burst, Output, Read
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
@@ -145,14 +146,16 @@ class Device:
         columns["slots"][:] = self.sizes.slots
         tokens = np.zeros((count, self.sizes.context), np.int32)
         accept_counts = np.zeros((count, self.method.drafter.depth + 1), np.int32)
-        branches = self.runner.state.stats.branch_counts
-        branch_counts = None if branches is None else np.zeros((count, *branches.shape[1:]), np.int32)
+        by_branch = self.runner.state.stats.branch_counts
+        branch_counts = None if by_branch is None else np.zeros((count, *by_branch.shape[1:]), np.int32)
         seeds = np.zeros((count, 2), np.uint32)
+        limits = np.zeros((count, branches.count(self.method.drafter)), np.int32)
         # One row per request.
         for row, admission in enumerate(admissions):
             request, known = admission.request, admission.tokens
             tokens[row, : len(known)] = known
             seeds[row] = request.seed
+            limits[row] = draft_limits(request.speculation, self.method.drafter)
             if admission.accept_counts:
                 accept_counts[row] = admission.accept_counts
             if branch_counts is not None and admission.branch_counts:
@@ -175,6 +178,7 @@ class Device:
             tokens=_argument(tokens),
             seed=_argument(seeds),
             accept_counts=_argument(accept_counts),
+            draft_limits=_argument(limits),
             branch_counts=None if branch_counts is None else _argument(branch_counts),
             **arguments,
         )

@@ -90,6 +90,7 @@ class Admitted:
     shared: Int[Array, " n"]
     rounds: Int[Array, " n"]
     accept_counts: Int[Array, "n A"]
+    draft_limits: Int[Array, "n K"]
     branch_counts: Int[Array, "n K A"] | None = None
 
 
@@ -126,6 +127,7 @@ def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
             write(s.stats.dropped, jnp.zeros_like(new.rounds)),
             jax.tree.map(write, s.stats.branch_counts, new.branch_counts),
         ),
+        draft_limits=jax.tree.map(write, s.draft_limits, new.draft_limits),
     )
 
 

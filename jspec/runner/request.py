@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jspec.core.checks import check_int, check_text
 from jspec.core.grammar import TokenGrammar
 from jspec.core.sampling import Sampling
+from jspec.generation.speculation import Speculation
 
 
 class EngineError(RuntimeError):
@@ -42,6 +43,7 @@ class Request:
     salt: requests of different salts share no pages.
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: number of most probable tokens recorded with each.
+    speculation: limits of its drafts; None: those of the drafter.
     start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
 
     Raises:
@@ -58,6 +60,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    speculation: Speculation | None = None
     start_state: int = 0
     start_grammar: int = 0
 

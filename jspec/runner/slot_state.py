@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from jspec.core import optional, sharding, slots
+from jspec.core import branches, optional, sharding, slots
 from jspec.core.automaton import Automaton
 from jspec.core.method import Method, on_devices
 from jspec.core.prefill import prefill
@@ -102,7 +102,8 @@ def _prefilled(params: Params, *, method: Method, sizes: Sizes, samples: bool) -
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
     keys, stop = seeds_to_keys(jnp.zeros((count, 2), jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
     sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
-    prompts = Prompts(ids, length, length + 1, keys, stop, sampling, stop)
+    limits = jnp.zeros((count, branches.count(method.drafter)), jnp.int32)
+    prompts = Prompts(ids, length, length + 1, keys, stop, sampling, stop, limits)
     return prefill(params, prompts, method=method, capacity=sizes.context, page_size=sizes.page_size, chunk=2)
 
 

@@ -323,6 +323,7 @@ class Service:
                 ignore_eos=call.ignore_eos,
                 seed=seed,
                 logprobs=False if call.logprobs is None else call.logprobs or True,
+                speculation=call.speculation,
             )
             repeated = [prompt for prompt in ids for _ in range(call.n)]
             requests = self._engine.make(repeated, options, call.priority, call.cache_salt)

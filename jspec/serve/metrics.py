@@ -16,7 +16,7 @@ _COUNTERS = {
     "prompt_tokens_total": ("prompt_tokens", "Prompt tokens of all sequences."),
     "generation_tokens_total": ("new_tokens", "New tokens of all sequences."),
     "num_preemptions_total": ("preemptions", "Sequences that gave back their pages and were read again."),
-    "spec_decode_num_drafts_total": ("rounds", "Rounds of all sequences."),
+    "spec_decode_num_drafts_total": ("drafting_rounds", "Rounds with drafts, of all sequences."),
     "spec_decode_num_draft_tokens_total": ("drafted", "Draft tokens."),
     "spec_decode_num_accepted_tokens_total": ("accepted", "Accepted draft tokens."),
 }

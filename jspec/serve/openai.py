@@ -6,6 +6,7 @@ from typing import Any
 
 from jspec.core.checks import check_flag, check_int, check_text
 from jspec.core.sampling import Sampling
+from jspec.generation.speculation import Speculation
 from jspec.serve.fields import REQUIRED, ApiError, Fields, Row, check_object, check_whole, read_object, row
 from jspec.serve.grammars import (
     GrammarRequest,
@@ -66,6 +67,13 @@ def _check_prompts(name: str, value: object, *, vocab_size: int, sequences: int,
     ]
 
 
+def _check_speculation(name: str, value: object) -> Speculation:
+    values = read_object(name, value, {"drafter": row(check_text, "auto"), "depth": row(check_whole, least=0)})
+    # An absent drafter is the engine's, and null is none.
+    plain = check_object(name, value).get("drafter", "auto") is None
+    return Speculation(None if plain else values["drafter"], values["depth"])
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int | float)
 
@@ -101,6 +109,7 @@ _ANY: dict[str, Row] = {
     # Scheduling.
     "priority": row(check_whole, 0, least=-(2**31), most=2**31 - 1),
     "cache_salt": row(check_text, ""),
+    "speculation": row(_check_speculation),
 }
 _TEMPLATE = {
     "tools": row(check_tools, []),
@@ -222,6 +231,7 @@ class Call:
     continuous_usage_stats: bool
     priority: int
     cache_salt: str
+    speculation: Speculation | None
     length_field: str = "max_tokens"
     default_tokens: int | None = None
     echo: bool = False

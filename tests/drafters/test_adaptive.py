@@ -357,11 +357,11 @@ def test_the_policy_equals_an_oracle():
 
     @jax.jit
     def follow(evidence, taken, appended, grades, previous, index):
-        rows = CHOICES.rows(grades)
-        evidence = policy.observe(evidence, CHOICES, rows, taken, appended, rate)
+        rows, depth = CHOICES.rows(grades), jnp.asarray(CHOICES.depth)[None]
+        evidence = policy.observe(evidence, CHOICES, depth, rows, taken, appended, rate)
         weights = policy.weights(*map(jnp.asarray, (live, remaining, ran, new, expected)), urgency)
         acceptance = policy.conditional_acceptance(evidence, weights, prior * CHOICES.quality)
-        tokens = policy.expected_tokens(acceptance, rows, CHOICES)
+        tokens = policy.expected_tokens(acceptance, rows, CHOICES, depth)
         value = weights @ tokens / costs.astype(np.float32)
         choice = policy.choose(value, jnp.asarray(most), previous, index, CHOICES, **options)
         return evidence, acceptance, tokens, value, choice
@@ -432,8 +432,8 @@ def test_what_is_observed_belongs_to_the_drafter_that_was_taken():
         draft = dataclasses.replace(s.draft, best=np.full(3, 2, np.int32))
         number, draft = drafter.choose(None, dataclasses.replace(s, draft=draft, round_index=np.int32(index + 2)))
         assert (int(number), draft.best.tolist(), draft.taken.tolist()) == (taken, [2, 2, 2], [taken + 1] * 3)
-        rows, appended = drafter._rows(draft), np.full(3, 2, np.int32)
-        after = policy.observe(draft.evidence, drafter._choices, rows, draft.taken - 1, appended, 0.1)
+        appended, rows, depth = np.full(3, 2, np.int32), drafter._rows(draft), jnp.asarray(drafter._choices.depth)[None]
+        after = policy.observe(draft.evidence, drafter._choices, depth, rows, draft.taken - 1, appended, 0.1)
         assert np.flatnonzero(np.array(after.reached).sum((0, 2))).tolist() == [taken - 1]
     seen = []
 

@@ -160,7 +160,7 @@ class FakeEngine:
         histogram = Histogram((1, 2, 3, *[0] * (len(SECONDS) - 2)), 4.5)
         return SimpleNamespace(
             **dict.fromkeys(("running", "waiting", "held", "prefix_queries", "prefix_hits", "preemptions"), 1),
-            **dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted"), 2),
+            **dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "drafting_rounds", "drafted", "accepted"), 2),
             **dict.fromkeys(("time_to_first_token", "inter_token", "queue_time", "end_to_end"), histogram),
             slots=4,
             pages=10,

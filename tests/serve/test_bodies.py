@@ -53,6 +53,7 @@ COMMON_BAD = {
     "priority": [2**31, 0.5, "high"],
     "cache_salt": [5, {}],
     "ignore_eos": [1, 0, "yes", []],
+    "speculation": [5, "ngram", [], {"depth": -1}, {"depth": 1.5}, {"depth": "1"}, {"drafter": 5}, {"steps": 1}],
     "response_format": [
         *(
             {"type": "json_schema"},
@@ -63,13 +64,13 @@ COMMON_BAD = {
             {"type": "json_object", "a": 1},
         ),
         {"type": "json_schema", "json_schema": {"name": "a", "schema": True}},
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "multipleOf": 2}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "minimum": 1}}},
     ],
     "structured_outputs": [
         *(True, "x", ["x"], {"x": 1}, {}, {"json": {}, "regex": "a"}, {"grammar": "a"}, {"json": True}, {"choice": []}),
         *({"regex": "(?=a)"}, {"choice": [5]}, {"regex": "a", "whitespace_pattern": ""}, {"json": "{"}),
     ],
-    "guided_json": [True, "x", ["x"], {"not": {}}, 5],
+    "guided_json": [True, "x", ["x"], {"x": 1}, 5],
     "guided_regex": ["(", "a" * 50 + "\\1", 5, {}],
     "guided_choice": ["x", [], [""], {}],
     "guided_whitespace_pattern": [" ", 5],
