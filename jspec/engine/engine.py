@@ -152,7 +152,7 @@ class Engine:
         Args:
           prompt: text or token ids.
           max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, speculation: as in `jspec.generate`.
-          priority: requests of a higher priority get slots first; among equals the earlier one.
+          priority: requests of a lower priority get slots first, as in vLLM; among equals the earlier one.
           salt: requests share the pages of equal beginnings only if their salts are equal.
 
         Raises:

@@ -147,9 +147,12 @@ class Group:
         # The state of the scheduler, and counters of reports.
         scheduler, counters = self.scheduler, self._counters
         rounds, accepted = counters.rounds, counters.accepted_by_position
+        # Their sum is `load`, whatever the threads do meanwhile.
+        load = self.load
+        running = min(scheduler.running, load)
         return Metrics(
-            running=scheduler.running,
-            waiting=self.waiting,
+            running=running,
+            waiting=load - running,
             held=scheduler.held,
             slots=scheduler.slots,
             pages=scheduler.pages.count - 1,
@@ -309,13 +312,15 @@ class Group:
         self.device.forget(handle.request)
         self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
         self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
+        if rounds := handle.request.rounds:
+            self._counters.observe("accept_length", (len(handle.request.tokens) - 1) / rounds)
         with self._wake:
             self.load -= 1
 
     def _count_admission(self, request: Request, now: float) -> None:
-        times = self._handles[request].times
+        handle, times = self._handles[request], self._handles[request].times
         if times.admitted is None:
-            times.admitted = now
+            times.admitted, handle.cached_tokens = now, request.cached
             self._counters.prompt_tokens += len(request.prompt)
             self._counters.observe("queue_time", now - times.submitted)
 

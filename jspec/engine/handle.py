@@ -42,6 +42,7 @@ class Handle:
     Attributes:
       request: the scheduler's view.
       times: of its events.
+      cached_tokens: of the prompt, found in the prefix cache.
       draft_limits: of `jspec.generation.speculation.draft_limits`.
       counted: rounds, accept counts, drafts and rounds with drafts already in the engine's counters.
     """
@@ -62,7 +63,7 @@ class Handle:
         self._logprobs: list[float] = []
         self._top_logprobs: list[list[tuple[int, float]]] = []
         self._sampled_logprobs: list[float] = []
-        self._ended, self._dropped = False, 0
+        self._ended, self._dropped, self.cached_tokens = False, 0, 0
         self._error: BaseException | None = None
         self._finish: FinishReason | None = None
         self.counted: tuple[int, list[int], int, int] = 0, [0] * (drafter.depth + 1), 0, 0

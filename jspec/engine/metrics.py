@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of the buckets of histograms, in seconds; the last bucket has none."""
+TOKENS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0)
+"""Upper bounds of the buckets of histograms, in seconds and in tokens; the last bucket has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """counts[i]: values above SECONDS[i - 1] and at most SECONDS[i]; the last count: values above all bounds."""
+    """counts[i]: values above bounds[i - 1] and at most bounds[i]; the last count: values above all bounds."""
 
     counts: tuple[int, ...]
     total: float
+    bounds: tuple[float, ...] = SECONDS
 
     @property
     def count(self) -> int:
@@ -26,14 +28,15 @@ class Histogram:
     def total_of(cls, parts: "Sequence[Histogram]") -> "Histogram":
         """Add histograms."""
         counts = zip(*(part.counts for part in parts), strict=True)
-        return cls(tuple(map(sum, counts)), sum(part.total for part in parts))
+        return cls(tuple(map(sum, counts)), sum(part.total for part in parts), parts[0].bounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
     """Counts since the start of an engine, and its present state; sums over all groups of devices.
 
-    running, waiting, held: requests in slots; without a slot, preempted ones too; in slots, but without pages to run.
+    running, waiting: requests in slots; others, preempted ones included. Each is counted once.
+    held: running ones without pages for another round.
     slots, pages, pages_used: slots; pages; pages of requests.
     snapshots, snapshots_used: places of per-slot states; those of a cached prefix.
     prefix_queries, prefix_hits: tokens looked up in the prefix cache, and hits.
@@ -45,6 +48,7 @@ class Metrics:
     drafted, accepted: draft tokens of these rounds and accepted ones, as in `GenerationStats`.
     accepted_by_position: accepted draft tokens at each position of the chain; `accepted` is their sum.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
+    accept_length: tokens per round of each ended request, as `GenerationStats.accept_length`.
     """
 
     running: int
@@ -71,6 +75,7 @@ class Metrics:
     inter_token: Histogram
     queue_time: Histogram
     end_to_end: Histogram
+    accept_length: Histogram
 
     @classmethod
     def total_of(cls, parts: "Sequence[Metrics]") -> "Metrics":
@@ -100,17 +105,20 @@ class Counters:
         self.drafting_rounds = self.drafted = 0
         self.finished: Counter[str] = Counter()
         self.accept_counts = [0] * (depth + 1)
-        self._seconds = {name: ([0] * (len(SECONDS) + 1), [0.0]) for name in _HISTOGRAMS}
+        self._values = {name: ([0] * (len(bounds) + 1), [0.0]) for name, bounds in _HISTOGRAMS.items()}
 
-    def observe(self, name: str, seconds: float, times: int = 1) -> None:
+    def observe(self, name: str, value: float, times: int = 1) -> None:
         """Count a value in a histogram, `times` times."""
-        counts, total = self._seconds[name]
-        counts[bisect.bisect_left(SECONDS, seconds)] += times
-        total[0] += seconds * times
+        counts, total = self._values[name]
+        counts[bisect.bisect_left(_HISTOGRAMS[name], value)] += times
+        total[0] += value * times
 
     def histograms(self) -> dict[str, Histogram]:
         """All histograms by name."""
-        return {name: Histogram(tuple(counts), total[0]) for name, (counts, total) in self._seconds.items()}
+        return {
+            name: Histogram(tuple(counts), total[0], _HISTOGRAMS[name])
+            for name, (counts, total) in self._values.items()
+        }
 
     @property
     def accepted_by_position(self) -> tuple[int, ...]:
@@ -118,4 +126,8 @@ class Counters:
         return tuple(sum(self.accept_counts[i:]) for i in range(1, len(self.accept_counts)))
 
 
-_HISTOGRAMS = ("time_to_first_token", "inter_token", "queue_time", "end_to_end")
+_HISTOGRAMS = {
+    **dict.fromkeys(("time_to_first_token", "inter_token", "queue_time", "end_to_end"), SECONDS),
+    "accept_length": TOKENS,
+}
+"""Histograms of `Metrics` -> their bounds."""

@@ -39,7 +39,7 @@ class Request:
 
     prompt: token ids, at least one.
     max_new_tokens: at least 1.
-    priority: requests of a higher priority are admitted first and preempted last.
+    priority: requests of a lower priority are admitted first and preempted last, as in vLLM.
     salt: requests of different salts share no pages.
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: number of most probable tokens recorded with each.
@@ -134,7 +134,7 @@ class Request:
     @property
     def order(self) -> tuple[int, int]:
         """Sort key: the first is admitted first and preempted last. "Older" means earlier in this order."""
-        return -self.priority, self.arrival
+        return self.priority, self.arrival
 
     @property
     def ended(self) -> bool:

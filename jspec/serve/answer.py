@@ -15,8 +15,8 @@ from jspec.serve.tools import Reply
 from jspec.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for a very unlikely token, as JSON has no infinity
-Results: TypeAlias = Callable[[], Sequence[GenerationStats]]
-"""The counters of all sequences of an answer, called when they have ended."""
+Results: TypeAlias = Callable[[], Sequence[tuple[GenerationStats, int]]]
+"""The counters of all sequences of an answer and the cached tokens of their prompts, called when they have ended."""
 Scorer: TypeAlias = Callable[[list[int]], Awaitable[Scores]]
 """The scores of the ids of a prompt."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -70,6 +70,7 @@ class Answer:
       texts: what each choice begins with: the prompt if it is to be echoed.
       score: gives the log-probabilities of the prompts, if they are to be echoed, too.
       replies: of a chat, what tells thinking and calls of each choice from its content; None: all is content.
+      fingerprint: of everything that may change the text besides the request.
 
     Attributes:
       new_tokens: of all choices, so far.
@@ -84,6 +85,7 @@ class Answer:
         texts: Sequence[str],
         score: Scorer | None = None,
         replies: Sequence[Reply] | None = None,
+        fingerprint: str | None = None,
     ):
         # What is echoed, counted and written for each choice.
         self._call, self._names, self._texts = call, names, [text for text in texts for _ in range(call.n)]
@@ -101,6 +103,7 @@ class Answer:
             "object": kind + (".chunk" if self._chat and call.stream else ""),
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": fingerprint,
         }
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
@@ -267,7 +270,7 @@ class Answer:
         raw = self._names.bytes(token)
         return {"token": raw.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(raw)}
 
-    def _usage(self, stats: Sequence[GenerationStats]) -> dict[str, object]:
+    def _usage(self, results: Sequence[tuple[GenerationStats, int]]) -> dict[str, object]:
         """Tokens so far, and how drafts fared where the counters of the sequences are known."""
         # OpenAI's counters, and its details of predicted outputs.
         usage: dict[str, Any] = {
@@ -275,7 +278,10 @@ class Answer:
             "completion_tokens": self.new_tokens,
             "total_tokens": self._prompt_tokens + self.new_tokens,
         }
-        if stats:
+        if results:
+            # Further samples find the prompt of the first one.
+            stats = [one for one, _ in results]
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(count for _, count in results[:: self._call.n])}
             accepted = sum(one.accepted for one in stats)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import hmac
 import secrets
 import time
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -85,6 +87,8 @@ class Service:
         self._dialect = Dialect.of(self.tokenizer, tool_format, thinking_format)
         # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
+        told = f"{package.VERSION} {jax.__version__} {engine!r}"
+        self._fingerprint = f"fp_{hashlib.blake2b(told.encode(), digest_size=5).hexdigest()}"
         self._vocab_size = engine.model.target.vocab_size
         self._tokens = TokenService(self.tokenizer, self._names, self._dialect, limits, self._vocab_size)
         # Requests in flight; `stop` cancels them.
@@ -259,10 +263,12 @@ class Service:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
             score = functools.partial(self._score, top_k=max(most)) if most else None
             request.scope["jspec.tokens"] = lambda: (sum(map(len, ids)), answer.new_tokens)
-            answer = Answer(call, self.name, self._names, ids, texts, score, self._replies(call, ids))
+            answer = Answer(
+                call, self.name, self._names, ids, texts, score, self._replies(call, ids), self._fingerprint
+            )
 
-            def results() -> list[GenerationStats]:
-                return [handle.result(timeout=10).stats for handle in handles]
+            def results() -> list[tuple[GenerationStats, int]]:
+                return [(handle.result(timeout=10).stats, handle.cached_tokens) for handle in handles]
 
             # Chunks, or the whole answer unless the client leaves.
             if call.stream:

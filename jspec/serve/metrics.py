@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
-from jspec.engine.metrics import SECONDS, Histogram, Metrics
+from jspec.engine.metrics import Histogram, Metrics
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAUGES = {
     "num_requests_running": ("running", "Sequences in a slot."),
     "num_requests_waiting": ("waiting", "Sequences that wait for a slot or for pages."),
-    "num_requests_held": ("held", "Sequences in a slot that wait for a page."),
+    "jspec:num_requests_held": ("held", "Sequences in a slot that wait for a page."),
 }
 _COUNTERS = {
     "prefix_cache_queries_total": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
@@ -25,8 +25,9 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": ("inter_token", "Between two tokens of a sequence."),
     "request_queue_time_seconds": ("queue_time", "From a request to its slot."),
     "e2e_request_latency_seconds": ("end_to_end", "From a request to its last token."),
+    "jspec:request_accept_length": ("accept_length", "Tokens per round of a request."),
 }
-"""vLLM's name -> field of `Metrics` and what it is."""
+"""vLLM's name, or our own one with a prefix -> field of `Metrics` and what it is."""
 
 
 def render(values: Metrics, model: str) -> str:
@@ -34,10 +35,11 @@ def render(values: Metrics, model: str) -> str:
     lines: list[str] = []
 
     def add(name: str, kind: str, help_text: str, samples: Iterable[tuple[str, Mapping[str, object], float]]) -> None:
-        lines.append(f"# HELP vllm:{name} {help_text}")
-        lines.append(f"# TYPE vllm:{name} {kind}")
+        name = name if ":" in name else f"vllm:{name}"
+        lines.append(f"# HELP {name} {help_text}")
+        lines.append(f"# TYPE {name} {kind}")
         for suffix, labels, value in samples:
-            lines.append(f"vllm:{name}{suffix}{_labels({'model_name': model, **labels})} {value:.17g}")
+            lines.append(f"{name}{suffix}{_labels({'model_name': model, **labels})} {value:.17g}")
 
     # Gauges.
     for name, (field, text) in _GAUGES.items():
@@ -68,7 +70,7 @@ def render(values: Metrics, model: str) -> str:
 def _histogram(values: Histogram) -> Iterable[tuple[str, Mapping[str, object], float]]:
     """Cumulative counts at each bound, the sum and the count."""
     total = 0
-    for bound, count in zip([*SECONDS, "+Inf"], values.counts, strict=True):
+    for bound, count in zip([*values.bounds, "+Inf"], values.counts, strict=True):
         total += count
         yield "_bucket", {"le": bound}, total
     yield "_sum", {}, values.total

@@ -31,6 +31,8 @@ from jspec.serve.tools import Dialect, Tools, check_choice, check_tools, make_to
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP = 20  # most probable tokens beside each
 _MOST_STOP_IDS = 64
+CUT = 8
+"""How many times as long as the longest prompt one may be that is truncated."""
 
 
 # The checks of some fields.
@@ -40,6 +42,13 @@ _NO_USAGE = {"include_usage": False, "continuous_usage_stats": False}
 def _check_stream_options(name: str, value: object) -> dict[str, bool]:
     table = {option: row(check_flag, default) for option, default in _NO_USAGE.items()}
     return read_object(name, value, table, {"include_obfuscation": (False,)})
+
+
+def _check_truncation(name: str, value: object) -> int:
+    count = check_whole(name, value, least=-1)
+    if count == 0:
+        raise ValueError(f"{name}=0: must be -1, for what fits, or at least 1")
+    return count
 
 
 def _check_template(name: str, value: object) -> dict[str, Any]:
@@ -89,6 +98,7 @@ _ANY: dict[str, Row] = {
     **dict.fromkeys(PARAMETERS, row(check_parameter)),
     "logit_bias": row(check_bias, vocab_size="vocab_size"),
     "seed": row(check_seed),
+    "truncate_prompt_tokens": row(_check_truncation),
     "stop": row(check_stop, []),
     "stop_token_ids": row(check_ids, [], vocab_size="vocab_size", most=_MOST_STOP_IDS),
     # Grammars of OpenAI, of vLLM, and older ones of vLLM.
@@ -153,7 +163,7 @@ _DETOKENIZE = {
 }
 _REFUSED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation"), ()),
-    **dict.fromkeys(("parallel_tool_calls", "reasoning_effort", "truncate_prompt_tokens", "web_search_options"), ()),
+    **dict.fromkeys(("parallel_tool_calls", "reasoning_effort", "web_search_options"), ()),
     **dict.fromkeys(("documents", "functions", "tools"), ([],)),
     **dict.fromkeys(("early_stopping", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("function_call", "tool_choice"), ("none",)),
@@ -211,6 +221,7 @@ class Call:
     stop: stop strings, and ids of tokens.
     seed: of all sequences; None: random.
     prompt_logprobs: as `logprobs`, of the prompt.
+    truncate_prompt_tokens: how many of the last tokens of a prompt are read; -1: those that fit; None: it must fit.
     """
 
     n: int
@@ -232,6 +243,7 @@ class Call:
     priority: int
     cache_salt: str
     speculation: Speculation | None
+    truncate_prompt_tokens: int | None
     length_field: str = "max_tokens"
     default_tokens: int | None = None
     echo: bool = False
@@ -324,7 +336,7 @@ def _read(
     refused: Mapping[str, tuple[object, ...]] = _REFUSED,
 ) -> dict[str, Any]:
     fields = Fields(body)
-    longest = limits.prompt or limits.context
+    longest = CUT * (limits.prompt or limits.context)
     values = fields.read(table, {**vars(limits), "vocab_size": vocab_size, "longest": longest})
     fields.end(refused, ignore_unknown=limits.ignore_unknown)
     return values
@@ -341,6 +353,9 @@ def _make_call(fields: Mapping[str, Any], limits: Limits, **others: Any) -> Call
         raise ApiError(f"skip_special_tokens=False: {reason}", param="skip_special_tokens")
     if scored is not None and fields["stream"]:
         raise ApiError(f"prompt_logprobs={scored}: must be omitted with stream=True", param="prompt_logprobs")
+    if fields["truncate_prompt_tokens"] is not None and fields.get("echo"):
+        name = "truncate_prompt_tokens"
+        raise ApiError(f"{name}: must be omitted with echo=True", param=name)
     # Attributes.
     same = {name: fields[name] for name in _SAME if name in fields}
     derived = {

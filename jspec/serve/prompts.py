@@ -4,7 +4,7 @@ from typing import Any
 
 from jspec.serve.fields import ApiError
 from jspec.serve.messages import Message
-from jspec.serve.openai import Call, Limits
+from jspec.serve.openai import CUT, Call, Limits
 from jspec.text.tokenizer import Tokenizer
 
 _TOO_LONG = "context_length_exceeded"
@@ -12,16 +12,21 @@ _TOO_LONG = "context_length_exceeded"
 
 def encode(tokenizer: Tokenizer, call: Call, limits: Limits) -> list[list[int]]:
     """The ids of the prompts of a call. All texts are checked for their least number of tokens first."""
-    most = _most_tokens(call, limits)
+    most, last = _most_tokens(call, limits), call.truncate_prompt_tokens
+    read = most if last is None else CUT * most
     if call.messages is not None:
-        return [chat_ids(tokenizer, call.messages, call.template, most)]
-    for prompt in call.prompts:
-        if isinstance(prompt, str):
-            check_length("prompt", tokenizer, prompt, most)
-    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+        prompts = [chat_ids(tokenizer, call.messages, call.template, read)]
+    else:
+        for prompt in call.prompts:
+            if isinstance(prompt, str):
+                check_length("prompt", tokenizer, prompt, read)
+        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
     if not all(prompts):
         raise ApiError("prompt: has no tokens; must have at least one", param="prompt")
-    return prompts
+    if last == -1:
+        new = (call.default_tokens or 1) if call.max_tokens is None else call.max_tokens
+        last = max(min(most, limits.context - new), 1)
+    return prompts if last is None else [prompt[-last:] for prompt in prompts]
 
 
 def check_length(field: str, tokenizer: Tokenizer, text: str, most: int) -> None:

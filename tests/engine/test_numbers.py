@@ -10,7 +10,7 @@ from fake_device import READ, ROUND, FakeGroup
 import jspec
 from jspec.bench.load import _gaps
 from jspec.drafters import Adaptive, Ngram
-from jspec.engine.metrics import SECONDS, Histogram, Metrics
+from jspec.engine.metrics import SECONDS, TOKENS, Histogram, Metrics
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.engine.snapshots import Snapshots
@@ -64,6 +64,8 @@ def test_times_of_a_request(monkeypatch):
     assert metrics.queue_time == Histogram(histogram({7: 1}), 0.25)
     assert metrics.end_to_end == Histogram(histogram({10: 1}), 0.25 + READ + 3 * ROUND)
     assert handle.generation().stats.seconds == 2 * ROUND
+    mean = handle.generation().stats.accept_length
+    assert metrics.accept_length == Histogram(histogram({5: 1}), mean, TOKENS) and mean == 7 / 3
     assert _gaps(handle) == [0.0] * 4 + [ROUND] + [ROUND / 2] * 2
     both = Metrics.total_of([metrics, metrics])
     assert both.inter_token == Histogram(histogram({0: 8, 7: 2, 6: 4}), 4 * ROUND)
@@ -86,8 +88,20 @@ def test_a_preempted_request_is_counted_once(monkeypatch):
     assert {(2, 0, 0), (1, 1, 1), (1, 0, 1), (0, 0, 1)} <= seen
     assert (metrics.prompt_tokens, metrics.new_tokens, metrics.requests_finished) == (20, 48, {"length": 2})
     assert (metrics.prefix_queries, metrics.prefix_hits, max(cached) > 8) == (20, 8, True)
+    assert [handle.cached_tokens for handle in handles] == [0, 8]
     assert metrics.queue_time.count == metrics.time_to_first_token.count == 2
     assert (metrics.rounds, metrics.accepted) == (12, 36)
+
+
+def test_requests_are_counted_once_while_the_threads_run(monkeypatch):
+    """A thread that asks for metrics may see the scheduler before the load, or after it."""
+    fake = FakeGroup(monkeypatch, 3)
+    fake.submit([1, 2, 3], 8), fake.submit([1, 2, 3], 8)
+    fake.turn()
+    for load in (0, 1, 2, 3):
+        fake.group.load = load
+        metrics = fake.group.metrics()
+        assert (metrics.running, metrics.waiting) == (min(load, 2), load - min(load, 2))
 
 
 def rounds_of_bursts(monkeypatch, before_turn=lambda fake, turn: None):

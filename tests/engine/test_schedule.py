@@ -228,10 +228,10 @@ def test_states_before_the_last_chunk_are_saved(changed):
     assert saved == [None, None if changed else 0, None]
 
 
-def test_higher_priorities_come_first():
-    """Higher ones come first, in the order of submission; equal ones are not passed over."""
+def test_lower_priorities_come_first():
+    """As in vLLM; equal ones in the order of submission; equal ones are not passed over."""
     scheduling = scheduler(slots=1, pages=Pages(99, 4, None))
-    requests = [Request([i], 1, priority) for i, priority in enumerate([0, 1, -1, 1])]
+    requests = [Request([i], 1, priority) for i, priority in enumerate([0, -1, 1, -1])]
     for request in requests:
         scheduling.submit(request)
     order = []

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 import jspec
-from jspec.engine.metrics import SECONDS, Histogram
+from jspec.engine.metrics import SECONDS, TOKENS, Histogram
 from jspec.generation.result import GenerationStats, Piece
 from jspec.generation.score import Scores
 from jspec.runner.request import EngineError, QueueFull
@@ -43,6 +43,7 @@ class FakeHandle:
     cancelled: bool = False
     ended: bool = False
     sent: int = 0
+    cached_tokens: int = 3
 
     async def __aiter__(self):
         engine, limit = self.engine, self.options["max_new_tokens"]
@@ -162,6 +163,7 @@ class FakeEngine:
             **dict.fromkeys(("running", "waiting", "held", "prefix_queries", "prefix_hits", "preemptions"), 1),
             **dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "drafting_rounds", "drafted", "accepted"), 2),
             **dict.fromkeys(("time_to_first_token", "inter_token", "queue_time", "end_to_end"), histogram),
+            accept_length=Histogram((1, 2, 3, *[0] * (len(TOKENS) - 2)), 4.5, TOKENS),
             slots=4,
             pages=10,
             pages_used=5,

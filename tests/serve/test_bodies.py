@@ -52,6 +52,7 @@ COMMON_BAD = {
     "verbosity": [5, {}],
     "priority": [2**31, 0.5, "high"],
     "cache_salt": [5, {}],
+    "truncate_prompt_tokens": [0, -2, 1.5, "5"],
     "ignore_eos": [1, 0, "yes", []],
     "speculation": [5, "ngram", [], {"depth": -1}, {"depth": 1.5}, {"depth": "1"}, {"drafter": 5}, {"steps": 1}],
     "response_format": [
@@ -275,6 +276,22 @@ def test_a_number_may_be_written_as_a_fraction_and_a_mark_may_come_first(shared)
     assert options["sampling"].top_k == 3 and options["seed"] == [(5, 0)]
 
 
+def test_prompts_are_truncated_if_asked_for(shared):
+    ids = list(range(5, 305))
+    for count, fields, expected in (
+        (10, {}, ids[-10:]),
+        (-1, {"max_tokens": 56}, ids[-200:]),
+        (-1, {}, ids[-240:]),
+        (400, {"prompt": ids[:20]}, ids[:20]),
+        (3, {"prompt": "a b c d e f"}, shared.service.tokenizer.encode("a b c d e f")[-3:]),
+    ):
+        answer = shared.post("/v1/completions", {"prompt": ids, "truncate_prompt_tokens": count, **fields})
+        assert shared.engine.handles[-1].prompt == expected, answer.text
+        assert answer.json()["usage"]["prompt_tokens"] == len(expected)
+    chat = {"messages": [{"role": "user", "content": "word " * 1000}], "truncate_prompt_tokens": 20, "max_tokens": 1}
+    assert shared.post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"] == 20
+
+
 def test_no_probability_leaves_the_most_probable_token(shared):
     assert shared.post("/v1/completions", {"prompt": "x", "top_p": 0, "top_k": 5}).status_code == 200
     assert shared.engine.handles[-1].options["sampling"] == Sampling(top_k=1)
@@ -340,6 +357,10 @@ def test_a_misspelled_field_gets_a_suggestion(shared):
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "stop": "a", "skip_special_tokens": False}, "skip_special_tokens"),
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": "x", "echo": True, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt": [5] * 300, "truncate_prompt_tokens": 290}, "prompt"),
+        ({"prompt": [5] * 9 * 256, "truncate_prompt_tokens": 5}, "prompt"),
+        ({"prompt": "word " * 20_000, "truncate_prompt_tokens": 5}, "prompt"),
         ({"prompt": "x", "bad_words": ["a"], "guided_regex": "a"}, "bad_words"),
     ],
     ids=lambda value: str(value)[:40],

@@ -40,6 +40,7 @@ def test_completion(client):
     rounds = (TOKENS - 1) // 2
     assert details.accepted_prediction_tokens == rounds and details.rounds == rounds
     assert details.rejected_prediction_tokens == rounds
+    assert out.usage.prompt_tokens_details.cached_tokens == 3 and out.system_fingerprint.startswith("fp_")
 
 
 def test_default_length_is_that_of_openai(client):

@@ -34,9 +34,11 @@ def test_metrics_are_in_the_format_of_prometheus(shared):
     types = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE ")}
     for line in lines:
         if line.startswith("#"):
-            assert re.fullmatch(r"# (HELP vllm:\w+ .+|TYPE vllm:\w+ (gauge|counter|histogram))", line), line
+            assert re.fullmatch(
+                r"# (HELP (vllm|jspec):\w+ .+|TYPE (vllm|jspec):\w+ (gauge|counter|histogram))", line
+            ), line
             continue
-        found = re.fullmatch(r'(vllm:\w+)\{model_name="fake"(?:,(\w+="[^"]*"))?\} ([\d.e+-]+)', line)
+        found = re.fullmatch(r'((?:vllm|jspec):\w+)\{model_name="fake"(?:,(\w+="[^"]*"))?\} ([\d.e+-]+)', line)
         assert found, line
         samples[found[1], found[2]] = float(found[3])
         part = re.fullmatch(r"(.*)_(bucket|sum|count)", found[1])
@@ -45,6 +47,7 @@ def test_metrics_are_in_the_format_of_prometheus(shared):
     assert samples["vllm:generation_tokens_total", None] == 2
     assert samples["vllm:request_success_total", 'finished_reason="eos"'] == 2
     assert samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"'] == 3
+    assert samples["jspec:request_accept_length_bucket", 'le="1.25"'] == 3
     buckets = [value for (name, _), value in samples.items() if name == "vllm:e2e_request_latency_seconds_bucket"]
     assert buckets == sorted(buckets) and buckets[-1] == samples["vllm:e2e_request_latency_seconds_count", None]
 
