@@ -31,7 +31,7 @@ def check_origins(origins: Sequence[str]) -> None:
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """The application, for pages of these origins."""
-    headers = ["authorization", "content-type", _HEADER]
+    headers = ["authorization", "content-type", "x-api-key", "anthropic-version", _HEADER]
     exposed = [_HEADER, "retry-after"]
     methods = ["GET", "POST"]
     return CORSMiddleware(app, origins, allow_methods=methods, allow_headers=headers, expose_headers=exposed)

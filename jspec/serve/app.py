@@ -31,11 +31,15 @@ from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import metrics, openai, prompts
 from jspec.serve.access import POLLED
 from jspec.serve.answer import Answer, TokenNames
+from jspec.serve.anthropic import Messages
+from jspec.serve.errors import CLIENT_LEFT, answer_error, json_answer
 from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
+from jspec.serve.responses import Responses
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.serve.tokens import TokenService
 from jspec.serve.tools import Dialect, Reply
+from jspec.serve.translation import Api, Translation, naming_fields_of
 from jspec.serve.work import RETRY, Result, Work
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
@@ -46,7 +50,6 @@ _MOST_BODIES = 16
 """Bodies of the greatest size that are received or read at once; more of smaller ones."""
 _MOST_OBJECTS = 2**20
 """Objects and lists of a body. Decoding is one call, and nothing else runs meanwhile."""
-_CLIENT_LEFT = 499  # what proxies log; nobody receives it
 
 
 class Service:
@@ -110,6 +113,9 @@ class Service:
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -122,10 +128,10 @@ class Service:
                 for path, endpoint in endpoints.items()
             ],
             exception_handlers={
-                ApiError: _answer_error,
-                HTTPException: _answer_error,
-                ClientDisconnect: _answer_error,
-                Exception: _answer_error,
+                ApiError: answer_error,
+                HTTPException: answer_error,
+                ClientDisconnect: answer_error,
+                Exception: answer_error,
             },
         )
         app.router.redirect_slashes = False  # A redirected POST would be sent again to what the client calls us.
@@ -163,11 +169,12 @@ class Service:
         async def guarded(request: Request) -> Response:
             # The key, as OpenAI's clients send it.
             kind, _, key = request.headers.get("authorization", "").partition(" ")
-            token = key.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+            key = key if kind.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's
+            token = key.strip().encode("latin-1", "replace")
             # All keys are compared, each in constant time.
             if self._keys and not any([hmac.compare_digest(token, known) for known in self._keys]):
                 raise ApiError(
-                    "authorization: must be Bearer and a valid API key",
+                    "authorization: must be Bearer and a valid API key (or x-api-key: the key)",
                     status=401,
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
@@ -181,24 +188,24 @@ class Service:
             raise ApiError("the engine has failed; restart the server", status=503, code="engine_error")
         if self._stopped:
             raise ApiError("the server is shutting down", status=503)
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         text = metrics.render(self._engine.metrics(), self.name)
         return Response(text, media_type=metrics.MEDIA_TYPE)
 
     async def _load(self, request: Request) -> Response:
-        return _json({"server_load": self.running})
+        return json_answer({"server_load": self.running})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": package.VERSION})
+        return json_answer({"version": package.VERSION})
 
     async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card()]})
+        return json_answer({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return _json(self._card())
+        return json_answer(self._card())
 
     def _card(self) -> dict[str, object]:
         return {
@@ -247,15 +254,27 @@ class Service:
     async def _chat(self, request: Request) -> Response:
         return await self._complete(request, openai.read_chat)
 
-    async def _complete(self, request: Request, read: Callable[..., Call]) -> Response:
-        call, ids = await self._read(request, functools.partial(self._prompts, read))
+    async def _responses(self, request: Request) -> Response:
+        return await self._complete(request, openai.read_chat, Responses)
+
+    async def _messages(self, request: Request) -> Response:
+        return await self._complete(request, openai.read_chat, Messages)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        api = functools.partial(Messages, counts=True)
+        _, (ids,), _ = await self._read(request, functools.partial(self._prompts, openai.read_chat, api))
+        return json_answer({"input_tokens": len(ids)})
+
+    async def _complete(self, request: Request, read: Callable[..., Call], api: Api | None = None) -> Response:
+        call, ids, translation = await self._read(request, functools.partial(self._prompts, read, api))
         scored = [call.logprobs if call.echo else None, call.prompt_logprobs]
         most = [count for count in scored if count is not None]
         with contextlib.ExitStack() as stack:
             # Refuse a score before any sequence is submitted.
             stack.enter_context(self._scoring(len(ids) if most else 0))
             # The sequences run from here on; leaving the context cancels them.
-            handles = await self._submit(call, ids)
+            with naming_fields_of(translation):
+                handles = await self._submit(call, ids)
             stack.enter_context(self._running(handles))
             # The text before the new tokens of each choice.
             texts = ["" for _ in ids]
@@ -271,17 +290,28 @@ class Service:
                 return [(handle.result(timeout=10).stats, handle.cached_tokens) for handle in handles]
 
             # Chunks, or the whole answer unless the client leaves.
-            if call.stream:
+            if translation is not None:
+                chunks = answer.chunks(merge(handles), results)
+                if translation.stream:
+                    return EventStream(translation.events(chunks), stack.pop_all(), named=True)
+                whole = await while_connected(request.receive, translation.whole(chunks))
+            elif call.stream:
                 return EventStream(answer.chunks(merge(handles), results), stack.pop_all())
-            whole = await while_connected(request.receive, answer.whole(merge(handles), results))
-        return Response(status_code=_CLIENT_LEFT) if whole is None else _json(whole)
+            else:
+                whole = await while_connected(request.receive, answer.whole(merge(handles), results))
+        return Response(status_code=CLIENT_LEFT) if whole is None else json_answer(whole)
 
-    def _prompts(self, read: Callable[..., Call], body: dict[str, Any]) -> tuple[Call, list[list[int]]]:
-        """A checked request and the ids of its prompts."""
-        call = read(body, vocab_size=self._vocab_size, limits=self._limits)
-        if call.messages is not None:
-            call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
-        return call, prompts.encode(self.tokenizer, call, self._limits)
+    def _prompts(
+        self, read: Callable[..., Call], api: Api | None, body: dict[str, Any]
+    ) -> tuple[Call, list[list[int]], Translation | None]:
+        """A checked request, the ids of its prompts, and the translation of another API."""
+        translation = None if api is None else api(body)
+        with naming_fields_of(translation):
+            chat = body if translation is None else translation.chat
+            call = read(chat, vocab_size=self._vocab_size, limits=self._limits)
+            if call.messages is not None:
+                call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
+            return call, prompts.encode(self.tokenizer, call, self._limits), translation
 
     def _replies(self, call: Call, ids: Sequence[list[int]]) -> list[Reply] | None:
         """Readers of the choices of a chat; None where all of their text is content."""
@@ -383,13 +413,13 @@ class Service:
             self._live.difference_update(handles)
 
     async def _tokenize(self, request: Request) -> Response:
-        return _json(await self._read(request, self._tokens.encode))
+        return json_answer(await self._read(request, self._tokens.encode))
 
     async def _detokenize(self, request: Request) -> Response:
-        return _json(await self._read(request, self._tokens.decode))
+        return json_answer(await self._read(request, self._tokens.decode))
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        return _json(self._tokens.info())
+        return json_answer(self._tokens.info())
 
 
 def _queue_is_full(reason: object) -> ApiError:
@@ -399,20 +429,3 @@ def _queue_is_full(reason: object) -> ApiError:
 def _cancel(handles: Sequence[Handle]) -> None:
     for handle in handles:
         handle.cancel()
-
-
-def _json(content: object, status: int = 200, headers: Any = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
-
-
-def _answer_error(request: Request, error: Exception) -> Response:
-    """Any error as an answer in OpenAI's format."""
-    if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(message[:500], status=error.status_code, headers=error.headers)
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=_CLIENT_LEFT)
-    if not isinstance(error, ApiError):
-        error = ApiError("internal error; the server's log has the details", status=500)
-    request.scope["jspec.error"] = str(error)
-    return _json(error.body(), error.status, error.headers)

@@ -101,6 +101,11 @@ class Fields:
                 values[name] = self.take(name, check, default, **bounds)
         return values
 
+    def rest(self) -> dict[str, Any]:
+        """The other fields, for another reader."""
+        left, self._left = self._left, {}
+        return left
+
     def end(
         self, refused: Mapping[str, tuple[object, ...]] = MappingProxyType({}), *, ignore_unknown: bool = False
     ) -> None:

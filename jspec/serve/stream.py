@@ -84,12 +84,19 @@ class EventStream(Response):
     Args:
       events: objects to send.
       resources: closed when the stream ends, however it ends.
+      named: events have the names in their fields `type`, and no other end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Mapping[str, object]], resources: contextlib.AbstractContextManager[Any]):
-        self._events, self._resources = events, resources
+    def __init__(
+        self,
+        events: AsyncIterator[Mapping[str, object]],
+        resources: contextlib.AbstractContextManager[Any],
+        *,
+        named: bool = False,
+    ):
+        self._events, self._resources, self._named = events, resources, named
         self.status_code, self.background, self.body = 200, None, b""
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -108,8 +115,10 @@ class EventStream(Response):
 
         try:
             async for event in self._events:
-                await push(b"data: %b\n\n" % msgspec.json.encode(event))
-            await push(b"data: [DONE]\n\n")
+                name = f"event: {event['type']}\n".encode() if self._named else b""
+                await push(b"%bdata: %b\n\n" % (name, msgspec.json.encode(event)))
+            if not self._named:
+                await push(b"data: [DONE]\n\n")
         except ApiError as error:
             await push(b"data: %b\n\n" % msgspec.json.encode(error.body()))
         await push(b"", more=False)

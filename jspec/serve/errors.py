@@ -1,0 +1,39 @@
+"""Answers of JSON, and errors as answers in the format of the API that a request is for."""
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from jspec.serve import anthropic
+from jspec.serve.fields import ApiError
+
+_NOT_SERVED = (
+    "not served here, as this server generates text and makes no embeddings; must be /v1/chat/completions, "
+    "/v1/completions, /v1/responses, /v1/messages or a path of the documentation"
+)
+CLIENT_LEFT = 499  # what proxies log; nobody receives it
+
+
+def json_answer(content: object, status: int = 200, headers: Any = None) -> Response:
+    """An answer with a JSON value."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def answer_error(request: Request, error: Exception) -> Response:
+    """Any error as an answer: in Anthropic's format below /v1/messages, else in OpenAI's."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_LEFT)
+    if isinstance(error, HTTPException):
+        is_api = error.status_code == 404 and request.url.path.startswith("/v1/")
+        reason = _NOT_SERVED if is_api else error.detail
+        message = f"{request.method} {request.url.path[:200]}: {reason}"
+        error = ApiError(message, status=error.status_code, headers=error.headers)
+    if not isinstance(error, ApiError):
+        error = ApiError("internal error; the server's log has the details", status=500)
+    # For the log.
+    request.scope["jspec.error"] = str(error)
+    body = anthropic.error_body(error) if request.url.path.startswith("/v1/messages") else error.body()
+    return json_answer(body, error.status, error.headers)
