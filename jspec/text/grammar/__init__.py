@@ -47,8 +47,8 @@ class Grammar:
 
         Raises:
           TypeError: not a str.
-          ValueError: not a regex; one with look-around, references to groups, atomic groups, possessive repetition or
-            anchors other than at both ends; or one whose automaton is too large.
+          ValueError: not a regex; one with look-around (but ahead, outside of repetitions), references to groups,
+            atomic groups, possessive repetition or anchors other than at both ends; or its automaton is too large.
         """
         return compile_parsed("regex", pattern, parse_regex(pattern)[0])
 
@@ -72,11 +72,18 @@ class Grammar:
     ) -> "Grammar":
         """Allow the JSON documents that a schema accepts.
 
-        Properties come in the order of the schema. Supported are the keywords `type`, `enum`, `const`, `anyOf`,
-        `oneOf` (of schemas that plainly exclude each other), `allOf` (of one schema), `$ref` within the schema,
-        `properties`, `required`, `additionalProperties`, `items`, `minItems`, `maxItems`, `minLength`, `maxLength`,
-        `pattern` and `format` (date, time, date-time, uuid), and all annotations. Every other keyword is an error.
-        An object with `properties` gets no others; one without gets members of any names.
+        Every document is valid, but not every valid document is allowed: properties and the values of `uniqueItems`
+        come in the order of the schema; an object with `properties` gets no others, one without gets any names;
+        a bounded number has no exponent, a format has its usual texts, and a long `maxLength` is lowered to what an
+        automaton can count.
+
+        Supported are `type`, `enum`, `const`, `anyOf`, `oneOf` (of schemas that plainly exclude each other), `allOf`
+        (of one schema), `$ref` within the schema, `properties`, `required`, `additionalProperties`,
+        `patternProperties`, `propertyNames`, `minProperties`, `maxProperties`, `items`, `prefixItems`, `minItems`,
+        `maxItems`, `uniqueItems` of listed values, `minLength`, `maxLength`, `pattern`, `minimum`, `maximum`,
+        `exclusiveMinimum`, `exclusiveMaximum`, `nullable`, and `format`: date, time, date-time, duration, uuid, email,
+        hostname, ipv4, ipv6, uri. Other formats and unknown keywords are annotations; other keywords of JSON Schema,
+        such as `not`, and misspelled ones are errors.
 
         Args:
           schema: as Python values, or as text of JSON. True, or an empty schema: any document.

@@ -9,11 +9,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int16
+from jaxtyping import Bool, Int, Int16
 
 from jspec.core.automaton import reaching
 from jspec.core.stopping import byte_automaton
-from jspec.text.grammar.expression import MAX_CODE, Chain, Characters, Concat, Either, Expression, Range, Until
+from jspec.text.grammar.expression import (
+    MAX_CODE,
+    Chain,
+    Characters,
+    Compiled,
+    Concat,
+    Either,
+    Expression,
+    Range,
+    Until,
+)
 
 MAX_STATES = 2**15 - 1
 """Bound of the states of a DFA, stored as int16."""
@@ -104,6 +114,8 @@ class _Nfa:
             return self._chain(start, part)
         if isinstance(part, Until):
             return self._until(start, part.text.encode(), part.bounded)
+        if isinstance(part, Compiled):
+            return self._compiled(start, part)
         return self._repeat(start, part.part, part.least, part.most, part.separator)
 
     def _skip(self, start: int, end: int) -> None:
@@ -148,6 +160,14 @@ class _Nfa:
                 ends.append(start)
         return self._after(*ends)
 
+    def _compiled(self, start: int, part: Compiled) -> int:
+        nodes, end = [self._after(start), *(self.new() for _ in part.accepts[1:])], self.new()
+        for node, row, accepts in zip(nodes, part.table, part.accepts, strict=True):
+            self.arcs[node] += [(low, high, nodes[after]) for low, high, after in _runs(row) if after >= 0]
+            if accepts:
+                self._skip(node, end)
+        return end
+
     def _chain(self, start: int, chain: Chain) -> int:
         # `none`: the node before any part (None: one was required), `some`: the node after at least one part.
         # Two ends: without any part so far, and after some.
@@ -167,11 +187,15 @@ class _Nfa:
         nodes, end = [self._after(start), *(self.new() for _ in text[1:])], self.new()
         self.exits |= {node: text[i:] for i, node in enumerate(nodes) if bounded}
         for node, row in zip(nodes, table, strict=False):
-            cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), 256]
-            for first, beyond in itertools.pairwise(cuts):
-                after = int(row[first])
-                self.arcs[node].append((first, beyond - 1, end if after < 0 else nodes[after]))
+            self.arcs[node] += [(low, high, end if after < 0 else nodes[after]) for low, high, after in _runs(row)]
         return end
+
+
+def _runs(row: Int[np.ndarray, " bytes"]) -> Iterator[tuple[int, int, int]]:
+    """Ranges of bytes with the same next state, and that state."""
+    cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+    for low, beyond in itertools.pairwise(cuts):
+        yield low, beyond - 1, int(row[low])
 
 
 def utf8(first: int, last: int) -> Iterator[tuple[Range, ...]]:

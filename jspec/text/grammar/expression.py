@@ -4,8 +4,12 @@ The functions simplify: parts that match `NOTHING` are dropped, or make the whol
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Int16
 
 MAX_CODE = 0x10FFFF
 
@@ -15,7 +19,7 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Characters:
-    """One character of these ranges, which ascend and do not touch."""
+    """One character of these ranges. They ascend and do not touch."""
 
     ranges: tuple[Range, ...]
 
@@ -54,16 +58,24 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Until:
-    """Any bytes up to the first occurrence of `text`, which ends it.
+    """Any bytes up to and with the first occurrence of `text`.
 
-    bounded: whether it is thinking, which `Sampling.thinking_budget` ends.
+    bounded: whether `Sampling.thinking_budget` ends it: it is thinking.
     """
 
     text: str
     bounded: bool = False
 
 
-Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain | Until
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A language by its automaton, with fields as of `ByteDfa`."""
+
+    table: Int16[np.ndarray, "states bytes"]
+    accepts: Bool[np.ndarray, " states"]
+
+
+Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain | Until | Compiled
 
 EMPTY = Concat(())
 """The empty text."""
@@ -78,7 +90,7 @@ def characters(ranges: Iterable[Range]) -> Expression:
 
 
 def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same characters in ranges that ascend and do not touch."""
+    """The same characters in ascending ranges with gaps between them."""
     merged: list[Range] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -101,7 +113,7 @@ def complement(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def without(ranges: Sequence[Range], excluded: Sequence[Range]) -> tuple[Range, ...]:
-    """The characters of `ranges` that are not in `excluded`."""
+    """The characters of `ranges` without those of `excluded`."""
     return complement([*complement(ranges), *excluded])
 
 
@@ -122,6 +134,19 @@ def either(*parts: Expression) -> Expression:
     """One of the parts."""
     possible = [part for part in parts if part != NOTHING]
     return possible[0] if len(possible) == 1 else Either(tuple(possible))
+
+
+def lengths(part: Expression) -> tuple[int, float]:
+    """Bounds of the fewest and the most characters of a text; exact for the expressions of regexes."""
+    if isinstance(part, Characters):
+        return 1, 1
+    if isinstance(part, Concat | Either):
+        fewest, most = zip(*map(lengths, part.parts), strict=True) if part.parts else ((0,), (0,))
+        return (sum(fewest), sum(most)) if isinstance(part, Concat) else (min(fewest), max(most))
+    if isinstance(part, Repeat) and part.separator == EMPTY:
+        low, high = lengths(part.part)
+        return part.least * low, math.inf if part.most is None else part.most * high
+    return 0, math.inf
 
 
 def optional(part: Expression) -> Expression:

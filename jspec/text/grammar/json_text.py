@@ -3,8 +3,19 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from jspec.text.grammar import expression as e
-from jspec.text.grammar.expression import Chain, Characters, Concat, Either, Expression, Range, Until
+from jspec.text.grammar.expression import (
+    Chain,
+    Characters,
+    Compiled,
+    Concat,
+    Either,
+    Expression,
+    Range,
+    Until,
+)
 
 _DIGIT, _HEX = [(0x30, 0x39)], [(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)]
 _ESCAPED: tuple[Range, ...] = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
@@ -32,6 +43,10 @@ CHARACTER = e.either(
     e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape())),
 )
 """A character within a string, in any spelling."""
+COUNTED = e.either(e.characters(e.complement(_ESCAPED)), e.concat(_one_of("\\"), _one_of('"\\bfnrt')))
+"""A character in its shortest spelling, without controls of four digits: fewer states to repeat."""
+COUNTED_STATES = 9
+"""Bytes within an encoding, a backslash, and the end."""
 INTEGER = e.concat(
     e.optional(_one_of("-")),
     e.either(_one_of("0"), e.concat(_one_of("123456789"), e.repeat(e.characters(_DIGIT), 0, None))),
@@ -46,8 +61,8 @@ NULL = e.literal("null")
 
 
 def string(least: int = 0, most: int | None = None) -> Expression:
-    """A string of `least` to `most` characters."""
-    return quoted(e.repeat(CHARACTER, least, most))
+    """A string of `least` to `most` characters. Where these are counted, each has its shortest spelling."""
+    return quoted(e.repeat(CHARACTER if most is None and least < 2 else COUNTED, least, most))
 
 
 def quoted(inner: Expression) -> Expression:
@@ -71,10 +86,27 @@ def spelled(text: Expression) -> Expression:
         return e.either(*map(spelled, text.parts))
     if isinstance(text, Until):
         raise TypeError("a string of JSON cannot have any bytes")
+    if isinstance(text, Compiled):
+        return _spelled_table(text)
     separator = spelled(text.separator)
     if isinstance(text, Chain):
         return e.chain([(spelled(part), required) for part, required in text.parts], separator)
     return e.repeat(spelled(text.part), text.least, text.most, separator)
+
+
+def _spelled_table(text: Compiled) -> Compiled:
+    """`spelled` for an automaton; controls without an escape of two characters are left out."""
+    table, escapes = text.table.copy(), []
+    for first, last in _ESCAPED:
+        table[:, first : last + 1] = -1
+    # A backslash leads to a state of its own; the letter of an escape leads on from there.
+    for state, row in enumerate(text.table):
+        letters = {ord(letter): row[code] for code, letter in _SHORT.items() if row[code] >= 0}
+        if letters:
+            table[state, 0x5C] = len(table) + len(escapes)
+            escapes.append(np.array([letters.get(byte, -1) for byte in range(256)], np.int16))
+    accepts = np.append(text.accepts, np.zeros(len(escapes), bool))
+    return Compiled(np.stack([*table, *escapes]), accepts)
 
 
 class Layout:
@@ -89,9 +121,30 @@ class Layout:
         parts = [(self._member(e.literal(_dump(name)), value), required) for name, value, required in members]
         return self._around("{}", e.chain(parts, self._comma))
 
-    def map_of(self, value: Expression) -> Expression:
-        """An object of any names with values of one kind."""
-        return self._around("{}", e.repeat(self._member(string(), value), 0, None, self._comma))
+    def map_of(
+        self, value: Expression, name: Expression | None = None, least: int = 0, most: int | None = None
+    ) -> Expression:
+        """An object of `least` to `most` members with values of one kind, and any names or those of an expression."""
+        member = self._member(string() if name is None else name, value)
+        return self._around("{}", e.repeat(member, least, most, self._comma))
+
+    def tuple_of(self, items: Sequence[Expression], least: int, rest: Expression = e.EMPTY) -> Expression:
+        """An array of these items, the first `least` of them required, and then `rest`."""
+        inner = rest
+        for i in range(len(items) - 1, -1, -1):
+            if i + 1 < len(items):
+                after = e.concat(self._comma, inner)
+                inner = e.optional(after) if i + 1 >= least else after
+            inner = e.concat(items[i], inner)
+        return self._around("[]", e.optional(inner) if not least else inner)
+
+    def more(self, item: Expression, least: int, most: int | None) -> Expression:
+        """`least` to `most` further items of an array, each after a comma."""
+        return e.repeat(e.concat(self._comma, item), least, most)
+
+    def set_of(self, items: Sequence[tuple[Expression, bool]]) -> Expression:
+        """An array of these items in their order, each required or not."""
+        return self._around("[]", e.chain(items, self._comma))
 
     def array_of(self, item: Expression, least: int = 0, most: int | None = None) -> Expression:
         """An array of `least` to `most` items."""

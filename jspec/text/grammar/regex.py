@@ -1,7 +1,7 @@
 """Compiles a regex of Python's `re` module to an expression.
 
-Features beyond regular languages are errors: anchors other than at both ends, look-around, references to groups, atomic
-groups and possessive repetition.
+Features beyond regular languages are errors: anchors other than at both ends, look-around (but ahead, outside of
+repetitions), references to groups, atomic groups and possessive repetition.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from typing import Any
 from jspec.core.checks import check_text, shorten
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression, Range
+from jspec.text.grammar.product import ANYTHING, both
 
 # Private modules of CPython: `re` has no public syntax tree, and a parser of our own would differ from it in details.
 # `parse_regex` is their only user; tests compare its languages with `re.fullmatch` on each supported Python.
@@ -45,12 +46,12 @@ def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, boo
 
     Raises:
       TypeError: not a str.
-      ValueError: not a regex, or one that is not regular or has flags that are not supported.
+      ValueError: not a regex, or one with unsupported features or flags.
     """
     text = check_text(name, pattern)
     shown = f"{name}={shorten(text)}"
     try:
-        # Python warns of syntax that future versions may read differently.
+        # Python warns of syntax with another meaning in future versions.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = _parser.parse(text)
@@ -65,7 +66,8 @@ def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, boo
     ends = bool(items) and _is_anchor(items[-1], "AT_END", "AT_END_STRING")
     items = items[:-1] if ends else items
     try:
-        return _sequence(items, bool(flags & re.DOTALL), shown), begins, ends
+        parsed = _sequence(items, bool(flags & re.DOTALL), shown, last=begins and ends)
+        return parsed, begins, ends
     except RecursionError:
         raise ValueError(f"{shown}: is nested too deeply") from None
 
@@ -81,11 +83,30 @@ def _is_anchor(item: tuple[Any, Any], *kinds: str) -> bool:
     return str(item[0]) == "AT" and str(item[1]) in kinds
 
 
-def _sequence(items: Any, dotall: bool, shown: str) -> Expression:
-    return e.concat(*[_item(str(kind), value, dotall, shown) for kind, value in items])
+def _sequence(items: Any, dotall: bool, shown: str, *, last: bool = False) -> Expression:
+    """Convert elements of Python's parse tree. last: whether they reach to the end of an anchored pattern."""
+    items = list(items)
+    if last and items and _is_anchor(items[-1], "AT_END", "AT_END_STRING"):
+        items = items[:-1]
+    parts = []
+    for i, (kind, value) in enumerate(items):
+        # Look ahead: what follows is intersected with it.
+        if last and str(kind) in ("ASSERT", "ASSERT_NOT") and value[0] > 0 and (i == 0 or not _has_beginning(value[1])):
+            ahead = [item for item in value[1] if not _is_anchor(item, "AT_BEGINNING", "AT_BEGINNING_STRING")]
+            whole = bool(ahead) and _is_anchor(ahead[-1], "AT_END", "AT_END_STRING")
+            seen = _sequence(ahead[:-1] if whole else ahead, dotall, shown)
+            rest = _sequence(items[i + 1 :], dotall, shown, last=True)
+            follows = seen if whole else e.concat(seen, ANYTHING)
+            return e.concat(*parts, both(rest, follows, minus=str(kind) == "ASSERT_NOT"))
+        parts.append(_item(str(kind), value, dotall, shown, last=last and i + 1 == len(items)))
+    return e.concat(*parts)
 
 
-def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
+def _has_beginning(items: Any) -> bool:
+    return any(_is_anchor(item, "AT_BEGINNING", "AT_BEGINNING_STRING") for item in items)
+
+
+def _item(kind: str, value: Any, dotall: bool, shown: str, *, last: bool = False) -> Expression:
     """Convert an element of Python's parse tree."""
     # Characters.
     if kind == "LITERAL":
@@ -98,12 +119,12 @@ def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
         return e.characters(_set(value))
     # Alternatives and groups.
     if kind == "BRANCH":
-        return e.either(*[_sequence(branch, dotall, shown) for branch in value[1]])
+        return e.either(*[_sequence(branch, dotall, shown, last=last) for branch in value[1]])
     if kind == "SUBPATTERN":
         _, added, removed, items = value
         _check_flags(re.RegexFlag(added | removed), shown)
         dotall = (dotall or bool(added & re.DOTALL)) and not removed & re.DOTALL
-        return _sequence(items, dotall, shown)
+        return _sequence(items, dotall, shown, last=last)
     # Repetitions, greedy or not: a full match is the same.
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
         least, most, items = value
