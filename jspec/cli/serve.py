@@ -88,6 +88,7 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
         True, "do not sample with the temperature, top_p, top_k, min_p and repetition penalty of generation_config.json"
     )
     ignore_unknown_fields: bool = option(False, "log unknown fields of requests, instead of an answer with an error")
+    page: bool = option(True, "do not serve the page at / to chat with the model")
     grace: float = option(
         30.0,
         "time that running requests have to end after SIGTERM",
@@ -105,7 +106,7 @@ _ENGINE = tuple(options_of(EngineOptions))
 _SERVER = (
     *("host", "port", "name", "api_key", "guard_all", "allowed_origin", "ssl_certfile", "ssl_keyfile", "access_log"),
     *("max_prompt", "max_output", "max_sequences", "max_body"),
-    *("tool_format", "thinking_format", "generation_config", "ignore_unknown_fields", "grace"),
+    *("tool_format", "thinking_format", "generation_config", "ignore_unknown_fields", "page", "grace"),
 )
 
 
@@ -171,6 +172,7 @@ def run(options: Options) -> int:
                 guard_all=options.guard_all,
                 tool_format=options.tool_format,
                 thinking_format=options.thinking_format,
+                has_page=options.page,
             )
             with notify_if_slow(_COMPILING):
                 service.warm_up(everything=options.warm_up)

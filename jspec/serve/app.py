@@ -28,7 +28,7 @@ from jspec.generation.options import MAX_SEED, RequestOptions
 from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
 from jspec.runner.request import EngineError, QueueFull
-from jspec.serve import metrics, openai, prompts
+from jspec.serve import metrics, openai, page, prompts
 from jspec.serve.access import POLLED
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.anthropic import Messages
@@ -62,6 +62,7 @@ class Service:
       guard_all: also a request for health, metrics, load and version.
       tool_format, thinking_format: names of formats, see `jspec.text.tool_calls` and `jspec.text.chat_reader`. None:
         those that the chat template is known by.
+      has_page: whether `/` is a page to chat with the model.
 
     Raises:
       ValueError: the model has no tokenizer, a key is empty, or a format is unknown.
@@ -77,6 +78,7 @@ class Service:
         guard_all: bool = False,
         tool_format: str | None = None,
         thinking_format: str | None = None,
+        has_page: bool = True,
     ):
         # A server needs a tokenizer, and keys without spaces.
         if engine.model.tokenizer is None:
@@ -86,7 +88,7 @@ class Service:
         if any(not key or key != "".join(key.split()) for key in api_keys):
             raise ValueError("api_key: must have at least one character, and no spaces")
         self._keys = [key.encode() for key in api_keys]
-        self.has_keys, self._guards_all = bool(api_keys), guard_all
+        self.has_keys, self._guards_all, self.has_page = bool(api_keys), guard_all, has_page
         self._dialect = Dialect.of(self.tokenizer, tool_format, thinking_format)
         # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
@@ -120,6 +122,8 @@ class Service:
             "/detokenize": self._detokenize,
         }
         unguarded = () if self._guards_all else POLLED
+        if self.has_page:
+            gets["/"], unguarded = page.endpoint(), ("/", *unguarded)
         # Routes, and errors in OpenAI's format.
         app = Starlette(
             routes=[

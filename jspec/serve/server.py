@@ -90,6 +90,8 @@ def make_server(service: Service, bound: socket.socket, *, grace: float, surface
     host, port = bound.getsockname()[:2]
     url = f"http{'s' if surface.certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
     notes = [f"jspec: serving {service.name} on {url}/v1"]
+    if service.has_page:
+        notes.append(f"jspec: chat with it at {url}/")
     if not (service.has_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
         notes.append("jspec: no API key is set: everyone who reaches this address can use the model")
     # What is around the application.
