@@ -218,6 +218,7 @@ class Service:
             "created": self._created,
             "owned_by": "jspec",
             "max_model_len": self._limits.context,
+            "draft_depth": len(self._engine.metrics().accepted_by_position),
         }
 
     def _check_model(self, name: object) -> None:

@@ -24,7 +24,7 @@ def client(shared):
 
 def test_models(client):
     (model,) = client.models.list().data
-    assert model.id == "fake" and model.max_model_len == 256
+    assert model.id == "fake" and model.max_model_len == 256 and model.draft_depth == 2
     assert client.models.retrieve("fake") == model
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("other/model")

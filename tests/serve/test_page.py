@@ -126,6 +126,30 @@ def test_markup_of_a_model_is_text(visit):
     assert page.run("document.title") == "fake · jspec"
 
 
+def test_the_same_prompt_with_and_without_drafts(visit):
+    page, server = visit(delay=0.005)
+    page.run("document.querySelector('[name=depth]').value = 1")
+    send(page, "hello", "Enter", chromium.CTRL)
+    page.wait("document.querySelector('.verdict')")
+    page.wait("!running")
+    first, second = server.engine.handles
+    assert (first.options["speculation"].depth, second.options["speculation"].depth) == (1, 0)
+    assert first.options["seed"] == second.options["seed"] and first.prompt == second.prompt
+    assert contents(page, ".pair > .answer > .text") == [TEXT, TEXT]
+    assert page.text(".verdict").startswith("The texts are the same. With drafts it is ")
+    # The chat goes on with one of them, and Stop ends both.
+    page.run("document.querySelector('[name=depth]').value = ''")
+    server.engine.delay = 0.5
+    send(page, "again", "Enter", chromium.CTRL)
+    page.wait("running && document.querySelectorAll('.pair').length === 2")
+    assert page.run("said.length") == 2
+    http_server.wait_for(lambda: len(server.engine.handles) == 3)
+    assert server.engine.handles[2].options["speculation"] is None
+    page.click("#stop")
+    page.wait("!running")
+    assert len(server.engine.handles) == 3 and page.run("document.querySelectorAll('.verdict').length") == 1
+
+
 def test_log_probabilities_by_pointer_and_by_keyboard(visit):
     page, _ = visit()
     page.click("#logprobs")
