@@ -103,6 +103,7 @@ def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: boo
         read_shapes=shapes,
         prefill_tokens=options.prefill_tokens,
         max_in_flight=MAX_IN_FLIGHT,
+        programs=device.ready,
     )
 
 

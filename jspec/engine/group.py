@@ -68,7 +68,8 @@ class Group:
     # From any thread
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the threads."""
+        self.device.compile_ahead(lambda: self._call(lambda: None))
         self._thread.start()
 
     def cached_tokens(self, request: Request) -> int:
@@ -136,6 +137,7 @@ class Group:
         """Waits for the end of the thread, unless called in it. timeout: seconds; None: no limit."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+            self.device.ready.stop()
 
     @property
     def waiting(self) -> int:
@@ -232,8 +234,11 @@ class Group:
     def _take_calls(self, *, wait: bool = True) -> bool:
         """Runs calls of other threads; waits for something to do. False: the group is closing."""
         with self._wake:
-            while wait and self.scheduler.idle and not self._calls and not self._closing:
+            began, stalled = time.monotonic(), self.scheduler.stalled
+            while wait and (self.scheduler.idle or stalled) and not self._calls and not self._closing:
                 self._wake.wait()
+            if stalled:
+                self.device.runner.compile_seconds += time.monotonic() - began
             calls = list(self._calls)
             self._calls.clear()
         for call in calls:

@@ -21,6 +21,7 @@ from jspec.engine import sharing
 from jspec.engine.pages import Pages
 from jspec.engine.victims import victims
 from jspec.runner.plan import Admission, Burst, Output, Plan, Read
+from jspec.runner.ready import Ready
 from jspec.runner.request import Phase, Request
 
 OVERHEAD = 256
@@ -43,6 +44,7 @@ class Scheduler:
       than columns, and `pages.min_prefill` tokens must fit.
     prefill_tokens: columns of a read while other sequences run, in all; or the read has the smallest shape.
     max_in_flight: reads, and bursts, in flight at most; `plan` then adds no other one.
+    programs: those that are compiled; None: all.
 
     Raises:
       ValueError, TypeError: an invalid argument.
@@ -59,6 +61,7 @@ class Scheduler:
         read_shapes: Sequence[tuple[int, int]],
         prefill_tokens: int,
         max_in_flight: int = 2,
+        programs: Ready | None = None,
     ):
         self.pages = pages
         self.slots = check_int("slots", slots, least=1)
@@ -85,6 +88,9 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: deque[Read | Burst] = deque()
         self.preemptions = self._skipped = 0
+        self._programs = programs or Ready([slots])
+        self._least_shape = max(self._small_shapes, key=lambda shape: shape[1])
+        self.stalled = False  # whether the last plan had nothing, as all requests wait for a program
         self._patience = 0.0
         """Cost so far, in columns, of slots whose requests wait for a read worth its cost."""
 
@@ -162,7 +168,9 @@ class Scheduler:
         read = self._plan_read(rounds) if reading else None
         burst = self._plan_burst(rounds, read is not None) if bursting else None
         released, self._released = self._released, []
-        return Plan(released, admissions, read, burst)
+        plan = Plan(released, admissions, read, burst)
+        self.stalled = self._programs.busy and not plan and not self._in_flight
+        return plan
 
     def update(self, program: Read | Burst, outputs: Mapping[Request, Output]) -> list[Request]:
         """Processes the report of the oldest program in flight. Returns the requests with new tokens or an end.
@@ -247,7 +255,7 @@ class Scheduler:
             place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
         ):
             request = self._queue[place]
-            if sharing.waits(request):  # for a prefix
+            if sharing.waits(request) or not self._programs.admits(request, self._least_shape):
                 place += 1
                 continue
             # Look up the prefix cache, and prompts in prefill.
@@ -261,7 +269,7 @@ class Scheduler:
                 break
             self._queue.pop(place)
             rows, left = rows + 1, left + request.prefill_length - request.prefilled
-            admissions.append(self._admission(request))
+            admissions.append(sharing.admission(self.pages, request))
         return admissions
 
     def _try_admit(self, request: Request, prefix: list[int]) -> bool:
@@ -292,21 +300,6 @@ class Scheduler:
             self.pages.hits += request.cached
         return True
 
-    def _admission(self, request: Request) -> Admission:
-        assert request.slot is not None
-        hit, snapshots = self.pages.holding(request.cached), self.pages.snapshots
-        return Admission(
-            request=request,
-            slot=request.slot,
-            begin=request.cached,
-            restore=snapshots.use(request.pages[hit - 1]) if snapshots is not None and hit else None,
-            tokens=list(request.all_tokens),
-            resumed=request.resumed,
-            rounds=request.rounds,
-            accept_counts=list(request.accept_counts),
-            branch_counts=request.branch_counts,
-        )
-
     # Prefill
 
     def _allowed_shapes(self) -> list[tuple[int, int]]:
@@ -318,7 +311,13 @@ class Scheduler:
         requests = [request for request in self._admitted if request.phase is Phase.READING]
         if not requests:
             return None
-        rows, size = max(self._allowed_shapes(), key=lambda shape: self._worth(requests, shape))
+        allowed = self._allowed_shapes()
+        requests = self._programs.readable(requests, allowed)
+        best = max(allowed, key=lambda shape: self._worth(requests, shape))
+        shapes = self._programs.shapes(requests, allowed) or allowed
+        if best not in shapes:
+            self._programs.want_read(requests, best)
+        rows, size = max(shapes, key=lambda shape: self._worth(requests, shape))
         if self._postpones(requests, (rows, size), rounds):
             return None
         self._patience = 0.0
@@ -402,6 +401,7 @@ class Scheduler:
         requests = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not requests or self._reads_first(len(requests), reading):
             return None
+        requests = self._programs.together(requests)
         for request in requests:
             self._grow(request, rounds, preempt=False)
         burst = Burst(

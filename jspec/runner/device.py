@@ -1,9 +1,9 @@
 """Turns the scheduler's plans into calls of programs, with arrays of the host as arguments."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,8 @@ from jspec.generation.speculation import draft_limits
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
 from jspec.runner.plan import Admission, Burst, Output, Read
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
-from jspec.runner.request import Request
+from jspec.runner.ready import Program, Ready, joined_needs
+from jspec.runner.request import Needs, Request
 from jspec.runner.runner import Runner, Variant
 from jspec.runner.slot_state import Sizes
 
@@ -82,6 +83,7 @@ class Device:
 
     Attributes:
       runner: runs the calls; owns weights and state.
+      ready: the compiled programs.
       stops, grammars: the stop automata of the requests, and the automata of their grammars.
     """
 
@@ -100,10 +102,20 @@ class Device:
     ):
         self.method, self.sizes, (self.stops, self.grammars) = method, sizes, pools
         self._samples, self._least_option_set = samples, least_option_set
+        self._one_shape = buckets is not None
         self._buckets = slot_buckets(sizes.slots) if buckets is None else buckets
+        self.ready = Ready(self._buckets)
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
         self.runner = Runner(params, method, sizes, samples=samples, max_rounds=max_rounds, greedy_rule=greedy_rule)
+
+    def compile_ahead(self, notify: Callable[[], object]) -> None:
+        """Compiles programs in a thread before requests that need them are admitted, if this process has all devices.
+
+        notify: called in the thread after each program.
+        """
+        if not (self._one_shape or self.runner.spans_processes):
+            self.ready.start(self._compile, notify)
 
     def hold(self, request: Request) -> None:
         """Inserts the automata of a request into the pools, until `forget`.
@@ -117,6 +129,14 @@ class Device:
         except Exception:
             self.stops.remove(request.stop, request.ignore_eos)
             raise
+        request.needs = self._needs(request)
+
+    def _needs(self, request: Request) -> Needs:
+        record = -1
+        if request.logprobs:
+            record = next(index for index, size in enumerate(TOP_SIZES) if size >= request.top_logprobs)
+        options = max(self._least_option_set, option_set_of(request.sampling), int(self._samples))
+        return Needs(request.grammar is not None, record, options)
 
     def forget(self, request: Request) -> None:
         """Frees the automata of an ended request."""
@@ -187,14 +207,19 @@ class Device:
             if admission.restore is not None:
                 self.runner.restore(np.int32(admission.slot), np.int32(admission.restore))
 
-    def read(self, plan: Read) -> InFlight:
-        """Prefills chunks of some prompts."""
-        layout = self._layout(plan.slots, plan.rows)
-        view, variant = self._view(plan.requests, plan.table, layout)
+    def read(self, plan: Read, exact: bool = False) -> InFlight:
+        """Prefills chunks of some prompts. exact: with the best program, also if it is not compiled."""
+        layout, needs = self._layout(plan.slots, plan.rows), joined_needs(plan.requests)
+        self._keep_automata(needs)
+        program = Program(needs, plan.rows, plan.size)
+        if not exact:
+            program = self.ready.choose(*program)
+        view, variant = self._view(plan.requests, plan.table, layout, program.needs)
         columns = (plan.begin, plan.count, plan.ends, plan.resumed)
         kinds = (np.int32, np.int32, np.bool_, np.bool_)
         read = ReadPlan(*(layout.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
         report = self.runner.read(view, variant, read, plan.size)
+        self.ready.add(program)
         # In order: a later snapshot may take the place of an earlier one.
         for slot, place in zip(plan.slots, plan.save, strict=True):
             if place is not None:
@@ -206,13 +231,33 @@ class Device:
     def burst(self, plan: Burst, least: int = 0) -> InFlight:
         """Runs rounds.
 
-        least: minimum sequences of the program.
+        least: sequences of the program, also if it is not compiled; 0: any compiled one.
         """
-        layout = self._layout(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
-        view, variant = self._view(plan.requests, plan.table, layout)
+        needs = joined_needs(plan.requests)
+        self._keep_automata(needs)
+        program = Program(needs, least) if least else self.ready.choose(needs, len(plan.slots))
+        layout = self._layout(plan.slots, program.rows)
+        view, variant = self._view(plan.requests, plan.table, layout, program.needs)
         row_limit = layout.column(plan.row_limit, np.int32)
         report = self.runner.burst(view, variant, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early))
+        self.ready.add(program)
         return _in_flight(plan, report, dict(zip(plan.requests, layout.rows, strict=True)))
+
+    def _compile(self, program: Program) -> None:
+        """Compiles a program in the thread of `ready`. Its arguments have the shapes of those of `read` and `burst`."""
+        needs, rows = program.needs, program.rows
+        options, samplings = OPTION_SETS[needs.options], [None] * rows
+        inputs: dict[str, Any] = {"stop": self.stops.automaton, "grammar": self.grammars.automaton}
+        inputs["sampling"] = row_columns(samplings, options, self.method.target.vocab_size)
+        layout = self._layout([], rows)
+        numbers, flags = layout.column([], np.int32), layout.column([], np.bool_)
+        table = np.zeros((rows, self.sizes.pages_per_slot), np.int32)
+        view = View(None if layout.slots is None else _argument(layout.slots), _argument(table))
+        if program.columns:
+            arguments = (ReadPlan(numbers, numbers, flags, flags),)
+        else:
+            arguments = numbers, np.int32(1), np.bool_(False)
+        self.runner.compile(inputs, view, self._variant(needs), arguments, program.columns)
 
     def score(self, chunk: Chunk) -> TokenScores:
         """Dispatches a chunk of a score. Some device must be local."""
@@ -229,7 +274,7 @@ class Device:
                 self.admit([], size)
             for rows, size in shapes:
                 nothing = {"begin": [0], "count": [0], "ends": [False], "resumed": [False], "save": [None]}
-                self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing))
+                self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing), exact=True)
             bursts = [
                 self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, stop_early=False), size)
                 for size in self._buckets
@@ -252,41 +297,34 @@ class Device:
         return Layout(np.array(padded, np.int32), list(range(len(slots))), size)
 
     def _view(
-        self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout"
+        self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout", needs: Needs
     ) -> tuple[View, Variant]:
         """Block tables and options of the slots of a program; copies changed options to the devices."""
         table = np.zeros((layout.size, self.sizes.pages_per_slot), np.int32)
         samplings: list[Sampling | None] = [None] * layout.size
-        top: int | None = None
-        constrained = False
-        # Rows of the requests, and the options in use.
         for request, block_table, row in zip(requests, pages, layout.rows, strict=True):
             table[row, : len(block_table)] = block_table
             samplings[row] = request.sampling
-            if request.logprobs:
-                top = max(top or 0, request.top_logprobs)
-            constrained |= request.grammar is not None
-        # The program.
-        options = OPTION_SETS[max(self._least_option_set, *map(option_set_of, samplings))]
-        greedy = not options and not self._samples
-        if not options and self._samples:
-            options = OPTION_SETS[1]
-        # Arrays kept on the devices from burst to burst.
-        self._keep_automaton("stop", self.stops)
-        if constrained:
-            self._keep_automaton("grammar", self.grammars)
-        if options:
-            self._keep_sampling(samplings, options)
-        if top is not None:
-            top = min(next(size for size in TOP_SIZES if size >= top), self.method.target.vocab_size)
+        if needs.options:
+            self._keep_sampling(samplings, OPTION_SETS[needs.options])
         view = View(None if layout.slots is None else _argument(layout.slots), _argument(table))
-        return view, Variant(greedy, bool(options), constrained, top)
+        return view, self._variant(needs)
 
-    def _keep_automaton(self, name: str, pool: AutomatonPool) -> None:
-        automaton = pool.automaton
-        if self._last_automata.get(name) is not automaton:
-            self.runner.keep(name, automaton)
-            self._last_automata[name] = automaton
+    def _variant(self, needs: Needs) -> Variant:
+        top = None if needs.record < 0 else min(TOP_SIZES[needs.record], self.method.target.vocab_size)
+        return Variant(not needs.options, bool(needs.options), needs.grammar, top)
+
+    def _keep_automata(self, needs: Needs) -> None:
+        """Sends changed automata, which stay on the devices from burst to burst."""
+        pools: dict[str, AutomatonPool] = {"stop": self.stops, "grammar": self.grammars}
+        for name, pool in pools.items():
+            automaton, last = pool.automaton, self._last_automata.get(name)
+            if last is not automaton and (name == "stop" or needs.grammar):
+                # A larger table needs other programs.
+                if last is not None and jax.tree.map(np.shape, last) != jax.tree.map(np.shape, automaton):
+                    self.ready.clear()
+                self.runner.keep(name, automaton)
+                self._last_automata[name] = automaton
 
     def _keep_sampling(self, samplings: Sequence[Sampling | None], options: tuple[str, ...]) -> None:
         """Sends the columns of sampling options; they rarely change from burst to burst."""

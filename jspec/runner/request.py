@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jspec.core.checks import check_int, check_text
 from jspec.core.grammar import TokenGrammar
@@ -33,6 +34,23 @@ class Phase(enum.Enum):
     CANCELLED = "cancelled"
 
 
+class Needs(NamedTuple):
+    """What a program must have for a request; a larger value includes the smaller ones.
+
+    grammar: whether there is one.
+    record: index in `jspec.runner.device.TOP_SIZES` of the most probable tokens to record; -1: no log-probabilities.
+    options: index in `jspec.runner.device.OPTION_SETS`.
+    """
+
+    grammar: bool = False
+    record: int = -1
+    options: int = 0
+
+    def __or__(self, other: "Needs") -> "Needs":
+        options = max(self.options, other.options)
+        return Needs(self.grammar or other.grammar, max(self.record, other.record), options)
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
     """What to generate, with its options. The fields after them are written by the scheduler only.
@@ -45,6 +63,7 @@ class Request:
     top_logprobs: number of most probable tokens recorded with each.
     speculation: limits of its drafts; None: those of the drafter.
     start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
+    needs: of its programs.
 
     Raises:
       ValueError, TypeError: an invalid value.
@@ -63,6 +82,7 @@ class Request:
     speculation: Speculation | None = None
     start_state: int = 0
     start_grammar: int = 0
+    needs: Needs = Needs()
 
     phase: Phase = dataclasses.field(default=Phase.WAITING, init=False)
     arrival: int = dataclasses.field(default=-1, init=False)

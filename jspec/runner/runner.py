@@ -24,7 +24,7 @@ from jspec.core.loop import draft_shape
 from jspec.core.method import Method
 from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Params, RowSampling
-from jspec.core.xla_options import prefers_cublas
+from jspec.core.xla_options import LoopProgram, prefers_cublas
 from jspec.generation import costs
 from jspec.generation.score import Chunk, Scorer, TokenScores
 from jspec.loading.startup import compilations
@@ -156,11 +156,13 @@ class Runner:
     @call
     def keep(self, name: str, value: PyTree) -> None:
         """Copies an argument of later programs to the devices: `stop`, `grammar` or `sampling`."""
+        self._inputs[name] = self._put(value)
+
+    def _put(self, value: PyTree) -> PyTree:
         placement = self._placement
         if placement is not None and placement.spans_processes:
-            self._inputs[name] = jax.tree.map(placement.copy, value)
-        else:
-            self._inputs[name] = jax.device_put(value, None if placement is None else placement.everywhere)
+            return jax.tree.map(placement.copy, value)
+        return jax.device_put(value, None if placement is None else placement.everywhere)
 
     @call
     def release(self, mask: Bool[np.ndarray, " S"]) -> None:
@@ -185,7 +187,7 @@ class Runner:
     @call
     def read(self, view: View, variant: Variant, plan: ReadPlan, size: int) -> Report | Future[Report]:
         """`programs.read`."""
-        method, view = self._fill(view, variant)
+        method, view = self._fill(view, variant, self._inputs)
         self.state, report = programs.read(self.params, self.state, view, plan, method=method, size=size)
         return report
 
@@ -194,13 +196,9 @@ class Runner:
         self, view: View, variant: Variant, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
     ) -> Report | Future[Report]:
         """`programs.burst`."""
-        method, view = self._fill(view, variant)
-        # Compiler options for this many tokens.
-        rows = len(view.table)
-        many = prefers_cublas(self.params, rows * self._nodes)
-        program = programs.burst.variant(many=many, devices=method.devices)
-        arguments = view, row_limit, rounds, stop_early
-        run = partial(program, self.params, method=method, max_rounds=self.max_rounds)
+        method, view = self._fill(view, variant, self._inputs)
+        rows, arguments = len(view.table), (view, row_limit, rounds, stop_early)
+        run = partial(self._burst_of(rows), self.params, method=method, max_rounds=self.max_rounds)
         trial = self._trial(rows)
         if trial is None or trial.done:
             self.state, report = run(self.state, *arguments)
@@ -210,6 +208,33 @@ class Runner:
         self.state, report = jax.block_until_ready(run(self.state, *arguments))
         trial.record(time.perf_counter() - began, int(self.state.round_index) - first)
         return report
+
+    def _burst_of(self, rows: int) -> LoopProgram:
+        """`programs.burst` with the compiler options for this many sequences."""
+        many = prefers_cublas(self.params, rows * self._nodes)
+        return programs.burst.variant(many=many, devices=self.method.devices)
+
+    def compile(self, inputs: dict[str, Any], view: View, variant: Variant, arguments: Any, size: int) -> None:
+        """Compiles a program for arguments of these shapes, so that its first call does not. Runs nothing.
+
+        inputs: in place of what `keep` has copied.
+        arguments: those of `programs.read` after the view or, if `size` is 0, of `programs.burst`.
+        """
+        with on_own_device(self._placement):
+            inputs = {name: self._put(value) for name, value in inputs.items()}
+            method, view = self._fill(view, variant, inputs)
+            state = jax.tree.map(_shape, self.state)
+            if size:
+                lowered = programs.read.lower(self.params, state, view, *arguments, method=method, size=size)
+            else:
+                burst = self._burst_of(len(view.table))
+                lowered = burst.lower(self.params, state, view, *arguments, method=method, max_rounds=self.max_rounds)
+            lowered.compile()
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether some devices belong to other processes."""
+        return self._placement is not None and self._placement.spans_processes
 
     def _trial(self, rows: int) -> costs.Trial | None:
         """The costs of bursts of this many slots; None: the drafter wants none."""
@@ -223,18 +248,23 @@ class Runner:
         """`Scorer.read`, beside the slots."""
         return self._scorer.read(self.params.target, chunk)
 
-    def _fill(self, view: View, variant: Variant) -> tuple[Method, View]:
+    def _fill(self, view: View, variant: Variant, inputs: dict[str, Any]) -> tuple[Method, View]:
         """The method of a program, and its view of the slots with the inputs on the devices."""
         trial = self._trial(len(view.table))
         view = dataclasses.replace(
             view,
-            stop=self._inputs["stop"],
-            grammar=self._inputs["grammar"] if variant.constrained else Automaton(),
-            sampling=self._inputs["sampling"] if variant.sampled else None,
+            stop=inputs["stop"],
+            grammar=inputs["grammar"] if variant.constrained else Automaton(),
+            sampling=inputs["sampling"] if variant.sampled else None,
             costs=None if trial is None else cast(Array, np.array(trial.costs, np.float32)),
         )
         rule = self._greedy_rule if variant.greedy else self.method.accept
         return dataclasses.replace(self.method, accept=rule, record=variant.record), view
+
+
+def _shape(x: Array) -> jax.ShapeDtypeStruct:
+    """What a program is compiled for. The array may have been donated meanwhile."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None, weak_type=x.weak_type)
 
 
 def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:
