@@ -264,7 +264,7 @@ class Runner:
 
 def _shape(x: Array) -> jax.ShapeDtypeStruct:
     """What a program is compiled for. The array may have been donated meanwhile."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None, weak_type=x.weak_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None, weak_type=x.aval.weak_type)
 
 
 def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:
