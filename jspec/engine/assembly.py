@@ -94,7 +94,7 @@ def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: boo
         shapes = sizing.read_shapes(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
     else:
         shapes = [(only.read[0], max(only.read[1], narrowest))]
-    return Scheduler(
+    scheduler = Scheduler(
         slots=sizes.slots,
         pages=Pages(sizes.pages, sizes.page_size, later if shares else None, sizes.snapshots),
         context=sizes.context,
@@ -103,8 +103,9 @@ def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: boo
         read_shapes=shapes,
         prefill_tokens=options.prefill_tokens,
         max_in_flight=MAX_IN_FLIGHT,
-        programs=device.ready,
     )
+    scheduler.programs = device.ready
+    return scheduler
 
 
 def make_requests(

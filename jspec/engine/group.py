@@ -3,6 +3,7 @@
 A thread drives the devices, in turns: dispatch the scheduler's plan, then collect reports.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import TypeVar
 from jspec.core import stopping
 from jspec.core.types import Params
 from jspec.engine.balance import cached_tokens
-from jspec.engine.handle import Handle, wake
+from jspec.engine.handle import Handle, Waiter, wake
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
 from jspec.generation.result import FINISH_REASONS
@@ -126,6 +127,7 @@ class Group:
             self._error = self._error or error
             self._closing = True
             self._wake.notify()
+        self.device.ready.stop()
 
     def abandon(self, error: BaseException) -> None:
         """Ends all requests with an error at once, as the thread may be waiting for a lost process."""
@@ -137,7 +139,7 @@ class Group:
         """Waits for the end of the thread, unless called in it. timeout: seconds; None: no limit."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-            self.device.ready.stop()
+            self.device.ready.join()
 
     @property
     def waiting(self) -> int:
@@ -234,11 +236,10 @@ class Group:
     def _take_calls(self, *, wait: bool = True) -> bool:
         """Runs calls of other threads; waits for something to do. False: the group is closing."""
         with self._wake:
-            began, stalled = time.monotonic(), self.scheduler.stalled
-            while wait and (self.scheduler.idle or stalled) and not self._calls and not self._closing:
-                self._wake.wait()
-            if stalled:
-                self.device.runner.compile_seconds += time.monotonic() - began
+            stalled = self.scheduler.stalled
+            with self.device.runner.compiling() if stalled else contextlib.nullcontext():
+                while wait and (self.scheduler.idle or stalled) and not self._calls and not self._closing:
+                    self._wake.wait()
             calls = list(self._calls)
             self._calls.clear()
         for call in calls:
@@ -260,7 +261,7 @@ class Group:
         for admission in plan.admissions:
             self._count_admission(admission.request, now)
         # Outputs, and one wake-up for all of them.
-        waiters = []
+        waiters = self._refuse()
         for request, output in results:
             handle = self._handles[request]
             self._count_tokens(handle, output, now)
@@ -269,6 +270,18 @@ class Group:
                 self._end(handle)
             waiters += handle.deliver(output, now, self.device.runner.compile_seconds)
         wake(waiters)
+
+    def _refuse(self) -> list[Waiter]:
+        """Ends the requests whose programs do not compile; returns the waiters to wake."""
+        # They are still in the queue.
+        waiters, refused = [], self.scheduler.programs.refused
+        while refused:
+            request, error = refused.pop()
+            self.scheduler.cancel(request)
+            handle = self._handles[request]
+            self._end(handle)
+            waiters += handle.end(error)
+        return waiters
 
     def _dispatch(self, plan: Plan) -> None:
         if plan.released:

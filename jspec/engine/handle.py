@@ -13,9 +13,12 @@ from jspec.core.types import Drafter
 from jspec.generation.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
 from jspec.generation.speculation import draft_limits
 from jspec.runner.plan import Output
-from jspec.runner.request import EngineError, Request
+from jspec.runner.request import CompilationError, EngineError, Request
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
+
+Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""An event to set in its loop."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,7 +60,7 @@ class Handle:
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, request.prompt, request.stop)
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiters: list[Waiter] = []
         self._pieces: list[Piece] = []
         self._origin: list[int] = []
         self._logprobs: list[float] = []
@@ -164,7 +167,7 @@ class Handle:
 
     def deliver(
         self, output: Output, now: float, compiled: float
-    ) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+    ) -> list[Waiter]:
         """Appends an output, and the end if it has one. compiled: the device's `Runner.compile_seconds`."""
         tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:
@@ -192,7 +195,7 @@ class Handle:
             self._changed.notify_all()
             return list(self._waiters)
 
-    def end(self, error: BaseException | None = None) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+    def end(self, error: BaseException | None = None) -> list[Waiter]:
         """Ends it without a finish code: cancelled, or failed with an error."""
         with self._changed:
             if not self._ended:
@@ -202,11 +205,13 @@ class Handle:
             return list(self._waiters)
 
     def _raise(self) -> None:
+        if isinstance(self._error, CompilationError):
+            raise CompilationError(str(self._error)) from self._error
         if self._error is not None:
             raise EngineError(f"the engine has failed: {self._error}") from self._error
 
 
-def wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+def wake(waiters: list[Waiter]) -> None:
     """Sets all events, with one call per event loop."""
     events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
     for loop, event in waiters:

@@ -44,7 +44,6 @@ class Scheduler:
       than columns, and `pages.min_prefill` tokens must fit.
     prefill_tokens: columns of a read while other sequences run, in all; or the read has the smallest shape.
     max_in_flight: reads, and bursts, in flight at most; `plan` then adds no other one.
-    programs: those that are compiled; None: all.
 
     Raises:
       ValueError, TypeError: an invalid argument.
@@ -61,7 +60,6 @@ class Scheduler:
         read_shapes: Sequence[tuple[int, int]],
         prefill_tokens: int,
         max_in_flight: int = 2,
-        programs: Ready | None = None,
     ):
         self.pages = pages
         self.slots = check_int("slots", slots, least=1)
@@ -75,7 +73,7 @@ class Scheduler:
         for rows, size in read_shapes:
             check_int("read_shapes: sequences", rows, least=1)
             check_int("read_shapes: columns", size, least=pages.min_prefill + self.extra_rows)
-        # Smaller programs first, so the cheaper of two equally useful ones is chosen.
+        # Smaller programs first: the cheaper of two equally useful ones.
         self._shapes = sorted(read_shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
         small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
         self._small_shapes = small or self._shapes[:1]
@@ -88,9 +86,7 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: deque[Read | Burst] = deque()
         self.preemptions = self._skipped = 0
-        self._programs = programs or Ready([slots])
-        self._least_shape = max(self._small_shapes, key=lambda shape: shape[1])
-        self.stalled = False  # whether the last plan had nothing, as all requests wait for a program
+        self.programs = Ready([slots])  # all programs, until those of a device take its place
         self._patience = 0.0
         """Cost so far, in columns, of slots whose requests wait for a read worth its cost."""
 
@@ -168,9 +164,7 @@ class Scheduler:
         read = self._plan_read(rounds) if reading else None
         burst = self._plan_burst(rounds, read is not None) if bursting else None
         released, self._released = self._released, []
-        plan = Plan(released, admissions, read, burst)
-        self.stalled = self._programs.busy and not plan and not self._in_flight
-        return plan
+        return Plan(released, admissions, read, burst)
 
     def update(self, program: Read | Burst, outputs: Mapping[Request, Output]) -> list[Request]:
         """Processes the report of the oldest program in flight. Returns the requests with new tokens or an end.
@@ -206,6 +200,11 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether no request is left, nothing is in flight and no slot has to be released."""
         return not (self._queue or self._admitted or self._preempted or self._released or self._in_flight)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether nothing is to be done until a program is compiled."""
+        return self.programs.busy and not (self._admitted or self._preempted or self._released or self._in_flight)
 
     @property
     def running(self) -> int:
@@ -255,7 +254,7 @@ class Scheduler:
             place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
         ):
             request = self._queue[place]
-            if sharing.waits(request) or not self._programs.admits(request, self._least_shape):
+            if sharing.waits(request) or not self._has_programs(request):
                 place += 1
                 continue
             # Look up the prefix cache, and prompts in prefill.
@@ -271,6 +270,11 @@ class Scheduler:
             rows, left = rows + 1, left + request.prefill_length - request.prefilled
             admissions.append(sharing.admission(self.pages, request))
         return admissions
+
+    def _has_programs(self, request: Request) -> bool:
+        """Whether it can run beside those with slots."""
+        best = max(self._small_shapes, key=lambda shape: self._worth([request], shape))
+        return self.programs.admits(request, self._admitted, self.waiting, self._small_shapes, best)
 
     def _try_admit(self, request: Request, prefix: list[int]) -> bool:
         """Gives a request a slot and the pages of its prefill and of one round. False if pages are too few: the pages
@@ -311,12 +315,9 @@ class Scheduler:
         requests = [request for request in self._admitted if request.phase is Phase.READING]
         if not requests:
             return None
-        allowed = self._allowed_shapes()
-        requests = self._programs.readable(requests, allowed)
-        best = max(allowed, key=lambda shape: self._worth(requests, shape))
-        shapes = self._programs.shapes(requests, allowed) or allowed
-        if best not in shapes:
-            self._programs.want_read(requests, best)
+        shapes = self._allowed_shapes()
+        best = max(shapes, key=lambda shape: self._worth(requests, shape))
+        shapes = self.programs.shapes(requests, shapes, best)
         rows, size = max(shapes, key=lambda shape: self._worth(requests, shape))
         if self._postpones(requests, (rows, size), rounds):
             return None
@@ -401,7 +402,6 @@ class Scheduler:
         requests = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not requests or self._reads_first(len(requests), reading):
             return None
-        requests = self._programs.together(requests)
         for request in requests:
             self._grow(request, rounds, preempt=False)
         burst = Burst(

@@ -3,7 +3,9 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jspec.core import grammar, stopping
@@ -18,8 +20,10 @@ MAX_STATES = 2**15
 """Bound of the states of all automata, stored as int16."""
 MAX_CELLS = 2**27
 """Bound of the entries of the table (states x classes) and of the maps (automata x vocabulary), of two bytes each."""
-_GRAMMAR_STATES, _GRAMMAR_MAPS = 2048, 8
-"""Initial states and maps of the table of grammars, so most grammars share a program."""
+_GROWTH = 4
+"""Factor of sizes that are too small, or 2 if this is too large: programs depend on sizes."""
+_STOP_SIZES, _GRAMMAR_SIZES = (256, 8), (2048, 8)
+"""Initial states and maps of the tables, so most stop strings and grammars share programs."""
 _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES = 256, 2**16
 """Initial patterns and transitions of its `SparseTable`."""
 
@@ -28,7 +32,8 @@ class AutomatonPool:
     """The automata in use, consecutive in one table, each with its own map of classes.
 
     A sequence starts in the first state of its automaton. Transitions are absolute, so the table is one automaton. Its
-    sizes are powers of two and never shrink, so they rarely change.
+    sizes are powers of two, grow by levels and never shrink. Automata that were in it on an earlier level stay in the
+    copy of that level, so programs of those sizes can run their sequences further on.
 
     name: the option of the automata, for messages.
     model: its vocabulary is used.
@@ -41,25 +46,29 @@ class AutomatonPool:
         self._name, self._reserved, self._unused = name, reserved, unused
         self._vocab_size = model.target.vocab_size
         self._lock = threading.Lock()
-        self._places: OrderedDict[Hashable, tuple[int, int, int]] = OrderedDict()
-        """First state, number of states and map of each automaton."""
+        self._places: OrderedDict[Hashable, _Place] = OrderedDict()
         self._users: dict[Hashable, int] = {}
         self._table = np.full((states, 64), unused, np.int16)
         self._table[:reserved] = 0
         self._maps = np.zeros((maps, self._vocab_size), np.int16)
         self._map_of_state = np.zeros(states, np.int32)
         self._likely, self._exit = np.full(states, -1, np.int32), np.full(states, -1, np.int32)
-        self._copy: Automaton | None = None
+        self._levels: list[Automaton] = []
+        """Copies by level; only the last one changes."""
+        self._publish()
 
-    @property
-    def automaton(self) -> Automaton:
-        """A copy on the host without states of sequences; the same object until an automaton is inserted."""
+    def at(self, level: int) -> Automaton:
+        """A copy on the host without states of sequences, with the sizes of a level; -1: the last one.
+
+        It is the same object until an automaton is inserted.
+        """
         with self._lock:
-            if self._copy is None:
-                tokens = self._likely, self._exit
-                maps, map_of_state, *copies = map(np.copy, (self._maps, self._map_of_state, *tokens))
-                self._copy = Automaton(self._stored(), maps, None, map_of_state, *copies)  # pyright: ignore[reportArgumentType]
-            return self._copy
+            return self._levels[level]
+
+    def level(self, start: int) -> int:
+        """The first level with the automaton of this first state; 0 if it is none's."""
+        with self._lock:
+            return next((place.level for place in self._places.values() if place.start == start), 0)
 
     def _stored(self) -> np.ndarray | SparseTable:
         """The table as an argument of programs."""
@@ -84,7 +93,7 @@ class AutomatonPool:
                     self._place(key, table)
                 self._users[key] += 1
             self._places.move_to_end(key)
-            return self._places[key][0]
+            return self._places[key].start
 
     def free(self, key: Hashable) -> None:
         """End one use. The automaton stays until its place is needed."""
@@ -109,8 +118,8 @@ class AutomatonPool:
             unused = next((key for key in self._places if not self._users[key]), None)
             if unused is None:
                 break
-            start, count, _ = self._places.pop(unused)
-            self._table[start : start + count] = self._unused
+            place = self._places.pop(unused)
+            self._table[place.start : place.start + place.states] = self._unused
             del self._users[unused]
         place = self._find(states, classes, grow=True) if place is None else place
         if place is None:
@@ -121,30 +130,43 @@ class AutomatonPool:
         # Write its rows and its map.
         base, number = place
         rows = slice(base, base + states)
-        self._places[key], self._users[key] = (base, states, number), 0
+        self._users[key] = 0
         self._table[rows, :classes] = shift(table.table, base)
         self._maps[number] = table.token_class
         self._map_of_state[rows] = number
         self._likely[rows] = -1 if table.likely is None else table.likely
         self._exit[rows] = -1 if table.exit is None else table.exit
-        self._copy = None
+        self._publish()
+        self._places[key] = _Place(base, states, number, len(self._levels) - 1)
+
+    def _publish(self) -> None:
+        """Replaces the copy of this level, or adds a level if the sizes have changed."""
+        # A level is known by its sizes.
+        tokens = self._likely, self._exit
+        maps, map_of_state, *copies = map(np.copy, (self._maps, self._map_of_state, *tokens))
+        copy = Automaton(self._stored(), maps, None, map_of_state, *copies)  # pyright: ignore[reportArgumentType]
+        same = self._levels and jax.tree.map(np.shape, self._levels[-1]) == jax.tree.map(np.shape, copy)
+        self._levels[len(self._levels) - bool(same) :] = [copy]
 
     def _find(self, states: int, classes: int, *, grow: bool) -> tuple[int, int] | None:
         """Find consecutive free states and a free map; None: no space. grow: enlarge the table if possible."""
         # First fit between the automata.
         base = self._reserved
-        for start, count, _ in sorted(self._places.values()):
-            if start - base >= states:
+        for place in sorted(self._places.values()):
+            if place.start - base >= states:
                 break
-            base = start + count
-        used = {number for _, _, number in self._places.values()}
+            base = place.start + place.states
+        used = {place.number for place in self._places.values()}
         number = next(number for number in range(len(used) + 1) if number not in used)
-        # Sizes with room for it.
-        rows, columns = _double(len(self._table), base + states), _double(self._table.shape[1], classes)
-        maps = _double(len(self._maps), number + 1)
-        larger = (rows, columns, maps) != (*self._table.shape, len(self._maps))
-        too_large = rows > MAX_STATES or rows * columns > MAX_CELLS or maps * self._vocab_size > MAX_CELLS
-        if larger and (too_large or not grow):
+        # Sizes with room for it; large steps, as each is compiled for.
+        least = base + states, classes, number + 1
+        sizes = (*self._table.shape, len(self._maps))
+        for factor in (_GROWTH, 2):
+            rows, columns, maps = (_grow(size, at_least, factor) for size, at_least in zip(sizes, least, strict=True))
+            fits = rows <= MAX_STATES and rows * columns <= MAX_CELLS and maps * self._vocab_size <= MAX_CELLS
+            if fits:
+                break
+        if (rows, columns, maps) != sizes and not (fits and grow):
             return None
         self._table = _grown(self._table, (rows, columns), self._unused)
         self._table[: self._reserved] = 0
@@ -154,10 +176,19 @@ class AutomatonPool:
         return base, number
 
 
-def _double(size: int, least: int) -> int:
-    """Double a size until it is at least `least`."""
+class _Place(NamedTuple):
+    """Where an automaton is: its first state, number of states, map, and first level."""
+
+    start: int
+    states: int
+    number: int
+    level: int
+
+
+def _grow(size: int, least: int, factor: int) -> int:
+    """Multiply a size until it is at least `least`."""
     while size < least:
-        size *= 2
+        size *= factor
     return size
 
 
@@ -170,7 +201,8 @@ class StopPool(AutomatonPool):
     """The automata of stop sets: stop strings and ids, and whether EOS is ignored."""
 
     def __init__(self, model: Model):
-        super().__init__("stop", model)
+        states, maps = _STOP_SIZES
+        super().__init__("stop", model, states=states, maps=maps)
         self._model = model
 
     def add(self, stop: Sequence[str | int], ignore_eos: bool = False) -> int:
@@ -194,15 +226,16 @@ class GrammarPool(AutomatonPool):
     """The automata of grammars. Sequences without a grammar are in state `FREE`."""
 
     def __init__(self, model: Model):
-        sizes = {"states": _GRAMMAR_STATES, "maps": _GRAMMAR_MAPS}
-        super().__init__("grammar", model, reserved=grammar.FREE + 1, unused=grammar.FORBIDDEN, **sizes)
-        self._model = model
+        states, maps = _GRAMMAR_SIZES
         self._patterns, self._entries = _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES
+        free = {"reserved": grammar.FREE + 1, "unused": grammar.FORBIDDEN}
+        super().__init__("grammar", model, states=states, maps=maps, **free)
+        self._model = model
 
     def _stored(self) -> SparseTable:
         table = sparse(self._table)
-        self._patterns = _double(self._patterns, len(table.leads))
-        self._entries = _double(self._entries, len(table.following))
+        self._patterns = _grow(self._patterns, len(table.leads), _GROWTH)
+        self._entries = _grow(self._entries, len(table.following), _GROWTH)
         states, classes = self._table.shape
         return table.padded(states, classes, self._patterns, self._entries)
 

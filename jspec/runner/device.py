@@ -135,8 +135,13 @@ class Device:
         record = -1
         if request.logprobs:
             record = next(index for index, size in enumerate(TOP_SIZES) if size >= request.top_logprobs)
-        options = max(self._least_option_set, option_set_of(request.sampling), int(self._samples))
-        return Needs(request.grammar is not None, record, options)
+        return Needs(
+            max(self._least_option_set, option_set_of(request.sampling), int(self._samples)),
+            request.grammar is not None,
+            record,
+            self.stops.level(request.start_state),
+            self.grammars.level(request.start_grammar),
+        )
 
     def forget(self, request: Request) -> None:
         """Frees the automata of an ended request."""
@@ -155,13 +160,24 @@ class Device:
             self.runner.offer(params)
         self.runner.replace()
 
-    def admit(self, admissions: Sequence[Admission], least: int = 0) -> None:
-        """Puts requests into slots.
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Puts requests into slots, with as few programs as are compiled."""
+        while admissions:
+            count = self.ready.choose(Program("admit", rows=len(admissions))).rows
+            self._admit(admissions[:count], count)
+            admissions = admissions[count:]
 
-        least: minimum size of the program.
-        """
+    def _admit(self, admissions: Sequence[Admission], count: int) -> None:
+        """Puts at most `count` requests into slots, with the program of this many."""
+        self.runner.admit(self._admitted(admissions, count))
+        for admission in admissions:
+            if admission.restore is not None:
+                self.runner.restore(np.int32(admission.slot), np.int32(admission.restore))
+        self.ready.add(Program("admit", rows=count))
+
+    def _admitted(self, admissions: Sequence[Admission], count: int) -> Admitted:
+        """The arguments of a program that admits at most `count` requests."""
         # Padded columns; slots out of range are padding.
-        count = next(size for size in self._buckets if size >= max(least, len(admissions)))
         columns = {name: np.zeros(count, np.int32) for name in _ADMITTED}
         columns["slots"][:] = self.sizes.slots
         tokens = np.zeros((count, self.sizes.context), np.int32)
@@ -192,9 +208,8 @@ class Device:
             }
             for name, value in values.items():
                 columns[name][row] = value
-        # Dispatch, then restore snapshots of shared prefixes.
         arguments = {name: _argument(column) for name, column in columns.items()}
-        new = Admitted(
+        return Admitted(
             tokens=_argument(tokens),
             seed=_argument(seeds),
             accept_counts=_argument(accept_counts),
@@ -202,23 +217,19 @@ class Device:
             branch_counts=None if branch_counts is None else _argument(branch_counts),
             **arguments,
         )
-        self.runner.admit(new)
-        for admission in admissions:
-            if admission.restore is not None:
-                self.runner.restore(np.int32(admission.slot), np.int32(admission.restore))
 
     def read(self, plan: Read, exact: bool = False) -> InFlight:
         """Prefills chunks of some prompts. exact: with the best program, also if it is not compiled."""
-        layout, needs = self._layout(plan.slots, plan.rows), joined_needs(plan.requests)
-        self._keep_automata(needs)
-        program = Program(needs, plan.rows, plan.size)
+        # The program, then its arguments.
+        program = Program("read", joined_needs(plan.requests), plan.rows, plan.size)
         if not exact:
-            program = self.ready.choose(*program)
-        view, variant = self._view(plan.requests, plan.table, layout, program.needs)
+            program = self.ready.choose(program)
+        layout = self._layout(plan.slots, program.rows)
+        view = self._view(plan.requests, plan.table, layout, program.needs)
         columns = (plan.begin, plan.count, plan.ends, plan.resumed)
         kinds = (np.int32, np.int32, np.bool_, np.bool_)
         read = ReadPlan(*(layout.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
-        report = self.runner.read(view, variant, read, plan.size)
+        report = self.runner.read(view, self._variant(program.needs), read, plan.size)
         self.ready.add(program)
         # In order: a later snapshot may take the place of an earlier one.
         for slot, place in zip(plan.slots, plan.save, strict=True):
@@ -228,36 +239,39 @@ class Device:
         new = [index for index in range(len(plan.requests)) if plan.max_tokens(index)]
         return _in_flight(plan, report, {plan.requests[index]: layout.rows[index] for index in new})
 
-    def burst(self, plan: Burst, least: int = 0) -> InFlight:
-        """Runs rounds.
-
-        least: sequences of the program, also if it is not compiled; 0: any compiled one.
-        """
-        needs = joined_needs(plan.requests)
-        self._keep_automata(needs)
-        program = Program(needs, least) if least else self.ready.choose(needs, len(plan.slots))
+    def burst(self, plan: Burst, rows: int = 0) -> InFlight:
+        """Runs rounds. rows: sequences of the program, also if it is not compiled; 0: of the best compiled one."""
+        # The program, then its arguments.
+        program = Program("burst", joined_needs(plan.requests), rows or len(plan.slots))
+        if not rows:
+            program = self.ready.choose(program)
         layout = self._layout(plan.slots, program.rows)
-        view, variant = self._view(plan.requests, plan.table, layout, program.needs)
+        view = self._view(plan.requests, plan.table, layout, program.needs)
         row_limit = layout.column(plan.row_limit, np.int32)
-        report = self.runner.burst(view, variant, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early))
+        arguments = row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early)
+        report = self.runner.burst(view, self._variant(program.needs), *arguments)
         self.ready.add(program)
         return _in_flight(plan, report, dict(zip(plan.requests, layout.rows, strict=True)))
 
     def _compile(self, program: Program) -> None:
-        """Compiles a program in the thread of `ready`. Its arguments have the shapes of those of `read` and `burst`."""
-        needs, rows = program.needs, program.rows
-        options, samplings = OPTION_SETS[needs.options], [None] * rows
-        inputs: dict[str, Any] = {"stop": self.stops.automaton, "grammar": self.grammars.automaton}
-        inputs["sampling"] = row_columns(samplings, options, self.method.target.vocab_size)
+        """Compiles a program, in the thread of `ready`: for arguments like those of the methods above."""
+        kind, needs, rows, columns = program
+        if kind == "slots":
+            self.runner.compile_slots(np.zeros(self.sizes.slots, bool), np.int32(0))
+            return
+        if kind == "admit":
+            self.runner.compile_admit(self._admitted([], rows))
+            return
+        # The inputs on the devices, and a view of no requests.
+        inputs: dict[str, Any] = {name: pool.at(level) for name, pool, level in self._pools(needs)}
+        inputs["sampling"] = row_columns([None] * rows, OPTION_SETS[needs.options], self.method.target.vocab_size)
         layout = self._layout([], rows)
-        numbers, flags = layout.column([], np.int32), layout.column([], np.bool_)
-        table = np.zeros((rows, self.sizes.pages_per_slot), np.int32)
-        view = View(None if layout.slots is None else _argument(layout.slots), _argument(table))
-        if program.columns:
-            arguments = (ReadPlan(numbers, numbers, flags, flags),)
+        view, variant = layout.view([], self.sizes.pages_per_slot), self._variant(needs)
+        zeros, no = layout.column([], np.int32), layout.column([], np.bool_)
+        if kind == "read":
+            self.runner.compile_read(inputs, view, variant, ReadPlan(zeros, zeros, no, no), columns)
         else:
-            arguments = numbers, np.int32(1), np.bool_(False)
-        self.runner.compile(inputs, view, self._variant(needs), arguments, program.columns)
+            self.runner.compile_burst(inputs, view, variant, (zeros, np.int32(1), np.bool_(False)))
 
     def score(self, chunk: Chunk) -> TokenScores:
         """Dispatches a chunk of a score. Some device must be local."""
@@ -271,7 +285,7 @@ class Device:
         """
         for _ in range(EXECUTIONS):
             for size in self._buckets:
-                self.admit([], size)
+                self._admit([], size)
             for rows, size in shapes:
                 nothing = {"begin": [0], "count": [0], "ends": [False], "resumed": [False], "save": [None]}
                 self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing), exact=True)
@@ -284,6 +298,7 @@ class Device:
                 self.runner.restore(np.int32(0), np.int32(0))
                 self.runner.save(np.int32(0), np.int32(0))
             self.release(range(self.sizes.slots))
+            self.ready.add(Program("slots"))
             bursts[-1].wait()
         if self.runner.here:
             jax.block_until_ready(self.runner.state)
@@ -298,33 +313,28 @@ class Device:
 
     def _view(
         self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout", needs: Needs
-    ) -> tuple[View, Variant]:
-        """Block tables and options of the slots of a program; copies changed options to the devices."""
-        table = np.zeros((layout.size, self.sizes.pages_per_slot), np.int32)
+    ) -> View:
+        """Block tables of the slots of a program; copies changed automata and options to the devices."""
+        # Automata change with the requests, options with the rows.
+        for name, pool, level in self._pools(needs):
+            automaton = pool.at(level)
+            if self._last_automata.get(name) is not automaton and (name == "stop" or needs.grammar):
+                self.runner.keep(name, automaton)
+                self._last_automata[name] = automaton
         samplings: list[Sampling | None] = [None] * layout.size
-        for request, block_table, row in zip(requests, pages, layout.rows, strict=True):
-            table[row, : len(block_table)] = block_table
+        for request, row in zip(requests, layout.rows, strict=True):
             samplings[row] = request.sampling
         if needs.options:
             self._keep_sampling(samplings, OPTION_SETS[needs.options])
-        view = View(None if layout.slots is None else _argument(layout.slots), _argument(table))
-        return view, self._variant(needs)
+        return layout.view(pages, self.sizes.pages_per_slot)
+
+    def _pools(self, needs: Needs) -> tuple[tuple[str, AutomatonPool, int], ...]:
+        """Names of the automata of a program, their pools and levels."""
+        return ("stop", self.stops, needs.stop_level), ("grammar", self.grammars, needs.grammar_level)
 
     def _variant(self, needs: Needs) -> Variant:
         top = None if needs.record < 0 else min(TOP_SIZES[needs.record], self.method.target.vocab_size)
         return Variant(not needs.options, bool(needs.options), needs.grammar, top)
-
-    def _keep_automata(self, needs: Needs) -> None:
-        """Sends changed automata, which stay on the devices from burst to burst."""
-        pools: dict[str, AutomatonPool] = {"stop": self.stops, "grammar": self.grammars}
-        for name, pool in pools.items():
-            automaton, last = pool.automaton, self._last_automata.get(name)
-            if last is not automaton and (name == "stop" or needs.grammar):
-                # A larger table needs other programs.
-                if last is not None and jax.tree.map(np.shape, last) != jax.tree.map(np.shape, automaton):
-                    self.ready.clear()
-                self.runner.keep(name, automaton)
-                self._last_automata[name] = automaton
 
     def _keep_sampling(self, samplings: Sequence[Sampling | None], options: tuple[str, ...]) -> None:
         """Sends the columns of sampling options; they rarely change from burst to burst."""
@@ -346,6 +356,13 @@ class Layout:
     slots: Int[np.ndarray, " R"] | None
     rows: list[int]
     size: int
+
+    def view(self, pages: Sequence[Sequence[int]], width: int) -> View:
+        """The slots with their block tables, padded to a width."""
+        table = np.zeros((self.size, width), np.int32)
+        for row, block_table in zip(self.rows, pages, strict=True):
+            table[row, : len(block_table)] = block_table
+        return View(None if self.slots is None else _argument(self.slots), _argument(table))
 
     def column(self, values: Sequence[int] | Sequence[bool], kind: type[np.generic]) -> Array:
         """One value per request in its row, zeros elsewhere."""

@@ -1,195 +1,213 @@
-"""Which programs are compiled, and a thread that compiles others: requests run by those that exist. No JAX.
+"""The compiled programs of a device, and a thread to compile others while requests run in these. No JAX.
 
-A program for some options runs requests with fewer options as well. So a request waits only if no compiled program
-has all of its options; if none has those of all running requests, they take turns.
+A program for some options runs requests with fewer options as well, and one of many sequences runs fewer. A request
+waits in the queue until some program can run it together with the requests in slots; they go on meanwhile.
 """
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from jspec.runner.request import Needs, Request
+from jspec.runner.request import CompilationError, Needs, Phase, Request
+
+PATIENCE = 16
+"""How often a larger program runs in place of the best one, before the best one is compiled."""
 
 
 class Program(NamedTuple):
-    """A program of `rows` sequences: a read of `columns` for each, or a burst if `columns` is 0."""
+    """The name of a program.
 
-    needs: Needs
-    rows: int
+    kind: "slots" are the small ones: release a slot; save and restore a snapshot.
+    rows, columns: sequences, and columns of a read for each.
+    """
+
+    kind: Literal["burst", "read", "admit", "slots"]
+    needs: Needs = Needs()
+    rows: int = 0
     columns: int = 0
+
+    def replaces(self, best: "Program") -> bool:
+        """Whether it does all of another program."""
+        rows = self.rows == best.rows if best.kind == "read" else self.rows >= best.rows
+        same = (self.kind, self.columns) == (best.kind, best.columns)
+        return same and rows and self.needs | best.needs == self.needs
 
 
 class Ready:
     """The compiled programs of a device.
 
-    buckets: rows of bursts, ascending; the last are all slots.
+    buckets: rows of bursts and admissions, ascending; the last are all slots.
 
     Attributes:
-      busy: whether a program is compiled or waits for it.
+      refused: requests whose programs do not compile, until the caller takes and ends them.
     """
 
     def __init__(self, buckets: Sequence[int]):
         self._buckets = buckets
+        self.refused: list[tuple[Request, CompilationError]] = []
         self._compiled: set[Program] = set()
-        self._best: dict[Program, Program | None] = {}
+        self._failed: dict[Program, Exception] = {}
         self._urgent: list[Program] = []
-        self._queue: list[Program] = []
+        self._later: list[Program] = []
+        """Programs to compile, in order: for a waiting request, and faster ones. The one in work is among them."""
+        self._missed: Counter[Program] = Counter()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._turns: dict[Needs, int] = {}
 
     def start(self, compile: Callable[[Program], object], notify: Callable[[], object]) -> None:
-        """Compiles in a thread from here on; without it, whoever first runs a program compiles it.
+        """Starts the thread. Without it all programs count as compiled: their first call compiles them.
 
-        compile: called in the thread. After an error the program counts as compiled: whoever runs it meets the error.
-        notify: called in the thread after each program.
+        compile, notify: are called in the thread for a program, and after it.
         """
 
         def run() -> None:
             while (program := self._next()) is not None:
-                with contextlib.suppress(Exception):
+                error = None
+                try:
                     compile(program)
-                self.add(program)
+                except Exception as raised:
+                    error = raised
+                self.add(program, error)
                 notify()
 
         self._thread = threading.Thread(target=run, name="jspec compiler", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; waits for the program in work."""
+        """Ends the thread after the program in work."""
         with self._changed:
             self._closing = True
             self._changed.notify()
+
+    def join(self) -> None:
+        """Waits for the end of the thread."""
         if self._thread is not None:
             self._thread.join()
 
-    def add(self, program: Program) -> None:
-        """Counts a program as compiled."""
-        with self._changed:
-            if program not in self._compiled:
-                self._compiled.add(program)
-                self._best.clear()
-            for queue in (self._urgent, self._queue):
-                with contextlib.suppress(ValueError):
-                    queue.remove(program)
-
-    def clear(self) -> None:
-        """Counts no program as compiled, after a change of shapes."""
-        with self._changed:
-            self._compiled.clear()
-            self._best.clear()
-
     @property
     def busy(self) -> bool:
-        """Whether a program is compiled or waits for it."""
-        return bool(self._urgent or self._queue)
+        """Whether a program is being compiled, or waits for it."""
+        return bool(self._urgent or self._later)
 
-    def choose(self, needs: Needs, rows: int, columns: int = 0) -> Program:
-        """The program to run: the smallest compiled one; the best one is compiled meanwhile.
+    def add(self, program: Program, error: Exception | None = None) -> None:
+        """Counts a program as compiled, or as impossible after an error."""
+        with self._changed:
+            if error is None:
+                self._compiled.add(program)
+            else:
+                self._failed[program] = error
+            for programs in (self._urgent, self._later):
+                with contextlib.suppress(ValueError):
+                    programs.remove(program)
 
-        rows: of a burst, at least; of a read, exactly.
+    def choose(self, program: Program) -> Program:
+        """The compiled program to run in place of this one, with more rows or more options.
+
+        After `PATIENCE` such calls this one is compiled, too. A program of admissions may have fewer rows.
         """
-        best = self._exact(needs, rows, columns)
-        program = self._find(best)
-        if self._thread is None or program is None:
-            return best
-        self._want(best)
-        return program
+        # Some program for admissions is always there, for other kinds one with enough rows.
+        program = self._padded(program)
+        replacement = self._find(program)
+        if replacement is None and program.kind == "admit":
+            replacement = max((other for other in self._compiled if other.kind == "admit"), default=None)
+        if self._thread is None or replacement is None:
+            return program
+        if replacement != program:
+            self._miss(program)
+        return replacement
 
     # For the scheduler
 
-    def admits(self, request: Request, shape: tuple[int, int]) -> bool:
-        """Whether a request can be prefilled and run; otherwise, its programs are compiled next.
+    def admits(
+        self,
+        request: Request,
+        admitted: Sequence[Request],
+        waiting: int,
+        shapes: Sequence[tuple[int, int]],
+        best: tuple[int, int],
+    ) -> bool:
+        """Whether a request can run beside those with slots. Otherwise, the programs for it are compiled next.
 
-        shape: rows and columns of a read that is always allowed.
+        If they cannot be, the request is added to `refused`; for later requests they are tried again.
+
+        admitted: the requests with slots.
+        waiting: number of requests without slots; new programs of bursts have room for them.
+        shapes, best: rows and columns of reads, any of which will do, and of the best one.
         """
         if self._thread is None:
             return True
-        smallest = Program(request.needs, self._buckets[-1]), Program(request.needs, *shape)
-        missing = [program for program in smallest if self._find(program) is None]
+        # Programs without options, then a burst with all requests, and a read with all of those in prefill.
+        missing = [program for program in (Program("slots"), self._padded(Program("admit"))) if not self._find(program)]
+        burst = Program("burst", joined_needs([request, *admitted]), len(admitted) + 1)
+        if not self._find(self._padded(burst)):
+            missing.append(self._padded(burst._replace(rows=min(len(admitted) + waiting, self._buckets[-1]))))
+        reading = [other for other in admitted if other.phase is Phase.READING]
+        read = Program("read", joined_needs([request, *reading]))
+        if not any(self._find(read._replace(rows=rows, columns=columns)) for rows, columns in shapes):
+            missing.append(read._replace(rows=best[0], columns=best[1]))
         for program in missing:
-            self._want(program, urgent=True)
+            error = self._failed.get(program)
+            if error is not None and program in request.awaited:
+                self.refused.append((request, CompilationError(f"a program for this request does not compile: {error}")))
+                break
+            # An error of an earlier request does not count.
+            self._failed.pop(program, None)
+            request.awaited.add(program)
+            self._want(program, self._urgent)
         return not missing
 
-    def together(self, requests: Sequence[Request]) -> list[Request]:
-        """Those of some running requests that the next burst runs: all, if a program has all of their options."""
-        kinds: dict[Needs, list[Request]] = {}
-        for request in requests:
-            kinds.setdefault(request.needs, []).append(request)
-        if self._thread is None or len(kinds) < 2:
-            return list(requests)
-        # Kinds that have waited longest come first, with all others that fit to them.
-        joined, members = Needs(), list[Needs]()
-        for needs in sorted(kinds, key=lambda needs: self._turns.get(needs, -1)):
-            count = len(kinds[needs]) + sum(len(kinds[member]) for member in members)
-            if not members or self._find(self._exact(joined | needs, count)) is not None:
-                joined, members = joined | needs, [*members, needs]
-        turn = max(self._turns.values(), default=0) + 1
-        self._turns = {needs: self._turns.get(needs, -1) for needs in kinds} | dict.fromkeys(members, turn)
-        if len(members) < len(kinds):
-            self._want(self._exact(joined_needs(requests), len(requests)))
-        return [request for request in requests if request.needs in members]
+    def shapes(
+        self, requests: Sequence[Request], shapes: Sequence[tuple[int, int]], best: tuple[int, int]
+    ) -> Sequence[tuple[int, int]]:
+        """The shapes of reads with a compiled program for all of these requests; counts a use of the best one."""
+        reads = {shape: Program("read", joined_needs(requests), *shape) for shape in shapes}
+        compiled = [shape for shape, read in reads.items() if self._find(read)]
+        if self._thread is None or not compiled:
+            return shapes
+        if best not in compiled:
+            self._miss(reads[best])
+        return compiled
 
-    def shapes(self, requests: Sequence[Request], shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of some shapes of reads that have a program for all of these requests."""
-        if self._thread is None:
-            return list(shapes)
-        needs = joined_needs(requests)
-        return [shape for shape in shapes if self._find(Program(needs, *shape)) is not None]
+    def _padded(self, program: Program) -> Program:
+        """The program with its rows rounded up to a bucket."""
+        if program.kind not in ("burst", "admit"):
+            return program
+        return program._replace(rows=next(size for size in self._buckets if size >= program.rows))
 
-    def readable(self, requests: Sequence[Request], shapes: Sequence[tuple[int, int]]) -> list[Request]:
-        """The first of some requests, and others that have a common program of one of the shapes."""
-        if self._thread is None or len({request.needs for request in requests}) < 2:
-            return list(requests)
-        common: list[Request] = []
-        for request in requests:
-            if not common or self.shapes([*common, request], shapes):
-                common.append(request)
-        return common
-
-    def want_read(self, requests: Sequence[Request], shape: tuple[int, int]) -> None:
-        """Compiles a read, unless it is compiled."""
-        if self._thread is not None:
-            self._want(Program(joined_needs(requests), *shape))
-
-    def _exact(self, needs: Needs, rows: int, columns: int = 0) -> Program:
-        """The best program for a number of rows."""
-        return Program(needs, rows if columns else next(size for size in self._buckets if size >= rows), columns)
-
-    def _find(self, best: Program) -> Program | None:
-        """The smallest compiled program that can take the place of the best one; None: there is none."""
+    def _find(self, program: Program) -> Program | None:
+        """The smallest compiled program to take the place of another one."""
         with self._changed:
-            if best not in self._best:
-                fitting = [one for one in self._compiled if _replaces(one, best)]
-                self._best[best] = min(fitting, default=None)
-            return self._best[best]
+            if program in self._compiled:
+                return program
+            return min((other for other in self._compiled if other.replaces(program)), default=None)
 
-    def _want(self, program: Program, *, urgent: bool = False) -> None:
-        """Queues a program. urgent: before those that would only be faster."""
-        queue = self._urgent if urgent else self._queue
+    def _miss(self, program: Program) -> None:
+        """Counts a use of a missing program."""
+        self._missed[program] += 1
+        if self._missed[program] >= PATIENCE:
+            self._want(program, self._later)
+
+    def _want(self, program: Program, programs: list[Program]) -> None:
+        """Adds a program to those to compile, urgent or later."""
         with self._changed:
-            if program not in self._compiled and program not in queue:
-                queue.append(program)
+            if program not in self._compiled and program not in self._failed and program not in programs:
+                programs.append(program)
                 self._changed.notify()
 
     def _next(self) -> Program | None:
-        """Waits for a program to compile; None: the thread ends. It stays in its queue until it is compiled."""
+        """Waits for a program to compile; None: the thread ends."""
         with self._changed:
-            while not self.busy and not self._closing:
-                self._changed.wait()
-            return None if self._closing else [*self._urgent, *self._queue][0]
+            # The first one stays in its list, so nobody adds it again.
+            self._changed.wait_for(lambda: self.busy or self._closing)
+            return None if self._closing else [*self._urgent, *self._later][0]
 
 
 def joined_needs(requests: Sequence[Request]) -> Needs:
-    """What a program of all these requests must have."""
+    """The needs of a program of all these requests."""
     needs = Needs()
     for request in requests:
         needs |= request.needs
     return needs
-
-
-def _replaces(program: Program, best: Program) -> bool:
-    rows = program.rows == best.rows if best.columns else program.rows >= best.rows
-    return rows and program.columns == best.columns and program.needs | best.needs == program.needs

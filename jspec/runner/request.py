@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from jspec.core.checks import check_int, check_text
@@ -13,6 +13,10 @@ from jspec.generation.speculation import Speculation
 
 class EngineError(RuntimeError):
     """The engine has failed; all its requests have ended with this error."""
+
+
+class CompilationError(EngineError):
+    """A program for a request does not compile; only this request has ended with the error."""
 
 
 class QueueFull(RuntimeError):
@@ -35,20 +39,23 @@ class Phase(enum.Enum):
 
 
 class Needs(NamedTuple):
-    """What a program must have for a request; a larger value includes the smaller ones.
+    """What a program must have for a request; larger values include smaller ones.
 
+    options: index in `jspec.runner.device.OPTION_SETS`.
     grammar: whether there is one.
     record: index in `jspec.runner.device.TOP_SIZES` of the most probable tokens to record; -1: no log-probabilities.
-    options: index in `jspec.runner.device.OPTION_SETS`.
+    stop_level, grammar_level: sizes of the tables (`AutomatonPool.at`).
     """
 
+    options: int = 0
     grammar: bool = False
     record: int = -1
-    options: int = 0
+    stop_level: int = 0
+    grammar_level: int = 0
 
     def __or__(self, other: "Needs") -> "Needs":
-        options = max(self.options, other.options)
-        return Needs(self.grammar or other.grammar, max(self.record, other.record), options)
+        largest = (max(pair) for pair in zip(self, other, strict=True))
+        return Needs._make(largest)
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,6 +119,8 @@ class Request:
     """Lengths, in pages, at which a chunk must end for a snapshot of a recurrent state."""
     waits_for: "tuple[Request, int] | None" = dataclasses.field(default=None, init=False)
     """Prefix it waits for in the queue: an older request, until this number of its pages is registered."""
+    awaited: set[Hashable] = dataclasses.field(default_factory=set, init=False)
+    """Programs whose compilation it has waited for."""
     in_flight: int = dataclasses.field(default=0, init=False)
     """Number of its programs in flight."""
     tokens_in_flight: int = dataclasses.field(default=0, init=False)

@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
@@ -101,7 +101,7 @@ class Runner:
       state: the decode state of all slots, replaced by every program.
       snapshots: slot states of prefixes in the target's cache.
       replaced: number of weight swaps so far.
-      compile_seconds: time of the calls that compiled a program, so far.
+      compile_seconds: time of the calls that compiled a program, or waited for one, so far.
     """
 
     def __init__(
@@ -214,22 +214,43 @@ class Runner:
         many = prefers_cublas(self.params, rows * self._nodes)
         return programs.burst.variant(many=many, devices=self.method.devices)
 
-    def compile(self, inputs: dict[str, Any], view: View, variant: Variant, arguments: Any, size: int) -> None:
-        """Compiles a program for arguments of these shapes, so that its first call does not. Runs nothing.
+    @contextlib.contextmanager
+    def compiling(self) -> Generator[None, None, None]:
+        """Counts the time of the `with` block as compilation."""
+        began = time.monotonic()
+        yield
+        self.compile_seconds += time.monotonic() - began
 
-        inputs: in place of what `keep` has copied.
-        arguments: those of `programs.read` after the view or, if `size` is 0, of `programs.burst`.
-        """
+    # Compilation of a program for arguments like those of its call, so that the call does not. They run nothing.
+
+    def compile_slots(self, mask: Bool[np.ndarray, " S"], number: np.int32) -> None:
+        """`release`, `restore` and `save`."""
         with on_own_device(self._placement):
-            inputs = {name: self._put(value) for name, value in inputs.items()}
-            method, view = self._fill(view, variant, inputs)
-            state = jax.tree.map(_shape, self.state)
-            if size:
-                lowered = programs.read.lower(self.params, state, view, *arguments, method=method, size=size)
-            else:
-                burst = self._burst_of(len(view.table))
-                lowered = burst.lower(self.params, state, view, *arguments, method=method, max_rounds=self.max_rounds)
-            lowered.compile()
+            state, snapshots, placement = _shapes(self.state), _shapes(self.snapshots), self._placement
+            programs.release.lower(state, mask, placement=placement).compile()
+            if self.snapshots:
+                programs.restore.lower(state, snapshots, number, number, placement=placement).compile()
+                programs.save.lower(snapshots, state.cache, number, number, placement=placement).compile()
+
+    def compile_admit(self, new: Admitted) -> None:
+        """`admit`."""
+        with on_own_device(self._placement):
+            programs.admit.lower(_shapes(self.state), new, method=self.method).compile()
+
+    def compile_read(self, inputs: dict[str, Any], view: View, variant: Variant, plan: ReadPlan, size: int) -> None:
+        """`read`. inputs: in place of what `keep` has copied."""
+        with on_own_device(self._placement):
+            method, view = self._fill(view, variant, _shapes(jax.tree.map(self._put, inputs)))
+            params, state = _shapes(self.params), _shapes(self.state)
+            programs.read.lower(params, state, view, plan, method=method, size=size).compile()
+
+    def compile_burst(self, inputs: dict[str, Any], view: View, variant: Variant, bounds: tuple[Any, ...]) -> None:
+        """`burst`. inputs: in place of what `keep` has copied. bounds: the arguments after the variant."""
+        with on_own_device(self._placement):
+            method, view = self._fill(view, variant, _shapes(jax.tree.map(self._put, inputs)))
+            # Compiler options depend on the rows.
+            arguments = _shapes(self.params), _shapes(self.state), view, *bounds
+            self._burst_of(len(view.table)).lower(*arguments, method=method, max_rounds=self.max_rounds).compile()
 
     @property
     def spans_processes(self) -> bool:
@@ -240,7 +261,7 @@ class Runner:
         """The costs of bursts of this many slots; None: the drafter wants none."""
         if rows not in self._trials:
             method = dataclasses.replace(self.method, accept=self._greedy_rule)
-            self._trials[rows] = costs.trial(self.params, method, rows)
+            self._trials.setdefault(rows, costs.trial(self.params, method, rows))
         return self._trials[rows]
 
     @call
@@ -262,9 +283,16 @@ class Runner:
         return dataclasses.replace(self.method, accept=rule, record=variant.record), view
 
 
-def _shape(x: Array) -> jax.ShapeDtypeStruct:
-    """What a program is compiled for. The array may have been donated meanwhile."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None, weak_type=x.aval.weak_type)
+def _shapes(tree: T) -> T:
+    """What a program is compiled for. The arrays may be donated meanwhile."""
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        sharding, weak = x.sharding if x.committed else None, x.aval.weak_type
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(shape, tree)
 
 
 def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:

@@ -6,125 +6,160 @@ import pytest
 from test_engine import OPTIONS, PROMPTS, model
 from waiting import wait_for
 
+import jspec
 from jspec.core.sampling import Sampling
 from jspec.drafters import Ngram
 from jspec.engine.engine import Engine
 from jspec.loading import startup
-from jspec.runner.ready import Program, Ready
-from jspec.runner.request import Needs, Request
+from jspec.runner.request import CompilationError
 
 NEW = dict(sampling=Sampling(temperature=0.8, presence_penalty=0.5), logprobs=5, max_new_tokens=4)
+LONG = dict(max_new_tokens=45, ignore_eos=True)
+
+
+class Compiler:
+    """Compiles for a device, each program after an event, and lists the programs begun."""
+
+    def __init__(self, device):
+        self.device, self.gate, self.begun, self.broken = device, threading.Event(), [], False
+        self.gate.set()
+        self._compile = device._compile
+        device._compile = self
+
+    def __call__(self, program):
+        self.begun.append(program)
+        assert self.gate.wait(60)
+        if self.broken:
+            raise ValueError("no such program")
+        self._compile(program)
+
+    def block(self):
+        wait_for(lambda: not self.device.ready.busy)
+        self.gate.clear()
+        self.begun.clear()
 
 
 @pytest.fixture
-def blocked(monkeypatch):
-    """An engine whose compiler waits for an event as soon as one is set, and lists what it compiles."""
-    engine = Engine(model(), drafter=Ngram(depth=3), **OPTIONS)
-    device, gate, started = engine.groups[0].device, threading.Event(), []
-    gate.set()
-    real = device.runner.compile
+def engine(monkeypatch):
+    """An engine that has run a request, with its compiler."""
+    start = Engine._start
 
-    def compile(*arguments):
-        started.append(arguments)
-        assert gate.wait(60)
-        real(*arguments)
+    def with_compiler(self, devices):
+        self.compiler = Compiler(devices[0])
+        start(self, devices)
 
-    monkeypatch.setattr(device.runner, "compile", compile)
-    with engine:
-        engine.generate(PROMPTS[0], max_new_tokens=4)
-        wait_for(lambda: not device.ready.busy)
-        gate.clear()
-        started.clear()
+    monkeypatch.setattr(Engine, "_start", with_compiler)
+    with Engine(model(), drafter=Ngram(depth=3), **OPTIONS) as engine:
+        engine.generate(PROMPTS[:4], max_new_tokens=4, ignore_eos=True)
+        engine.compiler.block()
         try:
-            yield engine, gate, started
+            yield engine
         finally:
-            gate.set()
+            engine.compiler.gate.set()
 
 
-def test_a_stream_goes_on_while_the_program_of_another_request_compiles(blocked):
-    engine, gate, started = blocked
+def grow(engine):
+    """Requests with more stop sets than the table of the first ones has space for."""
+    return [engine.submit(PROMPTS[0], stop=[stop], max_new_tokens=4) for stop in range(50, 60)]
+
+
+def test_a_stream_goes_on_while_the_program_of_another_request_compiles(engine):
     new = engine.submit(PROMPTS[1], **NEW)
-    wait_for(lambda: started)
-    assert len(engine.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True).tokens) == 8
-    assert not new.done and new.request.slot is None and not new.request.tokens
-    gate.set()
-    assert new.result(timeout=300).tokens
+    wait_for(lambda: engine.compiler.begun)
+    assert len(engine.generate(PROMPTS[0], **LONG).tokens) == 45
+    assert not new.done and new.request.slot is None and engine.metrics().waiting == 1
+    engine.compiler.gate.set()
+    assert new.result(timeout=300).tokens == jspec.generate(model(), PROMPTS[1], drafter=Ngram(depth=3), **NEW).tokens
     assert new.generation().top_logprobs is not None
 
 
-def test_a_cancel_takes_effect_while_its_program_compiles(blocked):
-    engine, _, started = blocked
+def test_a_stream_goes_on_while_programs_of_a_larger_table_compile(engine):
+    engine.groups[0].device.stops.add((), ignore_eos=True)  # Otherwise, it may make room for others.
+    handles = grow(engine)
+    wait_for(lambda: engine.compiler.begun)
+    assert engine.compiler.begun[0].needs.stop_level == 1
+    for handle in handles[:6]:
+        handle.result(timeout=60)
+    assert not any(handle.done for handle in handles[8:])
+    assert len(engine.generate(PROMPTS[0], **LONG).tokens) == 45
+    engine.compiler.gate.set()
+    tokens = [handle.result(timeout=300).tokens for handle in handles]
+    assert tokens == [engine.generate(PROMPTS[0], stop=[i], max_new_tokens=4).tokens for i in range(50, 60)]
+
+
+def test_a_cancel_takes_effect_while_its_program_compiles(engine):
     new = engine.submit(PROMPTS[1], **NEW)
-    wait_for(lambda: started)
+    wait_for(lambda: engine.compiler.begun)
     new.cancel()
     wait_for(lambda: new.done)
     assert engine.metrics().waiting == engine.metrics().running == 0
 
 
-def test_what_the_thread_compiles_is_not_compiled_again(blocked):
-    engine, gate, started = blocked
-    gate.set()
-    counts = []
-    real = engine.groups[0].device.runner.burst
+def test_a_cancel_frees_its_slot_while_the_program_of_another_request_compiles(engine, monkeypatch):
+    group = engine.groups[0]
+    new = engine.submit(PROMPTS[1], **NEW)
+    wait_for(lambda: engine.compiler.begun)
+    running, received = threading.Event(), group._receive
 
-    def burst(*arguments):
-        before = startup.compilations(threading.get_ident())
-        result = real(*arguments)
-        counts.append(startup.compilations(threading.get_ident()) - before)
-        return result
+    def receive(program):
+        assert running.wait(60)
+        return received(program)
 
-    engine.groups[0].device.runner.burst = burst
+    monkeypatch.setattr(group, "_receive", receive)
+    old = engine.submit(PROMPTS[0], **LONG)
+    wait_for(lambda: old.request.slot is not None)
+    old.cancel()
+    running.set()
+    wait_for(lambda: old.done)
+    assert engine.metrics().running == 0 and len(old.generation().tokens) < 45 and not new.done
+
+
+def test_what_the_thread_compiles_is_not_compiled_again(engine, monkeypatch):
+    """Neither in the engine's thread, nor twice."""
+    counts, runner = [], engine.groups[0].device.runner
+
+    def counted(function):
+        def run(*arguments):
+            before = startup.compilations(threading.get_ident())
+            result = function(*arguments)
+            counts.append(startup.compilations(threading.get_ident()) - before)
+            return result
+
+        return run
+
+    for name in ("admit", "read", "burst", "release"):
+        monkeypatch.setattr(runner, name, counted(getattr(runner, name)))
+    engine.compiler.gate.set()
     engine.submit(PROMPTS[1], **NEW).result(timeout=300)
-    assert started and counts and not any(counts)
+    engine.generate(PROMPTS[:3], **LONG)
+    for handle in grow(engine):
+        handle.result(timeout=300)
+    engine.generate(PROMPTS[:3], **LONG)
+    begun = engine.compiler.begun
+    assert {"read", "burst"} <= {program.kind for program in begun} and len(begun) == len(set(begun))
+    assert len(counts) > 10 and not any(counts)
 
 
-def ready(*programs):
-    """Programs of 4 and 16 rows; the compiler never ends."""
-    made, gate = Ready([4, 16]), threading.Event()
-    for program in programs:
-        made.add(program)
-    made.start(lambda program: gate.wait(60), lambda: None)
-    made.gate = gate
-    return made
+def test_a_request_whose_program_does_not_compile_fails_alone(engine):
+    engine.compiler.broken = True
+    new = engine.submit(PROMPTS[1], **NEW)
+    wait_for(lambda: engine.compiler.begun)
+    old = engine.submit(PROMPTS[0], **LONG)
+    engine.compiler.gate.set()
+    with pytest.raises(CompilationError, match="a program for this request does not compile: no such program"):
+        new.result(timeout=60)
+    assert len(old.result(timeout=60).tokens) == 45
+    engine.compiler.broken = False
+    assert engine.submit(PROMPTS[1], **NEW).result(timeout=300).tokens
+    assert engine.metrics().requests_finished["cancelled"] == 1
 
 
-def request(**needs):
-    made = Request([1], 4)
-    made.needs = Needs(**needs)
-    return made
-
-
-def test_requests_without_a_common_program_take_turns():
-    plain, recorded, penalized = request(), request(record=1), request(options=2)
-    programs = ready(*(Program(one.needs, 16) for one in (plain, recorded, penalized)))
-    turns = [programs.together([plain, recorded, penalized]) for _ in range(4)]
-    # The plain request fits to each of them.
-    assert all(len(turn) in (1, 2) for turn in turns)
-    assert {id(one) for turn in turns[:3] for one in turn} == {id(plain), id(recorded), id(penalized)}
-    joined = Program(Needs(record=1, options=2), 4)
-    programs.add(joined)
-    assert programs.together([plain, recorded, penalized]) == [plain, recorded, penalized]
-    assert programs.choose(joined.needs, 3) == joined
-    programs.gate.set()
-    programs.stop()
-
-
-def test_a_larger_program_serves_until_the_best_one_is_compiled():
-    large = Program(Needs(options=3), 16)
-    programs = ready(large)
-    assert programs.choose(Needs(options=1), 2) == large and programs.busy
-    programs.add(Program(Needs(options=1), 4))
-    assert programs.choose(Needs(options=1), 2) == Program(Needs(options=1), 4)
-    assert not programs.admits(request(grammar=True), (1, 8))
-    programs.add(Program(Needs(grammar=True), 16))
-    programs.add(Program(Needs(grammar=True), 1, 8))
-    assert programs.admits(request(grammar=True), (1, 8))
-    programs.gate.set()
-    programs.stop()
-
-
-def test_without_a_thread_all_programs_count_as_compiled():
-    programs = Ready([4])
-    both = [request(), request(record=1)]
-    assert programs.admits(both[1], (1, 8)) and programs.together(both) == both and not programs.busy
-    assert programs.choose(Needs(record=1), 2) == Program(Needs(record=1), 4)
+def test_an_engine_closes_after_the_program_in_work(engine):
+    new = engine.submit(PROMPTS[1], **NEW)
+    wait_for(lambda: engine.compiler.begun)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    wait_for(lambda: new.done)
+    engine.compiler.gate.set()
+    closing.join(60)
+    assert not closing.is_alive() and len(engine.compiler.begun) == 1

@@ -212,7 +212,7 @@ def test_an_engine_gives_the_tokens_of_generate(model, pages):
             assert engine.metrics().preemptions > 0
         pool = engine.groups[0].device.grammars
         assert len(pool._places) == 3 and set(pool._users.values()) == {0}
-        assert len(pool.automaton.table.first) == 2048, "what fits compiles nothing"
+        assert len(pool.at(-1).table.first) == 2048, "what fits compiles nothing"
         with pytest.raises(ValueError, match="ignore_eos=True: a text of a grammar ends"):
             engine.submit("a", max_new_tokens=4, sampling=samplings[0], ignore_eos=True)
     assert [out.tokens for out in outs] == [out.tokens for out in alone]

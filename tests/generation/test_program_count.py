@@ -62,7 +62,7 @@ def test_the_number_of_programs_follows_from_the_sizes(case, compiled):
     tiers, stops, count = CASES[case]
     with Engine(jspec.load("bundled:python-tiny"), drafter=None, page_size=8, burst_ms=1.0, **SIZES) as engine:
         mixed_run(engine, np.random.default_rng(0), count, tiers, stops)
-        stop = engine.groups[0].device.stops.automaton
+        stop = engine.groups[0].device.stops.at(-1)
         tables = len(stop.table).bit_length() + len(stop.token_class).bit_length() - 1
     shapes = read_shapes(SIZES["slots"], SIZES["context"], SIZES["prefill_tokens"], 1)
     options = len(OPTION_SETS) * (1 + len(TOP_SIZES)) * tables if case == "all" else 1

@@ -44,8 +44,8 @@ def automaton(strings, eos=(EOS,)):
 def letters_are_tokens(monkeypatch):
     monkeypatch.setattr(automaton_pool, "compile_stops", lambda tokenizer, vocab, eos, strings: automaton(strings, eos))
     monkeypatch.setattr(automaton_pool, "MAX_STATES", 64)
-    monkeypatch.setattr(automaton_pool, "_GRAMMAR_STATES", 16)
-    monkeypatch.setattr(automaton_pool, "_GRAMMAR_MAPS", 1)
+    monkeypatch.setattr(automaton_pool, "_GRAMMAR_SIZES", (16, 1))
+    monkeypatch.setattr(automaton_pool, "_STOP_SIZES", (1, 1))
 
 
 FOLLOWING = jax.jit(following)
@@ -91,10 +91,10 @@ def test_sets_come_and_go(seed):
         except QueueFull as error:
             refused += 1
             assert "try again later" in str(error)
-        table = transitions(pool.automaton)
+        table = transitions(pool.at(-1))
         for strings, ignore_eos, start in used:
             check_set(table, start, strings, ignore_eos, rng)
-        sizes.add((len(pool.automaton.table), len(pool.automaton.token_class)))
+        sizes.add((len(pool.at(-1).table), len(pool.at(-1).token_class)))
     assert refused < 60 and all(states <= 64 and states.bit_count() == maps.bit_count() == 1 for states, maps in sizes)
     for strings, ignore_eos, _ in used:
         pool.remove(strings, ignore_eos)
@@ -104,13 +104,13 @@ def test_sets_come_and_go(seed):
 def test_what_nobody_uses_goes_before_the_table_grows():
     pool = StopPool(MODEL)
     pool.add(("a" * 15,))
-    shape = pool.automaton.table.shape
+    shape = pool.at(-1).table.shape
     for letter in "bcdefgh":
         start = pool.add((letter * 10,))
         assert pool.add((letter * 10,)) == start
         pool.remove((letter * 10,))
         pool.remove((letter * 10,))
-    assert pool.automaton.table.shape[0] == 2 * shape[0] == 32
+    assert pool.at(-1).table.shape[0] == 4 * shape[0] == 64
 
 
 def test_a_full_table_has_space_again_when_a_request_has_ended():
@@ -137,12 +137,12 @@ def test_grammars_leave_the_free_state_alone():
     starts = [pool.add(one) for one in grammars]
     assert pool.add(None) == FREE and FREE not in starts
     for one, start in zip(grammars, starts, strict=True):
-        check_works(transitions(pool.automaton), start, pool.compile(one).dense(), rng)
+        check_works(transitions(pool.at(-1)), start, pool.compile(one).dense(), rng)
         state = start
         for token in b"ab":
             state = pool.state_after(state, [token - 97]) if state >= 0 else state
         assert pool.state_after(start, [0, 1][: 2 * (one is grammars[0])]) >= 0
-    found = pool.automaton
+    found = pool.at(-1)
     assert (transitions(found)[FREE] == FREE).all() and int(np.asarray(found.likely)[FREE]) == -1
     for one in (*grammars, None):
         pool.remove(one)
@@ -150,7 +150,7 @@ def test_grammars_leave_the_free_state_alone():
     pool.remove(grammars[1])
     more = Grammar.regex("[a-h]{40}")
     start = pool.add(more)
-    check_works(transitions(pool.automaton), start, pool.compile(more).dense(), rng)
-    assert (transitions(pool.automaton)[FREE] == FREE).all(), "the table has grown, and others have gone"
+    check_works(transitions(pool.at(-1)), start, pool.compile(more).dense(), rng)
+    assert (transitions(pool.at(-1))[FREE] == FREE).all(), "the table has grown, and others have gone"
     with pytest.raises(ValueError, match="grammar: the automaton has 64 states; must be at most 63"):
         pool.add(Grammar.regex("a{63}"))

@@ -19,7 +19,7 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
         request.append(encode("retu"))
         admission = Admission(request, 2, 0, None, list(request.all_tokens), True, rounds=3, accept_counts=[3])
         engine.groups[0].device.admit([admission])
-        s, stop = engine.groups[0].device.runner.state, jax.device_get(engine.groups[0].device.stops.automaton)
+        s, stop = engine.groups[0].device.runner.state, jax.device_get(engine.groups[0].device.stops.at(-1))
     state = int(s.stop.state[2])
     start = request.start_state
     for token in encode("rn"):
