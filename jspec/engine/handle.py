@@ -165,9 +165,7 @@ class Handle:
 
     # The engine's side. `deliver` and `end` return the waiters to wake, so that a loop is woken once per report.
 
-    def deliver(
-        self, output: Output, now: float, compiled: float
-    ) -> list[Waiter]:
+    def deliver(self, output: Output, now: float, compiled: float) -> list[Waiter]:
         """Appends an output, and the end if it has one. compiled: the device's `Runner.compile_seconds`."""
         tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:

@@ -151,7 +151,9 @@ class Ready:
         for program in missing:
             error = self._failed.get(program)
             if error is not None and program in request.awaited:
-                self.refused.append((request, CompilationError(f"a program for this request does not compile: {error}")))
+                self.refused.append(
+                    (request, CompilationError(f"a program for this request does not compile: {error}"))
+                )
                 break
             # An error of an earlier request does not count.
             self._failed.pop(program, None)

@@ -178,9 +178,6 @@ class Storm:
 def start(setup: Setup, storm: Storm, given: list[Request]) -> Group:
     """A group for these requests, driven by the thread of the test."""
     model: Any = Model("toy", setup.target, setup.weights(), None, storm.eos, placement=setup.placement)
-    stops = StopPool(model)
-    for request in given:
-        request.start_state = stops.add(())
     keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
     snapshots = storm.snapshots if storm.share and jax.tree.leaves(slot_state.slot_states(keeps)) else 0
     sizes = Sizes(SLOTS, CONTEXT, PAGE, POOL, snapshots)
@@ -189,10 +186,12 @@ def start(setup: Setup, storm: Storm, given: list[Request]) -> Group:
         model.params,
         setup.method,
         sizes,
-        (stops, GrammarPool(model)),
+        (StopPool(model), GrammarPool(model)),
         samples=samples,
         max_rounds=4,
     )
+    for request in given:
+        device.hold(request)
     ahead = slot_state.lookahead(device.runner.state, setup.drafter) if storm.share else None
     scheduler = Scheduler(
         slots=SLOTS,
