@@ -5,6 +5,7 @@ further keys, some of them under `dflash_config`; DeepSpec's (`Qwen3DSparkModel`
 all of them at the top level. "speculators" is in jspec/checkpoints/speculators.py.
 """
 
+import dataclasses
 from typing import Any, Literal
 
 from jspec.checkpoints import speculators
@@ -36,7 +37,8 @@ SPELLINGS = Spellings(
         "block_size": ("dspark_block_size",),
         "mask_token_id": ("dspark_noise_token_id", "noise_token_id"),
         "markov_rank": ("dspark_markov_rank",),
-        **dict.fromkeys(("markov_head_type", "enable_confidence_head", "confidence_head_with_markov"), ()),
+        "enable_confidence_head": ("use_confidence_head",),
+        **dict.fromkeys(("markov_head_type", "confidence_head_with_markov"), ()),
         **dict.fromkeys(("sample_from_anchor", "projector_type", "use_swa", "swa_window_size"), ()),
         **dict.fromkeys(("output_multiplier", "logit_scale", "final_logit_softcapping"), ()),
     },
@@ -69,7 +71,11 @@ def read_fields(config: Fields) -> Fields:
     Raises:
       CheckpointError: as `Spellings.read` and `read_layer_config`.
     """
-    return read_layer_config(config, SPELLINGS.read(config), ("qwen3",))
+    spellings, section = SPELLINGS, config.section("dflash_config")
+    if section.optional_text("projector_type") == "dspark":
+        # ModelOpt states what all DSpark heads do: labels are shifted to the next token.
+        spellings = dataclasses.replace(SPELLINGS, options={**SPELLINGS.options, "shift_label": (True,)})
+    return read_layer_config(config, spellings.read(config), ("qwen3",))
 
 
 def parse_config(source: Source, target: Decoder) -> BlockHead:
@@ -97,7 +103,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
             causal=_read_causal(config, fields, windows),
             markov=markov,
             markov_rank=rank,
-            confidence=_read_confidence(fields),
+            confidence=_read_confidence(config, fields),
             attention_bias=fields.read_flag("attention_bias", False),
             own_embed="embed_tokens.weight" in names,
             own_head="lm_head.weight" in names,
@@ -165,11 +171,13 @@ def _read_markov(fields: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | N
     raise fields.wrong("markov_head_type", repr(stated), f"must be one of {', '.join(MARKOV_KINDS)}")
 
 
-def _read_confidence(fields: Fields) -> Literal["hidden", "markov"] | None:
+def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "markov"] | None:
     """Read the inputs of the confidence head."""
     if not fields.read_flag("enable_confidence_head", False):
         return None
-    return "markov" if fields.read_flag("confidence_head_with_markov") else "hidden"
+    # That of ModelOpt, by the name of its key, always reads the embedding.
+    reads = config.section("dflash_config").has("use_confidence_head")
+    return "markov" if reads or fields.read_flag("confidence_head_with_markov") else "hidden"
 
 
 def _read_logits(fields: Fields, names: set[str], target: Decoder) -> tuple[float, float | None]:

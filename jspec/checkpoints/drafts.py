@@ -23,6 +23,8 @@ DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND)
 
 _PREFIXED = {f"model.{name}.weight" for name in ("fc", "midlayer.hidden_norm", "layers.0.hidden_norm")}
 """Tensors of heads under the prefix of a model."""
+_MARKOV = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
+"""Tensors of the Markov head of ModelOpt's DSpark, without the name of their module."""
 
 
 def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str | None = None) -> Plan[Draft]:
@@ -40,8 +42,11 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     """
     # Some writers keep the names of the whole model, others those of the head.
     files = source.files
-    if not isinstance(files, GgufModel) and _PREFIXED & files.names():
-        files.drop_prefix("model.")
+    if not isinstance(files, GgufModel):
+        if _PREFIXED & files.names():
+            files.rename(lambda name: name.removeprefix("model."))
+        if "markov_w1.weight" in files.names():
+            files.rename(_with_module)
     # A kind of draft with a layout of its own.
     for kind in DRAFT_KINDS:
         if kind.matches(source):
@@ -50,6 +55,13 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     plan: Plan[Any] = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
     check_padding(source.config.where, plan.config.vocab_size, target.vocab_size)
     return plan
+
+
+def _with_module(name: str) -> str:
+    """The name of a tensor of ModelOpt's DSpark as the other layouts have it."""
+    if name.startswith("confidence_proj."):
+        return name.replace("confidence_", "confidence_head.", 1)
+    return f"markov_head.{name}" if name.startswith(_MARKOV) else name
 
 
 def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool | None = None) -> Plan[Draft]:

@@ -5,7 +5,7 @@ in the header is used before it is checked.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,13 +94,15 @@ class SafetensorFiles:
                 self.weight_map[name] = file
         return set(self.weight_map)
 
-    def drop_prefix(self, prefix: str) -> None:
-        """Name tensors without a prefix.
+    def rename(self, spelling: Callable[[str], str]) -> None:
+        """Give each tensor the name that `spelling` makes of its name.
 
         Raises:
-          CheckpointError: two have one name without it.
+          CheckpointError: two have one name then.
         """
-        self._stored = without_prefix(self.names(), prefix, self.directory)
+        self._stored = {
+            name: self._stored.get(old, old) for name, old in by_name(self.names(), spelling, self.directory).items()
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it.
@@ -199,15 +201,15 @@ class SafetensorFiles:
         return self._headers[file]
 
 
-def without_prefix(names: Iterable[str], prefix: str, directory: Path) -> dict[str, str]:
-    """Names without a prefix -> names.
+def by_name(names: Iterable[str], spelling: Callable[[str], str], directory: Path) -> dict[str, str]:
+    """New names of tensors -> names.
 
     Raises:
-      CheckpointError: two are one without it.
+      CheckpointError: two have one new name.
     """
     stored: dict[str, str] = {}
     for name in names:
-        if (other := stored.setdefault(name.removeprefix(prefix), name)) != name:
+        if (other := stored.setdefault(spelling(name), name)) != name:
             raise CheckpointError(f"{directory}: {other!r} and {name!r} are two tensors of one name: remove one")
     return stored
 

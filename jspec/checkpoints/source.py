@@ -1,6 +1,7 @@
 """A checkpoint, a directory or a GGUF file, opened once."""
 
 import warnings
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
@@ -12,7 +13,7 @@ from jspec.checkpoints.fields import read_fields
 from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.gguf_model import GgufModel
-from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles, without_prefix
+from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles, by_name
 
 Files: TypeAlias = SafetensorFiles | GgufModel
 
@@ -80,10 +81,9 @@ class TorchFile:
         """The names of all tensors."""
         return set(self.saved)
 
-    def drop_prefix(self, prefix: str) -> None:
+    def rename(self, spelling: Callable[[str], str]) -> None:
         """As in `SafetensorFiles`."""
-        stored = without_prefix(self.saved, prefix, self.directory)
-        self.saved = {name: self.saved[other] for name, other in stored.items()}
+        self.saved = {name: self.saved[other] for name, other in by_name(self.saved, spelling, self.directory).items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor."""

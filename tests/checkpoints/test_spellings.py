@@ -144,6 +144,11 @@ REFUSED = [
     ("dflash", top(layer_types=["linear_attention"] * 2), "layer_types=.*must be 2 of full_attention or sliding"),
     ("dflash", top(selector_rank=4), r"selector_rank=4 \(must be absent\)"),
     (
+        "dspark",
+        inside("dflash_config", projector_type="dspark", shift_label=False),
+        r"shift_label=False \(must be True\)",
+    ),
+    (
         "dflash",
         both(top(dspark_block_size=4), tensors(lambda t: {"mtp.0.x": np.zeros(1)})),
         "dspark_block_size=4, a module",

@@ -34,6 +34,17 @@ CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": Fal
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
+def flat_head(t):
+    """The tensors of a Markov head without its module, and a confidence head that also reads its embedding."""
+    t = {name.removeprefix("markov_head."): x for name, x in t.items() if not name.startswith("confidence_head.")}
+    rank = t["markov_w1.weight"].shape[1]
+    width = t["norm.weight"].shape[0] + rank
+    return t | {
+        "confidence_proj.weight": np.zeros((1, width), np.float32),
+        "confidence_proj.bias": np.zeros(1, np.float32),
+    }
+
+
 def speculative_tokens(count):
     return {"speculators_config": {"proposal_methods": [{"speculative_tokens": count}]}}
 
@@ -233,6 +244,13 @@ SAME = {
         ),
         "by the projector": both(
             top(architectures=["DFlashDraftModel"]), inside("dflash_config", projector_type="dspark")
+        ),
+        "ModelOpt": both(
+            move("dflash_config", "markov_rank", "markov_head_type", "mask_token_id", "target_layer_ids"),
+            top(architectures=["DFlashDraftModel"], enable_confidence_head="absent"),
+            top(confidence_head_with_markov="absent", num_anchors="absent"),
+            inside("dflash_config", projector_type="dspark", shift_label=True, use_confidence_head=True, causal=False),
+            tensors(flat_head),
         ),
         "stated": top(sample_from_anchor=True, num_anchors=512, confidence_temperatures=[1.0]),
         "rank of DeepSeek-V4": rename(markov_rank="dspark_markov_rank"),
