@@ -293,8 +293,8 @@ class Engine:
     def warm_up(self, *, sampling: Sampling | None = None, logprobs: bool | int = False) -> None:
         """Compiles all programs for requests with these options, and runs each as often as it takes to be fast.
 
-        Otherwise each of them is compiled when it is first needed, and requests wait meanwhile. A program depends on
-        the set of sampling options in use, not on their values; stop strings may need others (`docs/engine.md`).
+        Otherwise each of them is compiled when it is first needed, and the request that needs it waits. A program
+        depends on the set of sampling options in use, not on their values (`docs/engine.md`).
 
         sampling, logprobs: as in `submit`.
 

@@ -92,6 +92,11 @@ class Ready:
         """Whether a program is being compiled, or waits for it."""
         return bool(self._urgent or self._later)
 
+    @property
+    def count(self) -> int:
+        """Number of compiled programs."""
+        return len(self._compiled)
+
     def add(self, program: Program, error: Exception | None = None) -> None:
         """Counts a program as compiled, or as impossible after an error."""
         with self._changed:
