@@ -74,6 +74,7 @@ class Streams:
     def longest_gap(self, begin: float) -> float:
         """Seconds between two arrivals after a time, at most."""
         times = [at for handle in self.handles for at, _ in handle.times.arrivals if at >= begin]
+        times = [begin, *times, time.monotonic()]
         return max(after - before for before, after in itertools.pairwise(times))
 
 
@@ -95,10 +96,10 @@ def gap(engine: jspec.Engine) -> dict[str, float]:
         wait_for(lambda streams=streams: len(streams.handles) > 1)
         if name == "longest gap":
             # A request that waits for its program, and one with a slot, are cancelled meanwhile.
-            began, other = time.monotonic(), engine.submit(PROMPT, max_new_tokens=NEW_TOKENS)
+            began, other = time.monotonic(), engine.submit(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
             new, late = (engine.submit(PROMPT, max_new_tokens=3, sampling=sampling, logprobs=5) for _ in range(2))
-            time.sleep(0.5)
-            for kind, handle in {"a request that waits": late, "a stream": other}.items():
+            wait_for(lambda other=other: len(other.times.arrivals) > 1)
+            for kind, handle in {"a stream": other, "a request that waits": late}.items():
                 handle.cancel()
                 result[f"cancel of {kind}"] = wait_for(lambda handle=handle: handle.done)
             new.result()
