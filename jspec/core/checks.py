@@ -150,7 +150,8 @@ def check_text(name: str, value: object, *, owner: str = "") -> str:
     if not isinstance(value, str):
         raise TypeError(f"{_shown(name, value, owner)}: must be a str")
     try:
-        value.encode()
+        if not value.isascii():
+            value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{_shown(name, value, owner)}: position {error.start} is a lone surrogate; must be valid Unicode"

@@ -46,8 +46,10 @@ from jspec.text.tokenizer import Tokenizer
 
 BODY_SECONDS = 60.0
 """How long the body of a request may take to arrive."""
-_MOST_BODIES = 16
-"""Bodies of the greatest size that are received or read at once; more of smaller ones."""
+_MOST_BODIES = 4
+"""Bodies of the greatest size that are received or read at once; more of smaller ones. Others wait."""
+_ROOM_SECONDS = 20.0
+"""How long they wait."""
 _MOST_OBJECTS = 2**20
 """Objects and lists of a body. Decoding is one call, and nothing else runs meanwhile."""
 
@@ -99,7 +101,7 @@ class Service:
         # Requests in flight; `stop` cancels them.
         self._live: set[Handle] = set()
         # Threads before a request reaches the engine, and one for scores, which wait there.
-        self._work = Work(_MOST_BODIES * limits.body)
+        self._work = Work(_MOST_BODIES * limits.body, _ROOM_SECONDS)
         self._scorer, self._scored = ThreadPoolExecutor(1, "jspec score"), 0
         self._stopped = False
 

@@ -31,12 +31,16 @@ def encode(tokenizer: Tokenizer, call: Call, limits: Limits) -> list[list[int]]:
 
 def check_length(field: str, tokenizer: Tokenizer, text: str, most: int) -> None:
     """Refuses a text that certainly has more than `most` tokens, before the work of tokenizing it."""
-    if (least := tokenizer.least_tokens(text)) > most:
+    if len(text) > most and (least := tokenizer.least_tokens(text, most)) > most:
         raise _too_long(field, f"at least {least}", most)
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[Message], template: Any, most: int) -> list[int]:
     """The ids of a chat; `template` has the variables of its template."""
+    # A template may cut the answers of the model, but no other content.
+    for message in messages:
+        if message["role"] != "assistant":
+            check_length("messages", tokenizer, message.get("content", ""), most)
     try:
         text = tokenizer.apply_chat_template(messages, **template)
     except Exception as error:  # a template is a program, which can fail in any way

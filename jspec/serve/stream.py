@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -124,12 +124,12 @@ class EventStream(Response):
         await push(b"", more=False)
 
 
-async def read_body(request: Request, most: int, seconds: float, take: Callable[[int], None]) -> bytearray:
+async def read_body(request: Request, most: int, seconds: float, take: Callable[[int], Awaitable[None]]) -> bytearray:
     """The body of a request.
 
     most: bytes of the largest one.
     seconds: how long it may take to arrive.
-    take: counts bytes before they are kept (`jspec.serve.work.Work.receiving`).
+    take: counts bytes before they are kept, and waits for room (`jspec.serve.work.Work.receiving`).
 
     Raises:
       ApiError: it is too large or too slow.
@@ -147,7 +147,7 @@ async def read_body(request: Request, most: int, seconds: float, take: Callable[
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
-                take(len(part))
+                await take(len(part))
                 data += part
                 if len(data) > most:
                     break

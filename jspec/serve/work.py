@@ -1,9 +1,9 @@
-"""Threads for what a request costs before it reaches the engine, so that the event loop always answers."""
+"""Threads for the work before the engine, so the event loop always answers."""
 
 import contextlib
 import ctypes
-from asyncio import shield, wrap_future
-from collections.abc import Callable, Iterator
+from asyncio import Event, shield, timeout, wrap_future
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,37 +20,47 @@ RETRY = {"retry-after": "1"}
 
 
 class Work:
-    """Pools of threads, and the bytes of the bodies that are being received or read.
+    """Pools of threads, and the bytes of bodies in memory.
 
-    most: bound of these bytes.
+    most: bound of these bytes, but for the body of the oldest request.
+    seconds: how long a request waits until those of others are fewer.
     """
 
-    def __init__(self, most: int):
-        self._most, self._bytes = most, 0
+    def __init__(self, most: int, seconds: float):
+        self._most, self._seconds = most, seconds
+        self._bytes: dict[object, int] = {}
+        self._fewer = Event()
         self._pools = {name: ThreadPoolExecutor(count, f"jspec {name}") for name, count in _THREADS.items()}
         self._waiting = dict.fromkeys(_THREADS, 0)
 
     @contextlib.contextmanager
-    def receiving(self) -> Iterator[Callable[[int], None]]:
-        """Counts bytes of a body, by the function that it yields, until the context ends.
+    def receiving(self) -> Iterator[Callable[[int], Awaitable[None]]]:
+        """Counts bytes of a body, by the yielded function, until the context ends.
 
         Raises:
-          ApiError: by that function: the bodies of all requests are too large together.
+          ApiError: by this function: the bodies of all requests are too large together for too long.
         """
-        taken = 0
+        request = object()
+        self._bytes[request] = 0
 
-        def take(count: int) -> None:
-            nonlocal taken
-            if self._bytes + count > self._most:
+        async def take(count: int) -> None:
+            # The oldest request never waits, so one of them always gets on.
+            try:
+                async with timeout(self._seconds):
+                    while sum(self._bytes.values()) + count > self._most and next(iter(self._bytes)) is not request:
+                        await self._fewer.wait()
+            except TimeoutError:
                 message = f"body: those of all requests have over {self._most} bytes; try again later"
-                raise ApiError(message, status=429, code="queue_full", headers={**RETRY, "connection": "close"})
-            taken += count
-            self._bytes += count
+                headers = {**RETRY, "connection": "close"}
+                raise ApiError(message, status=429, code="queue_full", headers=headers) from None
+            self._bytes[request] += count
 
         try:
             yield take
         finally:
-            self._bytes -= taken
+            del self._bytes[request]
+            self._fewer.set()
+            self._fewer = Event()
 
     async def run(self, pool: str, function: Callable[[], Result]) -> Result:
         """The result of a function in a thread of a pool. It goes on if its caller is cancelled.
@@ -90,6 +100,6 @@ def _without_frames(function: Callable[[], Result]) -> Result | ApiError:
 
 
 def _trim() -> None:
-    """Gives freed memory back to the system, which glibc does not do for the heaps of threads by itself."""
+    """Gives freed memory back to the system; glibc does not do so for the heaps of threads."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -9,6 +9,7 @@ WHITESPACE = " \t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join
 """Unicode's White_Space; special tokens may take any number of these characters beside them."""
 _SHORTENING = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 """Normalizers -> characters that become one at most; Unicode composes at most four."""
+_PART = 2**16
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
 """Steps before tokenizing that drop no character, unless their behavior is "Removed"."""
 
@@ -24,9 +25,16 @@ class LengthBound:
     per_token: int
     uncounted: str
 
-    def least_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of a text."""
-        return -(-(len(text) - sum(map(text.count, self.uncounted))) // self.per_token)
+    def least_tokens(self, text: str, most: int) -> int:
+        """A lower bound of the tokens of a text; counts no further than it takes to be above `most`."""
+        characters = 0
+        # Other threads run between two parts.
+        for begin in range(0, len(text), _PART):
+            part = text[begin : begin + _PART]
+            characters += len(part) - sum(map(part.count, self.uncounted))
+            if characters > most * self.per_token:
+                break
+        return -(-characters // self.per_token)
 
 
 def length_bound(tokenizer: Mapping[str, Any], byte_of: Mapping[str, int]) -> LengthBound | None:

@@ -106,9 +106,12 @@ class Tokenizer:
         """Tokenize without offsets, which take half of the time and of the memory."""
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
-    def least_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of a text, without tokenizing it; 0 if none is known."""
-        return 0 if self._length_bound is None else self._length_bound.least_tokens(text)
+    def least_tokens(self, text: str, most: int) -> int:
+        """A lower bound of the tokens of a text, without tokenizing it; 0 if none is known.
+
+        most: where to stop counting.
+        """
+        return 0 if self._length_bound is None else self._length_bound.least_tokens(text, most)
 
     @cached_property
     def _length_bound(self) -> LengthBound | None:

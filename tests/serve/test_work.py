@@ -1,5 +1,6 @@
 """What a request costs before it reaches the engine: limits come first, and the event loop stays free."""
 
+import asyncio
 import threading
 
 import http_server
@@ -7,7 +8,7 @@ import httpx
 import pytest
 from test_connections import connect, read_until, request_bytes
 
-from jspec.serve import connection, work
+from jspec.serve import app, connection, work
 from jspec.serve.fields import ApiError
 from jspec.text import grammar as grammars
 
@@ -45,7 +46,7 @@ def test_health_answers_while_all_threads_are_busy(serve, monkeypatch, long):
         return [1]
 
     monkeypatch.setattr(server.service.tokenizer, "_ids", tokenize)
-    monkeypatch.setattr(server.service.tokenizer, "least_tokens", lambda text: 0)
+    monkeypatch.setattr(server.service.tokenizer, "least_tokens", lambda text, most: 0)
     count, threads = 4, 1 if long else 2
     asking = [
         threading.Thread(
@@ -63,7 +64,7 @@ def test_health_answers_while_all_threads_are_busy(serve, monkeypatch, long):
     release.set()
     for one in asking:
         one.join(20)
-    assert len(server.engine.handles) == count and server.service._work._bytes == 0
+    assert len(server.engine.handles) == count and not server.service._work._bytes
 
 
 def test_a_slow_grammar_holds_no_other_request(serve, monkeypatch):
@@ -95,17 +96,37 @@ def test_a_slow_grammar_holds_no_other_request(serve, monkeypatch):
     assert len(running) == 3
 
 
-def test_bodies_that_are_too_large_together_are_refused(serve):
-    server = serve(server_options={"body": 1000})
+def test_bodies_that_are_too_large_together_wait(serve, monkeypatch):
+    """For a while; those that are small enough do not."""
+    monkeypatch.setattr(app, "_ROOM_SECONDS", 0.1)
+    impatient = serve(server_options={"body": 1000})
+    monkeypatch.setattr(app, "_ROOM_SECONDS", 20)
+    patient = serve(server_options={"body": 1000})
     body = request_bytes("/v1/completions", {"prompt": ["x" * 300] * 3, "max_tokens": 1})
-    with server.service._work.receiving() as take:
-        take(16 * 1000 - 500)
+    for server, status in ((impatient, b" 429 "), (patient, b" 200 ")):
+        held = server.service._work._bytes
+        held["another"] = 4 * 1000 - 500
         with connect(server) as client:
             client.sendall(body)
-            assert b" 429 " in read_until(client, b"\r\n\r\n")
-    with connect(server) as client:
-        client.sendall(body)
-        assert b" 200 " in read_until(client, b"\r\n\r\n")
+            http_server.wait_for(lambda held=held: len(held) == 2)
+            assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+            if server is patient:
+                held["another"] = 0
+                assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200  # its end wakes the other
+            assert status in read_until(client, b"\r\n\r\n")
+        assert list(held) == ["another"]
+
+
+def test_the_oldest_body_never_waits():
+    async def receive():
+        waits = work.Work(100, 0.05)
+        with waits.receiving() as oldest, waits.receiving() as younger:
+            await younger(90)
+            await oldest(500)
+            with pytest.raises(ApiError, match="over 100 bytes"):
+                await younger(1)
+
+    asyncio.run(receive())
 
 
 def test_a_body_of_too_many_objects(serve):

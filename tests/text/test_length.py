@@ -99,9 +99,10 @@ def test_no_text_has_fewer_tokens(name):
     for length in (0, 1, 2, 5, 40):
         for _ in range(60):
             text = "".join(source.choice(pieces) * source.choice((1, 1, 30)) for _ in range(length))
-            least = tokenizer.least_tokens(text)
+            least = tokenizer.least_tokens(text, 10**9)
             assert least <= len(tokenizer.encode(text)), text
-    assert tokenizer.least_tokens("x" * 10**6) > 10**6 / 500
+    assert tokenizer.least_tokens("x" * 10**6, 10**9) > 10**6 / 500
+    assert 5 < tokenizer.least_tokens("x" * 10**6, 5) < tokenizer.least_tokens("x" * 10**6, 10**9)
 
 
 def splitting(behavior):
@@ -132,8 +133,8 @@ UNBOUNDED = {
 
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_a_tokenizer_without_a_bound(name):
-    assert Tokenizer(UNBOUNDED[name]()).least_tokens("x" * 10**6) == 0
+    assert Tokenizer(UNBOUNDED[name]()).least_tokens("x" * 10**6, 10**9) == 0
 
 
 def test_a_split_that_keeps_all_is_bounded():
-    assert Tokenizer(splitting("isolated")).least_tokens("x" * 9) == 3
+    assert Tokenizer(splitting("isolated")).least_tokens("x" * 9, 10**9) == 3
