@@ -143,7 +143,10 @@ def product_in_parts(
 
 
 def absorb(
-    scores: jax.Array, values: Columns, state: tuple[jax.Array, jax.Array, Columns]
+    scores: jax.Array,
+    values: Columns,
+    state: tuple[jax.Array, jax.Array, Columns],
+    row_sums: Callable[[jax.Array], jax.Array] = lambda weights: weights.sum(1),
 ) -> tuple[jax.Array, jax.Array, Columns]:
     """Adds a block's scores, in base 2, and values to the running peak, total and weighted sum of a softmax.
 
@@ -158,7 +161,7 @@ def absorb(
     def updated(part, columns):
         return part * fade[:, None] + dot(weights.astype(columns.dtype), columns)
 
-    return higher, total * fade + weights.sum(1), jax.tree.map(updated, summed, values)
+    return higher, total * fade + row_sums(weights), jax.tree.map(updated, summed, values)
 
 
 def merge(partials: Sequence[jax.Array], dtype: jnp.dtype, interpret: bool) -> jax.Array:

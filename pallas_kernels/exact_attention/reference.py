@@ -61,13 +61,15 @@ def exact_attention(
             merged, (peak, total, summed) = states
             position = block * BLOCK + jnp.arange(BLOCK)
             keys, values = keys_and_values(position)
+            ones = jnp.ones(BLOCK, values.dtype)
             scores = scores_in_base_2(_product("kgd,skd->kgs", queries, keys), scale, soft_cap)
             scores = jnp.where(sees(position), scores, -jnp.inf)
             higher = jnp.maximum(peak, scores.max(-1))
             base = jnp.where(higher == -jnp.inf, 0.0, higher)
             weights, fade = jnp.exp2(scores - base[..., None]), jnp.exp2(peak - base)
-            new = _product("kgs,skd->kgd", weights.astype(values.dtype), values)
-            state = higher, total * fade + weights.sum(-1), summed * fade[..., None] + new
+            weights = weights.astype(values.dtype)
+            new = _product("kgs,skd->kgd", weights, values)
+            state = higher, total * fade + _product("kgs,s->kg", weights, ones), summed * fade[..., None] + new
             # A segment that is complete goes to the others.
             whole = (block + 1) % (SEGMENT // BLOCK) == 0
             folded = fold(merged, state)

@@ -16,6 +16,10 @@ from pallas_kernels.attention import BLOCK, SEGMENT, State, fold, scores_in_base
 
 States = tuple[Ref, Ref, Ref]
 """Slots of states: peaks [S, N, G], totals [S, N, G] and sums [S, N, G, D]."""
+PER_SEGMENT = SEGMENT // BLOCK
+"""Blocks of a segment."""
+MIN_COLUMNS = 16
+"""Columns of the narrowest product."""
 AT_ONCE = 16
 """Segments whose states are loaded together at most."""
 AT_ONCE_BYTES = 2**14
@@ -150,6 +154,12 @@ class Tile(Rows):
         at, inside = rows.columns(dim)
         return cls(rows.node, rows.member, rows.real, pltriton.load(q_ref.at[at], mask=inside, other=0))
 
+    def absorb(self, scores: jax.Array, values: jax.Array, state: State) -> State:
+        """The state after a block. Weights are summed by a product, in the order of the block's positions: that of a
+        sum depends on the warps among which the columns of a tile are divided."""
+        ones = jnp.ones((scores.shape[1], MIN_COLUMNS), values.dtype)
+        return absorb(scores, values, state, lambda weights: dot(weights.astype(values.dtype), ones).max(1))
+
     def scores(self, keys: jax.Array, visible: jax.Array, scale: float, cap: float | None) -> jax.Array:
         """Those of a block's keys; -inf where they are not visible."""
         return jnp.where(visible, scores_in_base_2(dot(self.q, keys.T), scale, cap), -jnp.inf)
@@ -196,7 +206,14 @@ class Prefix:
         """The first visible position of each query row of a tile of all nodes; None: 0."""
         return None if window is None else self.length + tile.seen(nodes, rows, count_ref) - window
 
-    def block(self, index: jax.Array, used: jax.Array | None) -> Callable[[int], jax.Array]:
+    def page(self, index: jax.Array | int) -> jax.Array:
+        """The page of a block, or those of its rows if blocks do not divide pages; a block after the capacity reads
+        no row."""
+        pages, page_size = self.table.shape[0], self.pool.shape[3]
+        position = index * BLOCK + (jnp.arange(BLOCK) if page_size % BLOCK else 0)
+        return pltriton.load(self.table.at[jnp.minimum(position // page_size, pages - 1)])
+
+    def block(self, index: jax.Array, page: jax.Array, used: jax.Array | None) -> Callable[[int], jax.Array]:
         """What loads a block's keys (0) or values (1), [BLOCK, padded D]; zero where not used. used: None: all are."""
         pages, page_size = self.table.shape[0], self.pool.shape[3]
         position = index * BLOCK + jnp.arange(BLOCK)
@@ -205,12 +222,7 @@ class Prefix:
         if self.first is not None:
             # A ring of pages has other rows there, and unwritten pages.
             used = used & (position >= self.first)
-        if page_size % BLOCK:
-            page = pltriton.load(self.table.at[position // page_size], mask=used, other=0)[:, None]
-        else:
-            # The block is in one page. A block after the capacity reads no row.
-            page = pltriton.load(self.table.at[jnp.minimum(index * BLOCK // page_size, pages - 1)])
-        row = position % page_size
+        page, row = page[:, None] if page_size % BLOCK else page, position % page_size
         return lambda kind: load_rows(self.pool, (self.layer, kind, page), row, used)
 
     def absorb(
@@ -222,24 +234,65 @@ class Prefix:
         scale: float,
         soft_cap: float | None,
     ) -> State:
-        """The state after fully committed blocks.
+        """The state after fully committed blocks of one segment.
 
         starts: the first visible position of each query row; None: 0.
         """
+        update, begin = self._update(tile, end, starts, scale, soft_cap), first_block(begin, starts)
+        return lax.fori_loop(begin, end, update, (self.page(begin), tile.empty(self.pool.shape[-1])))[1]
 
-        def body(i, state):
+    def absorb_all(
+        self, tile: Tile, starts: jax.Array | None, scale: float, soft_cap: float | None
+    ) -> tuple[State, State]:
+        """The states of all whole segments, merged in order, and the state of the committed blocks after them."""
+        end, empty = self.length // BLOCK, tile.empty(self.pool.shape[-1])
+        update = self._update(tile, end, starts, scale, soft_cap)
+
+        # One loop over blocks: a loop for each segment would wait for the loads of its first block.
+        def body(i, carry):
+            merged, carry = carry
+            page, state = update(i, carry)
+            is_last = jnp.broadcast_to(lax.rem(i + 1, PER_SEGMENT) == 0, tile.node.shape)
+            # An empty segment changes no bit.
+            ended, rest = _choose(is_last, state, empty), _choose(is_last, empty, state)
+            return fold(merged, ended), (page, rest)
+
+        begin = first_block(self.first_segment * PER_SEGMENT, starts)
+        merged, (_, state) = lax.fori_loop(begin, end, body, (empty, (self.page(begin), empty)))
+        return merged, state
+
+    def _update(
+        self, tile: Tile, end: jax.Array, starts: jax.Array | None, scale: float, soft_cap: float | None
+    ) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
+        """The body of a loop over blocks up to `end`, which carries the page of the next block and the state.
+
+        A load of the page in its own iteration would occupy a stage of the loop's pipeline, and the block would not be
+        loaded while the previous one is absorbed.
+        """
+
+        def update(i, carry):
+            page, state = carry
             # Without a window all of them are visible. The condition keeps the block like those of a round.
             position = i * BLOCK + jnp.arange(BLOCK)
             visible = (position < end * BLOCK)[None]
             if starts is not None:
                 visible = visible & (position[None] >= starts[:, None])
-            keys, values = map(self.block(i, None), (0, 1))
-            return absorb(tile.scores(keys, visible, scale, soft_cap), values, state)
+            keys, values = map(self.block(i, page, None), (0, 1))
+            return self.page(i + 1), tile.absorb(tile.scores(keys, visible, scale, soft_cap), values, state)
 
-        return lax.fori_loop(first_block(begin, starts), end, body, tile.empty(self.pool.shape[-1]))
+        return update
 
 
-def first_block(begin: jax.Array, starts: jax.Array | None) -> jax.Array:
+def _choose(condition: jax.Array, first: State, second: State) -> State:
+    """The first state in rows where the condition [rows] holds, otherwise the second."""
+    return (
+        jnp.where(condition, first[0], second[0]),
+        jnp.where(condition, first[1], second[1]),
+        jnp.where(condition[:, None], first[2], second[2]),
+    )
+
+
+def first_block(begin: jax.Array | int, starts: jax.Array | None) -> jax.Array | int:
     """The first visible block of a tile from `begin` on; earlier ones would change no bit."""
     return begin if starts is None else jnp.maximum(begin, starts.min() // BLOCK)
 
@@ -328,16 +381,18 @@ class Round:
                 visible = visible & (position[None] >= self.starts[:, None])
             if self.in_turn:
                 scores = self.tile.scores(self.one(0, i, row, used), visible, scale, soft_cap)
-                return absorb(scores, self.one(1, i, row, used), state)
+                return self.tile.absorb(scores, self.one(1, i, row, used), state)
             keys, values = (load_rows(ref, (), row, used) for ref in (self.k, self.v))
             if self.prefix is not None:
                 before = position < self.committed
                 # Each row is in one of the two, and zero in the other.
                 keys, values = (
                     jnp.where(before[:, None], old, new)
-                    for old, new in zip(map(self.prefix.block(i, before), (0, 1)), (keys, values), strict=True)
+                    for old, new in zip(
+                        map(self.prefix.block(i, self.prefix.page(i), before), (0, 1)), (keys, values), strict=True
+                    )
                 )
-            return absorb(self.tile.scores(keys, visible, scale, soft_cap), values, state)
+            return self.tile.absorb(self.tile.scores(keys, visible, scale, soft_cap), values, state)
 
         return lax.fori_loop(first_block(begin, self.starts), end, body, state)
 
@@ -349,4 +404,8 @@ class Round:
         before = index * BLOCK + jnp.arange(BLOCK) < self.committed
         column = jnp.arange(padded(ref.shape[-1]))[None]
         inside = used[:, None] & (column < ref.shape[-1])
-        return pltriton.load(ref.at[row[:, None], column], mask=inside, other=self.prefix.block(index, before)(kind))
+        return pltriton.load(
+            ref.at[row[:, None], column],
+            mask=inside,
+            other=self.prefix.block(index, self.prefix.page(index), before)(kind),
+        )

@@ -1,18 +1,19 @@
-"""Exact attention as two Triton kernels, whose tiles have one size whatever the shapes are.
+"""Exact attention in Triton, in tiles of one size whatever the shapes are.
 
 A tile is some of the query rows that share a key head (row = node * G + g). Its blocks of the prefix are absorbed in
 the order of positions, segment by segment; then the blocks in which the prefix ends and the round's own rows follow,
 which are put together in the same order. The nodes of a chain share these blocks; in a tree each node has its own, and
 a tile for them.
 
-With many tiles, the first kernel absorbs the prefix, and the second one goes on with its result. With few tiles, each
-segment of the prefix is a program of the first kernel, and the second kernel merges the segments in order: the same
-sums, with more partial results. In a tree it goes on with the round; in a chain, where few programs have blocks of the
-round, these are in the first kernel, too.
+With many tiles of a chain, one kernel absorbs the prefix and goes on with the round; in a tree these are two kernels.
+With few tiles, each segment of the prefix is a program of the first kernel, and the second kernel merges the segments
+in order: the same sums, with more partial results. In a tree it goes on with the round; in a chain, where few programs
+have blocks of the round, these are in the first kernel, too.
 """
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from pallas_kernels._types import Ref
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths
 from pallas_kernels.exact_attention.tiles import (
     AT_ONCE,
+    PER_SEGMENT,
     Prefix,
     Round,
     Rows,
@@ -38,15 +40,14 @@ from pallas_kernels.exact_attention.tiles import (
     seen_segments,
 )
 
-PER_SEGMENT = SEGMENT // BLOCK
-"""Blocks of a segment."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the work of one call is divided.
 
-    The bits of the result depend on all of it but `spread` and `fold_rows`, with the exception at `own_warps`.
+    The bits of the result do not depend on `spread` and `fold_rows`, and on a Hopper GPU, for types of 16 bits, on
+    nothing else: a product has the same bits in a tile of any size (see `exact_matmul.triton`), and the weights of a
+    softmax are summed by a product, too.
     """
 
     block_m: int
@@ -60,12 +61,6 @@ class Config:
     own_stages: int
     """With one, it takes fewer registers, and its loads wait for each other."""
     own_warps: int
-    """Its warps.
-
-    On a Hopper GPU, 16 rows and one warp give the bits of 64 rows and four, for types of 16 bits: a product has the
-    same bits in a tile of any size (see `exact_matmul.triton`), and each of four warps has 16 of the 64 rows, whose
-    columns its threads share in the same way, so that the sum of a row has the same order.
-    """
     fold_rows: int = 4
     """Query rows of a program for merging segments; a power of two."""
 
@@ -80,6 +75,14 @@ class Tuning:
     block_m_wide: int
     """For heads of more than `wide` dimensions, whose tiles would not fit into registers otherwise."""
     wide: int
+    tiles: dict[int, tuple[int, int, int]]
+    """Most query rows of a key head -> rows, warps and stages of their tiles, for types of 16 bits and heads of up to
+    `short` dimensions; empty where bits depend on the tile. Several low tiles share a multiprocessor, and hide the time
+    of each other's loads; high ones read a block for more rows."""
+    short: int
+    own: tuple[int, int, int]
+    """Rows, stages and warps of `Config.own_block_m`, for types of 16 bits and heads of up to `wide` dimensions. Other
+    types and heads have tiles like those of the prefix."""
     programs: int
     """With fewer programs per segment, each segment is a program of its own,"""
     tree_programs: int
@@ -87,11 +90,6 @@ class Tuning:
     state_bytes: int
     """unless their states take more memory than this."""
     num_warps: int
-    own_spread: tuple[int, int, int]
-    """Rows, stages and warps of `Config.own_block_m`, for types of 16 bits and heads of up to `wide` dimensions, where
-    each segment is a program of its own. Other types and heads have tiles like those of the prefix."""
-    own_in_turn: tuple[int, int, int]
-    """The same where one program has all segments; `own_spread` where bits depend on the tile."""
     num_stages: int
     stage_bytes: int
     """Bytes of a block's keys at most; there is one stage if they take more."""
@@ -104,17 +102,24 @@ _ANY = Tuning(
     block_m_32_bit=16,
     block_m_wide=16,
     wide=256,
+    tiles={},
+    short=128,
+    own=(64, 1, 4),
     programs=256,
     tree_programs=64,
     state_bytes=2**26,
     num_warps=4,
-    own_spread=(64, 1, 4),
-    own_in_turn=(64, 1, 4),
     num_stages=2,
     stage_bytes=2**15,
     block_bytes=2**17,
 )
-_HOPPER = dataclasses.replace(_ANY, own_in_turn=(16, 1, 1))
+_HOPPER = dataclasses.replace(
+    _ANY,
+    tiles={16: (16, 4, 3), 64: (32, 4, 3), sys.maxsize: (128, 8, 2)},
+    own=(16, 1, 2),
+    programs=128,
+    tree_programs=32,
+)
 TUNING = {"any other": _ANY, "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
 
@@ -124,25 +129,26 @@ def default_config(
 ) -> Config:
     """The configuration for `rows` = N * G query rows per key head.
 
-    The shapes decide on `spread`, and on the tiles of a tree's nodes where no bit depends on them.
+    The shapes decide on `spread`, and on the tiles where no bit depends on them.
 
     capacity: positions of the page table.
     tree: whether each node has rows of its own.
     """
     tuning = platform.for_device_kind(TUNING)
-    block_m = {2: tuning.block_m_16_bit, 4: tuning.block_m_32_bit}[jnp.dtype(dtype).itemsize]
-    narrow = jnp.dtype(dtype).itemsize == 2 and head_dim <= tuning.wide
+    itemsize = jnp.dtype(dtype).itemsize
+    # Two stages of wide float32 rows do not fit into shared memory.
+    stages = tuning.num_stages if BLOCK * padded(head_dim) * itemsize <= tuning.stage_bytes else 1
+    block_m, warps = {2: tuning.block_m_16_bit, 4: tuning.block_m_32_bit}[itemsize], tuning.num_warps
     if head_dim > tuning.wide:
         block_m = tuning.block_m_wide
+    elif tuning.tiles and itemsize == 2 and head_dim <= tuning.short:
+        block_m, warps, stages = next(tile for most, tile in tuning.tiles.items() if rows <= most)
+    own = tuning.own if itemsize == 2 and head_dim <= tuning.wide else (block_m, stages, warps)
+    # Few programs: one for each segment.
     tiles = batch * kv_heads * pl.cdiv(rows, block_m)
     states = pl.cdiv(capacity, SEGMENT) * batch * kv_heads * rows * (head_dim + 2) * 4
     spread = tiles < (tuning.tree_programs if tree else tuning.programs) and states <= tuning.state_bytes
-    # Two stages of wide float32 rows do not fit into shared memory.
-    stages = tuning.num_stages if BLOCK * padded(head_dim) * jnp.dtype(dtype).itemsize <= tuning.stage_bytes else 1
-    tile_config = block_m, stages, tuning.num_warps
-    if narrow:
-        tile_config = tuning.own_spread if spread else tuning.own_in_turn
-    return Config(block_m, spread, tuning.num_warps, stages, *tile_config)
+    return Config(block_m, spread, warps, stages, *own)
 
 
 def supported(
@@ -205,7 +211,7 @@ def exact_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "window": window}
     interpret = platform.resolve_interpret(interpret)
     work = _Work(queries, k_rows, v_rows, path, count, stored, sinks, config, options, interpret)
-    if stored is None:
+    if stored is None or (path is None and not config.spread):
         return _result(work, ()).reshape(q.shape)
     if not config.spread:
         return _result(work, _prefix(work, stored)).reshape(q.shape)
@@ -332,7 +338,7 @@ def _fold(work: _Work, stored: Stored, states: Sequence[jax.Array]) -> jax.Array
 
 
 def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
-    """The result from the states of `_prefix`, or in a tree of `_segments`, if anything is stored."""
+    """The result from the states of `_prefix`, or in a tree of `_segments`; without states, from the prefix itself."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
     config, chain, stored = work.config, work.path is None, work.stored
     specs = Specs(work.tiles if chain else nodes * pl.cdiv(group, config.own_block_m))
@@ -468,16 +474,9 @@ def _prefix_kernel(
     assert prefix is not None
     tile = Tile.load(q_ref, 0, pl.program_id(1) % tiles * config.block_m, q_ref.shape[0], config.block_m)
     starts = prefix.starts(tile, q_ref.shape[0], rows, count_ref, window)
-    done = prefix.length // BLOCK
-    whole = done // PER_SEGMENT
-
-    def body(index, merged):
-        begin = index * PER_SEGMENT
-        return fold(merged, prefix.absorb(tile, begin, begin + PER_SEGMENT, starts, scale, soft_cap))
-
-    states, empty = (peak_ref, total_ref, sum_ref), tile.empty(q_ref.shape[2])
-    tile.store(states, 0, lax.fori_loop(prefix.first_segment, whole, body, empty))
-    tile.store(states, 1, prefix.absorb(tile, whole * PER_SEGMENT, done, starts, scale, soft_cap))
+    states = peak_ref, total_ref, sum_ref
+    for slot, state in enumerate(prefix.absorb_all(tile, starts, scale, soft_cap)):
+        tile.store(states, slot, state)
 
 
 def _own_kernel(
@@ -510,7 +509,9 @@ def _own_kernel(
     tile, exist, done = part.tile, part.exist, part.committed // BLOCK
     (count,), whole = exist.node.shape, done // PER_SEGMENT
     merged, state = exist.empty(dim), tile.empty(dim)
-    if prefix is not None:
+    if prefix is not None and not state_refs:
+        merged, state = prefix.absorb_all(tile, part.starts, scale, soft_cap)
+    elif prefix is not None:
         peak_ref, total_ref, sum_ref = state_refs
         states, segments = (peak_ref, total_ref, sum_ref), peak_ref.shape[0] - 1
         state, at_once = tile.load_state(states, segments), exist.at_once(dim, warps)
