@@ -61,21 +61,19 @@ def exact_attention(
             merged, (peak, total, summed) = states
             position = block * BLOCK + jnp.arange(BLOCK)
             keys, values = keys_and_values(position)
-            ones = jnp.ones(BLOCK, values.dtype)
             scores = scores_in_base_2(_product("kgd,skd->kgs", queries, keys), scale, soft_cap)
             scores = jnp.where(sees(position), scores, -jnp.inf)
             higher = jnp.maximum(peak, scores.max(-1))
             base = jnp.where(higher == -jnp.inf, 0.0, higher)
-            weights, fade = jnp.exp2(scores - base[..., None]), jnp.exp2(peak - base)
-            weights = weights.astype(values.dtype)
+            weights, fade = jnp.exp2(scores - base[..., None]).astype(values.dtype), jnp.exp2(peak - base)
             new = _product("kgs,skd->kgd", weights, values)
             state = higher, total * fade + _product("kgs,s->kg", weights, ones), summed * fade[..., None] + new
             # A segment that is complete goes to the others.
-            whole = (block + 1) % (SEGMENT // BLOCK) == 0
-            folded = fold(merged, state)
+            whole, folded = (block + 1) % (SEGMENT // BLOCK) == 0, fold(merged, state)
             return jax.tree.map(lambda done, before: jnp.where(whole, done, before), (folded, empty), (merged, state))
 
         nothing = jnp.full(queries.shape[:2], -jnp.inf, jnp.float32)
+        ones = jnp.ones(BLOCK, v_rows.dtype)
         empty = nothing, jnp.zeros_like(nothing), jnp.zeros(queries.shape, jnp.float32)
         turn = absorb if start is None else lambda index, states: absorb(start // BLOCK + index, states)
         result = fold(*lax.fori_loop(0, blocks, turn, (empty, empty)))

@@ -238,8 +238,8 @@ class Prefix:
 
         starts: the first visible position of each query row; None: 0.
         """
-        update, begin = self._update(tile, end, starts, scale, soft_cap), first_block(begin, starts)
-        return lax.fori_loop(begin, end, update, (self.page(begin), tile.empty(self.pool.shape[-1])))[1]
+        update, first = self._update(tile, end, starts, scale, soft_cap), first_block(begin, starts)
+        return lax.fori_loop(first, end, update, (self.page(first), tile.empty(self.pool.shape[-1])))[1]
 
     def absorb_all(
         self, tile: Tile, starts: jax.Array | None, scale: float, soft_cap: float | None

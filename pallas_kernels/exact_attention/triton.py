@@ -1,6 +1,6 @@
 """Exact attention in Triton, in tiles of one size whatever the shapes are.
 
-A tile is some of the query rows that share a key head (row = node * G + g). Its blocks of the prefix are absorbed in
+A tile is some of the query rows of a key head (row = node * G + g). Its blocks of the prefix are absorbed in
 the order of positions, segment by segment; then the blocks in which the prefix ends and the round's own rows follow,
 which are put together in the same order. The nodes of a chain share these blocks; in a tree each node has its own, and
 a tile for them.
@@ -13,7 +13,6 @@ have blocks of the round, these are in the first kernel, too.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels import platform
 from pallas_kernels._triton import call, int32_or_none, padded, refuse_dtype
 from pallas_kernels._triton_specs import Specs, Stored, state_shapes
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths
+from pallas_kernels.exact_attention.config import TUNING, Config, default_config
 from pallas_kernels.exact_attention.tiles import (
     AT_ONCE,
     PER_SEGMENT,
@@ -39,116 +38,6 @@ from pallas_kernels.exact_attention.tiles import (
     first_seen,
     seen_segments,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work of one call is divided.
-
-    The bits of the result do not depend on `spread` and `fold_rows`, and on a Hopper GPU, for types of 16 bits, on
-    nothing else: a product has the same bits in a tile of any size (see `exact_matmul.triton`), and the weights of a
-    softmax are summed by a product, too.
-    """
-
-    block_m: int
-    """Query rows of a program; a power of two, at least 16."""
-    spread: bool
-    """Whether each segment of the prefix is a program of its own."""
-    num_warps: int
-    num_stages: int
-    own_block_m: int
-    """Query rows of a program for one node of a tree; a power of two, at least 16."""
-    own_stages: int
-    """With one, it takes fewer registers, and its loads wait for each other."""
-    own_warps: int
-    fold_rows: int = 4
-    """Query rows of a program for merging segments; a power of two."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Constants of `default_config` for a kind of device."""
-
-    block_m_16_bit: int
-    """The least rows of a product that runs on the tensor cores of a whole group of warps."""
-    block_m_32_bit: int
-    block_m_wide: int
-    """For heads of more than `wide` dimensions, whose tiles would not fit into registers otherwise."""
-    wide: int
-    tiles: dict[int, tuple[int, int, int]]
-    """Most query rows of a key head -> rows, warps and stages of their tiles, for types of 16 bits and heads of up to
-    `short` dimensions; empty where bits depend on the tile. Several low tiles share a multiprocessor, and hide the time
-    of each other's loads; high ones read a block for more rows."""
-    short: int
-    own: tuple[int, int, int]
-    """Rows, stages and warps of `Config.own_block_m`, for types of 16 bits and heads of up to `wide` dimensions. Other
-    types and heads have tiles like those of the prefix."""
-    programs: int
-    """With fewer programs per segment, each segment is a program of its own,"""
-    tree_programs: int
-    """and in a tree with fewer than this,"""
-    state_bytes: int
-    """unless their states take more memory than this."""
-    num_warps: int
-    num_stages: int
-    stage_bytes: int
-    """Bytes of a block's keys at most; there is one stage if they take more."""
-    block_bytes: int
-    """Bound of the bytes of a block's keys and values in shared memory."""
-
-
-_ANY = Tuning(
-    block_m_16_bit=64,
-    block_m_32_bit=16,
-    block_m_wide=16,
-    wide=256,
-    tiles={},
-    short=128,
-    own=(64, 1, 4),
-    programs=256,
-    tree_programs=64,
-    state_bytes=2**26,
-    num_warps=4,
-    num_stages=2,
-    stage_bytes=2**15,
-    block_bytes=2**17,
-)
-_HOPPER = dataclasses.replace(
-    _ANY,
-    tiles={16: (16, 4, 3), 64: (32, 4, 3), sys.maxsize: (128, 8, 2)},
-    own=(16, 1, 2),
-    programs=128,
-    tree_programs=32,
-)
-TUNING = {"any other": _ANY, "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
-"""By device kind; the first entry is the default."""
-
-
-def default_config(
-    *, batch: int, kv_heads: int, rows: int, capacity: int, head_dim: int, dtype: DTypeLike, tree: bool = False
-) -> Config:
-    """The configuration for `rows` = N * G query rows per key head.
-
-    The shapes decide on `spread`, and on the tiles where no bit depends on them.
-
-    capacity: positions of the page table.
-    tree: whether each node has rows of its own.
-    """
-    tuning = platform.for_device_kind(TUNING)
-    itemsize = jnp.dtype(dtype).itemsize
-    # Two stages of wide float32 rows do not fit into shared memory.
-    stages = tuning.num_stages if BLOCK * padded(head_dim) * itemsize <= tuning.stage_bytes else 1
-    block_m, warps = {2: tuning.block_m_16_bit, 4: tuning.block_m_32_bit}[itemsize], tuning.num_warps
-    if head_dim > tuning.wide:
-        block_m = tuning.block_m_wide
-    elif tuning.tiles and itemsize == 2 and head_dim <= tuning.short:
-        block_m, warps, stages = next(tile for most, tile in tuning.tiles.items() if rows <= most)
-    own = tuning.own if itemsize == 2 and head_dim <= tuning.wide else (block_m, stages, warps)
-    # Few programs: one for each segment.
-    tiles = batch * kv_heads * pl.cdiv(rows, block_m)
-    states = pl.cdiv(capacity, SEGMENT) * batch * kv_heads * rows * (head_dim + 2) * 4
-    spread = tiles < (tuning.tree_programs if tree else tuning.programs) and states <= tuning.state_bytes
-    return Config(block_m, spread, warps, stages, *own)
 
 
 def supported(
