@@ -107,7 +107,8 @@ def main() -> None:
     if options.clients:
         write_clients(options.folder)
         return
-    command = report.command("python benchmarks/schemas.py", sys.argv[1:], {})
+    arguments = [options.folder.name if text == str(options.folder) else text for text in sys.argv[1:]]
+    command = report.command("python benchmarks/schemas.py", arguments)
     machine, lines, messages = environment(), [], Counter()
     for folder in sorted(options.folder.iterdir()):
         paths = sorted(folder.glob("*.json"))
