@@ -24,7 +24,9 @@ FREE = 0
 _LEAST = 1024, 128, 64, 2**14
 """Least states, classes, patterns and transitions of a table, so most grammars share a program."""
 _LONGEST_GUESS = 64
-"""Bound of the bytes of a forced text, for matching it with tokens."""
+"""Bound of the bytes of a likely text, for matching it with tokens."""
+_MARKS, _SPACES = list(b":,"), list(b" \t\n\r")
+"""Bytes before a space as JSON is usually written, and bytes that may be left out elsewhere."""
 
 
 @runtime_checkable
@@ -98,22 +100,32 @@ def _likely(
     spelled: Sequence[bytes],
     end: int,
 ) -> Int[np.ndarray, " states"]:
-    """The longest token of the forced text after each state; -1 where no text is forced."""
-    ids = _ids(spelled)
-    ways = (byte_table >= 0).sum(1)
-    # A state forces a byte if it has a single transition and the text cannot end.
-    forced = (ways == 1) & ~accepts
-    byte = (byte_table >= 0).argmax(1)
+    """The longest token of the likely text after each state; -1 where there is none."""
+    ids, byte = _ids(spelled), np.where(accepts, -1, _likely_bytes(byte_table))
     likely = np.full(len(byte_table), -1, np.int32)
-    likely[(ways == 0) & accepts] = end
-    for first in np.flatnonzero(forced):
-        # Follow the forced bytes, then take the longest token at their beginning.
+    likely[(byte_table < 0).all(1) & accepts] = end
+    for first in np.flatnonzero(byte >= 0):
+        # Follow the likely bytes, then take the longest token at their beginning.
         state, text = int(first), bytearray()
-        while forced[state] and len(text) < _LONGEST_GUESS:
+        while byte[state] >= 0 and len(text) < _LONGEST_GUESS:
             text.append(int(byte[state]))
             state = int(byte_table[state, byte[state]])
         likely[first] = _longest(bytes(text), ids, table[first], token_class)
     return likely
+
+
+def _likely_bytes(byte_table: np.ndarray) -> Int[np.ndarray, " states"]:
+    """The only next byte of each state, but for spaces: these follow colons and commas alone. -1: another choice."""
+    leads = byte_table >= 0
+    inner = leads.copy()
+    inner[:, _SPACES] = False
+    byte = np.where(inner.sum(1) == 1, inner.argmax(1), np.where(leads.sum(1) == 1, leads.argmax(1), -1))
+    # States after a colon or a comma, and after no other byte.
+    after = {marks: np.zeros(len(byte_table), bool) for marks in (True, False)}
+    for marks, reached in after.items():
+        columns = byte_table[:, np.isin(np.arange(256), _MARKS) == marks]
+        reached[columns[columns >= 0]] = True
+    return np.where(after[True] & ~after[False] & leads[:, ord(" ")], ord(" "), byte)
 
 
 def _exit(

@@ -385,10 +385,17 @@ def test_forbidden_drafts_give_way_to_likely_ones(seed, chain):
     np.testing.assert_array_equal(MEND(batch(), sampled).tokens, draft_tree.tokens)
 
 
-def test_a_copying_drafter_takes_keys_whole():
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.regex('name": 12, "kind": null\\}'),
+        Grammar.json_schema({"properties": {"a": {"const": 12}, "f": {"const": None}}, "required": ["a", "f"]}),
+    ],
+    ids=["regex", "schema"],
+)
+def test_a_copying_drafter_takes_keys_whole(grammar):
     """Its own drafts copy the prompt; what the grammar leaves no choice about is drafted all the same."""
-    text = Grammar.regex('name": 12, "kind": null\\}')
-    table = compiled([text])[0]
+    table = compiled([grammar])[0]
     rounds = {}
     for likely in (True, False):
         known = table if likely else dataclasses.replace(table, likely=np.full_like(table.likely, -1))

@@ -350,6 +350,22 @@ def test_a_likely_token_is_the_longest_of_the_only_text():
     assert spelled[9] is None and spelled[10] == b"}" and table.likely[11] == 269
 
 
+def test_likely_tokens_leave_out_spaces_but_after_colons_and_commas():
+    schema = {"properties": {"name": {"const": [True, {}]}, "ok": {"enum": [12]}}, "required": ["name", "ok"]}
+    grammar = Grammar.json_schema(schema, whitespace="[ \n]?")
+    table, state, tokens = grammar.compile(VOCABULARY, len(VOCABULARY), [269]), 0, []
+    while tokens[-1:] != [269]:
+        tokens.append(int(table.likely[state]))
+        state = int(table.table[state, table.token_class[tokens[-1]]])
+    assert [VOCABULARY[token] for token in tokens[:2]] == [b'{"', b"name"]
+    assert b"".join(VOCABULARY[token] for token in tokens[:-1]) == b'{"name": [true, {}], "ok": 12}'
+    # A choice that is no matter of spaces has no likely token.
+    choices = [
+        Grammar.regex(regex).compile(VOCABULARY, len(VOCABULARY), [269]) for regex in ("a( ?[bc]|:[bc])", "a?b?")
+    ]
+    assert [int(choice.likely[choice.table[0, choice.token_class[ord("a")]]]) for choice in choices] == [-1, -1]
+
+
 def test_joined_automata_walk_as_each_alone():
     grammars = [Grammar.choice(["ab", "name"]), None, Grammar.regex("a*"), Grammar.choice(["ab", "name"])]
     size = len(VOCABULARY)
