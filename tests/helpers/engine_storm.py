@@ -62,7 +62,7 @@ def requests(count: int, seed: int, setup: Setup) -> list[Request]:
     for index in range(count):
         beginning = shared[rng.integers(2)][: rng.integers(6, 15)] if rng.random() < 0.75 else []
         prompt = [*beginning, *rng.integers(0, 61, rng.integers(1, 9)).tolist()]
-        request = Request(prompt, int(rng.integers(1, 22)), int(rng.integers(2)))
+        request = Request(prompt, int(rng.integers(1, 22)), -int(rng.integers(2)))
         request.sampling, request.seed = setup.sampling, (index, 0)
         made.append(request)
     return made
