@@ -216,7 +216,11 @@ def smolagents_tools(url, model):
     assert smol(url, model, "ToolCallingAgent") == "sunny"
 
 
-@scenario("smolagents", "Thought: easy.\n<code>\nfinal_answer('sunny')\n</code>", weak="its prompt has 2,300 tokens")
+@scenario(
+    "smolagents",
+    "Thought: easy.\n<code>\nfinal_answer('sunny')\n</code>",
+    weak="its prompt of 2,300 tokens asks for code, which a small model does not write",
+)
 def smolagents_code(url, model):
     assert smol(url, model, "CodeAgent") == "sunny"
 
