@@ -99,7 +99,7 @@ FIELDS = (
     ),
     (
         "limits of another request",
-        "jspec.runner.device:Device.admit",
+        "jspec.runner.device:Device._admitted",
         "draft_limits(request.speculation, self.method.drafter)",
         "draft_limits(admissions[0].request.speculation, self.method.drafter)",
         "engine/test_speculation.py::test_mixed_requests_are_those_of_drafters_of_their_depths[rejection]",
@@ -299,10 +299,10 @@ FIELDS = (
         "plan.ends",
         f"{_STORM}[standalone-tiny_pool]",
     ),
-    ("noise depends on the slot", "jspec.runner:Device.admit", "request.seed", "(admission.slot, 0)", _RETRACTED),
+    ("noise depends on the slot", "jspec.runner:Device._admitted", "request.seed", "(admission.slot, 0)", _RETRACTED),
     (
         "stop strings begin anew after a preemption",
-        "jspec.runner:Device.admit",
+        "jspec.runner:Device._admitted",
         "self.stops.state_after(request.start_state, request.tokens)",
         "request.start_state",
         _RETRACTED,
