@@ -1,4 +1,4 @@
-"""Exact attention in Triton, in tiles of one size whatever the shapes are.
+"""Exact attention in Triton. The order of sums depends on positions alone.
 
 A tile is some of the query rows of a key head (row = node * G + g). Its blocks of the prefix are absorbed in
 the order of positions, segment by segment; then the blocks in which the prefix ends and the round's own rows follow,
