@@ -118,6 +118,7 @@ def test_an_engine_gives_the_same():
     with jspec.Engine(
         model(), drafter=DRAFTER, slots=3, context=48, page_size=4, pages=14, prefill_tokens=16
     ) as engine:
+        engine.warm_up(sampling=SAMPLING[2])  # All run at once, as none waits for a program.
         out = engine.generate(prompts, max_new_tokens=NEW, sampling=sampling, seed=seeds)
         metrics = engine.metrics()
     assert out.tokens == wanted.tokens

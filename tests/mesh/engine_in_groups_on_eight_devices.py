@@ -255,7 +255,7 @@ def test_a_server_over_groups(monkeypatch):
     server = pytest.importorskip("jspec.serve.server", reason="uvicorn is not installed")
     answers = {}
 
-    def make_server(service, bound, grace):
+    def make_server(service, bound, grace, surface):
         engine, client = service._engine, testclient.TestClient(service.app())
         assert [group.assigned for group in engine.groups] == [2, 2]
         before = startup.compilations()

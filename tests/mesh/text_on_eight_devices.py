@@ -30,6 +30,7 @@ def test_rounds_over_devices_copy_no_pool(load):
         found.append(program.lower(*args, **static).compile().as_text())
         return program(*args, **static)
 
+    keep.lower = program.lower
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs.burst, "variant", lambda **options: keep)
         sizes = dict(slots=3, context=48, page_size=4, pages=23, prefill_tokens=16)
