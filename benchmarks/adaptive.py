@@ -324,8 +324,7 @@ def main() -> None:
         print(f"batch {batch}: ms per call without its rounds: {shown}", flush=True)
         print(table(rows, options.depths), flush=True)
         for path in options.json:
-            old = measurement.read(path) if path.exists() else []
-            measurement.write(path, [*old, *lines(options, rows, inside, alone, calls)])
+            measurement.add(path, lines(options, rows, inside, alone, calls))
     print(
         f"\n{options.preset}, {options.dtype_name}, context {options.context}, {jax.devices()[0].device_kind}: tokens/s"
     )

@@ -166,8 +166,7 @@ def main() -> None:
     for name, length in lengths.items():
         print(f"{name}: accept length {length:.3f}")
     if options.json is not None:
-        old = measurement.read(options.json) if options.json.exists() else []
-        measurement.write(options.json, [*old, *measurements(lengths, len(prompts))])
+        measurement.add(options.json, measurements(lengths, len(prompts)))
 
 
 def measurements(lengths: dict[str, float], prompts: int) -> list[Measurement]:

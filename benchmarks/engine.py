@@ -137,8 +137,7 @@ def main() -> None:
         print(f"idle: {100 * share:.2f}%")
         new = [line("device idle", "%", [round(100 * share, 2)], "chain")]
     if options.json is not None:
-        old = measurement.read(options.json) if options.json.exists() else []
-        measurement.write(options.json, [*old, *new])
+        measurement.add(options.json, new)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main() -> None:
                     )
                 )
     if options.json is not None:
-        measurement.write(options.json, [*(measurement.read(options.json) if options.json.exists() else []), *lines])
+        measurement.add(options.json, lines)
 
 
 def bits_per_byte(model: jspec.Model) -> float:

@@ -354,7 +354,7 @@ def main() -> None:
             found = write_documents(model, DRAFTERS[name], begin, count)
             report_on(options.model.removeprefix("bundled:"), name, found, settings=settings)
     if options.json is not None:
-        measurement.write(options.json, [*(measurement.read(options.json) if options.json.exists() else []), *lines])
+        measurement.add(options.json, lines)
 
 
 def _load(path: Path) -> Tokenizer:

@@ -293,12 +293,11 @@ def main() -> int:
     sequences = sum(len(line["tokens"]) for line in drafted(outputs).values())
     print(f"{count_tokens(outputs):,} tokens, {sequences:,} sequences, of which {len(different)} differ")
     if options.json is not None:
-        old = measurement.read(options.json) if options.json.exists() else []
         # Without --tokens and --part: the state may come from several processes.
         batches = " ".join(map(str, setting.batches))
         command = f"python benchmarks/lossless.py --state FILE --dtype {setting.dtype} --batch {batches}"
         command += " --exact" if setting.exact else ""
-        measurement.write(options.json, [*old, *measurements(outputs, setting, command)])
+        measurement.add(options.json, measurements(outputs, setting, command))
     return int(bool(different))
 
 

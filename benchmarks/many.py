@@ -97,9 +97,8 @@ def main() -> None:
     for (way, metric), samples in values.items():
         print(f"{way}: {metric} {statistics.median(samples)} {samples}")
     if options.json is not None:
-        old = measurement.read(options.json) if options.json.exists() else []
         command = report.command("python benchmarks/many.py", sys.argv[1:])
-        measurement.write(options.json, [*old, *measurements(options, values, command)])
+        measurement.add(options.json, measurements(options, values, command))
 
 
 def measurements(

@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         lines.append(report.measurement(here, "mixes", mode, metric=metric, unit=unit, values=values, **fields))
     if options.json is not None:
-        measurement.write(options.json, [*(measurement.read(options.json) if options.json.exists() else []), *lines])
+        measurement.add(options.json, lines)
 
 
 if __name__ == "__main__":

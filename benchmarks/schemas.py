@@ -124,7 +124,7 @@ def main() -> None:
     for message, count in messages.most_common(20):
         print(f"{count} x {message}")
     if options.json is not None:
-        measurement.write(options.json, [*(measurement.read(options.json) if options.json.exists() else []), *lines])
+        measurement.add(options.json, lines)
 
 
 if __name__ == "__main__":

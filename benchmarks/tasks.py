@@ -234,9 +234,8 @@ def main() -> None:
                 cells = [f"{scores[task]:.3f}" if task in scores else "" for task in (*TASKS, EQUAL)]
                 print(f"| {setting} | {' | '.join(cells)} |", flush=True)
                 if options.json is not None:
-                    old = measurement.read(options.json) if options.json.exists() else []
                     lines = measurements(setting, scores, Path(options.model).stem.lower())
-                    measurement.write(options.json, [*old, *lines])
+                    measurement.add(options.json, lines)
 
 
 if __name__ == "__main__":

@@ -163,8 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, dict[tuple[str, st
         everything.append(table(values, batch, options.variant[0]))
         print(everything[-1], flush=True)
         if options.json is not None:
-            old = measurement.read(options.json) if options.json.exists() else []
-            measurement.write(options.json, [*old, *lines(options, values, batch)])
+            measurement.add(options.json, lines(options, values, batch))
     print(f"\n{options.preset}, {options.dtype_name}, context {options.context}, {jax.devices()[0].device_kind}: ms")
     print("\n".join(everything))
 

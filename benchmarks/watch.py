@@ -65,7 +65,7 @@ def main() -> None:
                 for metric, value in found.items()
             ]
     if options.json is not None:
-        measurement.write(options.json, [*(measurement.read(options.json) if options.json.exists() else []), *lines])
+        measurement.add(options.json, lines)
 
 
 def measured(model: Any, prompts: list[list[int]], plain: list[Any], drafter: Any, tokens: int) -> dict[str, float]:

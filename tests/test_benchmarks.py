@@ -84,6 +84,13 @@ def test_every_line_is_valid():
             assert measurement.parse(line.to_json()) == line
 
 
+def test_measurements_are_added_to_a_file(tmp_path):
+    path, other = tmp_path / "new.jsonl", dataclasses.replace(EXAMPLE, id="other")
+    for line in (EXAMPLE, other):
+        measurement.add(path, [line])
+    assert measurement.read(path) == [EXAMPLE, other]
+
+
 def test_rendering_is_idempotent(tree, capsys):
     before = texts(tree)
     assert render.main([], tree) == 0

@@ -168,6 +168,15 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
         raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
 
 
+def add(path: Path, measurements: Iterable[Measurement]) -> None:
+    """Adds measurements to a file, which need not exist.
+
+    Raises:
+      ValueError: as `read` and `write`.
+    """
+    write(path, [*(read(path) if path.exists() else []), *measurements])
+
+
 def read(path: Path) -> list[Measurement]:
     """The measurements of a file.
 
