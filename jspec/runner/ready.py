@@ -7,7 +7,7 @@ waits in the queue until some program can run it together with the requests in s
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from jspec.runner.request import CompilationError, Needs, Phase, Request
@@ -32,7 +32,7 @@ class Program(NamedTuple):
         """Whether it does all of another program."""
         rows = self.rows == best.rows if best.kind == "read" else self.rows >= best.rows
         same = (self.kind, self.columns) == (best.kind, best.columns)
-        return same and rows and self.needs | best.needs == self.needs
+        return same and rows and Needs.joined((self.needs, best.needs)) == self.needs
 
 
 class Ready:
@@ -212,9 +212,6 @@ class Ready:
             return None if self._closing else [*self._urgent, *self._later][0]
 
 
-def joined_needs(requests: Sequence[Request]) -> Needs:
+def joined_needs(requests: Iterable[Request]) -> Needs:
     """The needs of a program of all these requests."""
-    needs = Needs()
-    for request in requests:
-        needs |= request.needs
-    return needs
+    return Needs.joined(request.needs for request in requests)

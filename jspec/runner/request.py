@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from jspec.core.checks import check_int, check_text
@@ -53,9 +53,10 @@ class Needs(NamedTuple):
     stop_level: int = 0
     grammar_level: int = 0
 
-    def __or__(self, other: "Needs") -> "Needs":
-        largest = (max(pair) for pair in zip(self, other, strict=True))
-        return Needs._make(largest)
+    @classmethod
+    def joined(cls, needs: Iterable["Needs"]) -> "Needs":
+        """What a program of all must have."""
+        return cls._make(map(max, zip(cls(), *needs, strict=True)))
 
 
 @dataclasses.dataclass(eq=False)
