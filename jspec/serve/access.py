@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jspec.serve.errors import answer_error
 from jspec.serve.fields import REQUEST_ID, ApiError
 
 POLLED = ("/health", "/ping", "/metrics", "/load", "/version")
@@ -78,8 +78,7 @@ class Access:
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     error = ApiError(f"{_HEADER}: must have 1 to 128 letters, digits, '_', '.', ':' and '-'", param=_HEADER)
-    response = Response(msgspec.json.encode(error.body()), error.status, media_type="application/json")
-    await response(scope, receive, send)
+    await answer_error(Request(scope), error)(scope, receive, send)
 
 
 def _line(scope: Scope, request_id: str, status: int, seconds: float) -> str:

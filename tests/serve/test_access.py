@@ -36,6 +36,11 @@ def test_an_id_that_is_none(shared, name):
     assert answer.headers["x-request-id"] == error["request_id"] != name
 
 
+def test_an_id_that_is_none_is_an_error_of_the_api(shared):
+    error = shared.post("/v1/messages", {}, headers={"x-request-id": "a b"}).json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+
+
 def test_an_error_in_a_stream_has_the_id(serve):
     broken = serve(broken_after=6)
     answer = broken.post("/v1/completions", {"prompt": "x", "stream": True}, headers={"x-request-id": "abc"})
