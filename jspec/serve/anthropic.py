@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from jspec.core.checks import check_flag, check_text
-from jspec.serve.fields import REQUIRED, ApiError, Fields, check_object, check_whole, read_object, row
-from jspec.serve.translation import Json, Translation, check_any, check_items, check_one, read_text
+from jspec.serve.fields import REQUIRED, ApiError, Fields, check_object, check_whole, read_object, row, unsupported
+from jspec.serve.messages import read_text
+from jspec.serve.translation import Json, Translation, check_any, check_items, check_one
 
 _KINDS = {
     **{400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"},
@@ -22,10 +23,6 @@ def error_body(error: ApiError) -> Json:
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     body = error.body()
     return {**body, "type": "error", "error": {"type": kind, "message": str(error)}}
-
-
-def _check_system(name: str, value: object) -> str:
-    return read_text(name, value, ("text",), _HINTS)
 
 
 def _check_thinking(name: str, value: object) -> Json:
@@ -68,7 +65,7 @@ _FIELDS = {
     "output_config": row(_check_output, {}),
     "stop_sequences": row(check_items),
     "stream": row(check_flag, False),
-    "system": row(_check_system),
+    "system": row(read_text, hints=_HINTS),
     "thinking": row(_check_thinking, {}),
     "tool_choice": row(_check_tool_choice, {}),
     "tools": row(check_items, []),
@@ -203,8 +200,7 @@ def _make_tool(index: int, tool: object, names: dict[str, str]) -> object:
     if not isinstance(tool, dict):
         return tool
     if tool.get("type") not in (None, "custom"):
-        shown = str(tool["type"])[:40]
-        raise ApiError(f"{path}.type={shown!r}: not supported by this server; must be 'custom'", param=f"{path}.type")
+        raise unsupported(f"{path}.type", tool["type"], ["custom"])
     hints = ("type", "cache_control", "eager_input_streaming", "input_examples")
     neutral = {"defer_loading": False, "allowed_callers": ["direct"]}
     function = {name: held for name, held in tool.items() if name not in hints and held != neutral.get(name, ...)}
@@ -228,8 +224,7 @@ def _read_message(name: str, value: object) -> list[Json]:
         path, kind = f"{name}.content[{i}]", block.get("type") if isinstance(block, dict) else None
         valid = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}.get(role, ("text",))
         if isinstance(block, dict) and kind not in valid:
-            shown = f"{path}.type={str(kind)[:40]!r}: not supported by this server with the role {role!r}"
-            raise ApiError(f"{shown}; must be {' or '.join(map(repr, valid))}", param=f"{path}.type")
+            raise unsupported(f"{path}.type", kind, valid, f" with the role {role!r}")
         read = read_object(path, block, _BLOCKS[kind or "text"])
         if kind == "text":
             texts.append(read["text"])
@@ -249,10 +244,6 @@ def _read_message(name: str, value: object) -> list[Json]:
     return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
-def _check_result(name: str, value: object) -> str:
-    return read_text(name, value, ("text",), _HINTS)
-
-
 _BLOCKS: dict[str, dict[str, Any]] = {
     "text": {"text": row(check_text, REQUIRED)},
     "thinking": {"thinking": row(check_text, REQUIRED), "signature": row(check_text)},
@@ -262,7 +253,7 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     },
     "tool_result": {
         "tool_use_id": row(check_text, REQUIRED),
-        "content": row(_check_result, ""),
+        "content": row(read_text, "", hints=_HINTS),
         "is_error": row(check_flag, False),
     },
 }

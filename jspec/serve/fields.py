@@ -2,7 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -41,6 +41,13 @@ class ApiError(Exception):
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         request_id = REQUEST_ID.get()
         return {"error": error} if request_id is None else {"error": error, "request_id": request_id}
+
+
+def unsupported(name: str, value: object, valid: Iterable[str], reason: str = "") -> ApiError:
+    """An error for an unknown word. valid: the known ones. reason: where these are valid."""
+    *words, last = map(repr, valid)
+    listed = f"{', '.join(words)} or {last}" if words else last
+    return ApiError(f"{name}={str(value)[:40]!r}: not supported by this server{reason}; must be {listed}", param=name)
 
 
 class Row(NamedTuple):

@@ -1,9 +1,11 @@
 """Messages of a chat: text, calls of tools and their results."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from jspec.core.checks import check_text
-from jspec.serve.fields import REQUIRED, ApiError, Fields, check_whole, read_object, row
+from jspec.serve.fields import REQUIRED, ApiError, Fields, Row, check_whole, read_object, row, unsupported
 
 Message: TypeAlias = dict[str, Any]
 """A checked message, as chat templates take it; fields that are absent or null are left out."""
@@ -37,7 +39,7 @@ def _check_message(name: str, value: object) -> Message:
         message["tool_call_id"] = fields.take("tool_call_id", check_text)
     # A content is required, unless there is something else.
     may_be_empty = message.get("tool_calls") or message.get("reasoning_content")
-    message["content"] = (fields.take if may_be_empty else fields.require)("content", _check_content)
+    message["content"] = (fields.take if may_be_empty else fields.require)("content", read_text)
     refused = _REFUSED | {"tool_calls": ([],), "tool_call_id": (), "reasoning_content": ("",), "reasoning": ("",)}
     fields.end({field: neutral for field, neutral in refused.items() if field not in message})
     return {field: held for field, held in message.items() if held is not None}
@@ -67,19 +69,21 @@ _CALL = {
 }
 
 
-def _check_content(name: str, value: object) -> str:
+def read_text(
+    name: str, value: object, kinds: Sequence[str] = ("text",), hints: Mapping[str, Row] = MappingProxyType({})
+) -> str:
+    """The text of a content: a string, or parts of these types, joined by newlines.
+
+    hints: other fields of a part; they have no effect.
+    """
     if not isinstance(value, list):
         return check_text(name, value)
     texts = []
-    # Only text parts.
     for i, part in enumerate(value):
         fields = Fields(part, f"{name}[{i}]")
-        kind = fields.require("type", check_text)
-        if kind != "text":
-            raise ApiError(
-                f"{name}[{i}].type={kind[:40]!r}: not supported by this server; must be 'text'",
-                param=f"{name}[{i}].type",
-            )
+        if (kind := fields.require("type", check_text)) not in kinds:
+            raise unsupported(f"{name}[{i}].type", kind, kinds)
         texts.append(fields.require("text", check_text))
+        fields.read(hints)
         fields.end()
     return "\n".join(texts)

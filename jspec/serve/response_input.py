@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.core.checks import check_text
-from jspec.serve.fields import ApiError, Fields, Row, row
-from jspec.serve.translation import Json, check_any, check_one, read_text
+from jspec.serve.fields import ApiError, Fields, Row, row, unsupported
+from jspec.serve.messages import read_text
+from jspec.serve.translation import Json, check_any, check_one
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -33,19 +34,16 @@ class Input:
 
     def _add(self, name: str, item: object) -> None:
         kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        add = {
+        readers = {
             "message": self._add_message,
             "function_call": self._add_call,
             "function_call_output": self._add_output,
             "reasoning": self._add_reasoning,
-        }.get(kind)
-        if add is None:
-            valid = "must be 'message', 'function_call', 'function_call_output' or 'reasoning'"
-            raise ApiError(
-                f"{name}.type={str(kind)[:40]!r}: not supported by this server; {valid}", param=f"{name}.type"
-            )
+        }
+        if not isinstance(kind, str) or kind not in readers:
+            raise unsupported(f"{name}.type", kind, readers)
         hints: dict[str, Row] = dict.fromkeys(("type", "id", "status", "phase"), row(check_any))
-        add(name, Fields(item, name), hints)
+        readers[kind](name, Fields(item, name), hints)
 
     def _add_message(self, name: str, fields: Fields, hints: Mapping[str, Row]) -> None:
         role = fields.require("role", check_one, of=_ROLES)

@@ -7,11 +7,10 @@ import abc
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from jspec.core.checks import check_text
-from jspec.serve.fields import REQUIRED, ApiError, Row, read_object, row
+from jspec.serve.fields import ApiError
 
 Json: TypeAlias = dict[str, Any]
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -177,24 +176,6 @@ def naming_fields_of(translation: Translation | None) -> Iterator[None]:
         if translation is None:
             raise
         raise translation.renamed(error) from None
-
-
-def read_text(name: str, value: object, kinds: Sequence[str], hints: Mapping[str, Row] = MappingProxyType({})) -> str:
-    """The text of a content: a string, or parts of these types, joined by newlines.
-
-    hints: other fields of a part; they have no effect.
-    """
-    if not isinstance(value, list):
-        return check_text(name, value)
-    texts = []
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(part, dict) and kind not in kinds:
-            path, valid = f"{name}[{i}].type", " or ".join(map(repr, kinds))
-            raise ApiError(f"{path}={str(kind)[:40]!r}: not supported by this server; must be {valid}", param=path)
-        table = {"type": row(check_text), "text": row(check_text, REQUIRED), **hints}
-        texts.append(read_object(f"{name}[{i}]", part, table)["text"])
-    return "\n".join(texts)
 
 
 def check_any(name: str, value: object) -> Any:

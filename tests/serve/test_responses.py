@@ -159,6 +159,8 @@ BAD_TOOL = {"type": "function", "name": "h", "parameters": {"properties": {"x": 
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'system' or"),
         ({"input": [{"role": "user", "content": PARTS}]}, "input[0].content[0].type", "must be 'input_text'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "must be 'message', 'function_call'"),
+        ({"input": [{"type": []}]}, "input[0].type", "'[]': not supported by this server; must be 'message', "),
+        ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0].type", "is required"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "is required"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "send content"),
         ({"input": [*USER, {"role": "user", "content": "a " * 300}]}, "input", "tokens; must be at most"),
