@@ -14,6 +14,9 @@ from jspec.runner.request import CompilationError, Needs, Phase, Request
 
 PATIENCE = 16
 """How often a larger program runs in place of the best one, before the best one is compiled."""
+MOST_FASTER = 48
+"""Programs to compile only because larger ones in their place are slower. Each takes memory as long as the process
+lives; about a hundred on a CPU take all memory mappings that Linux allows a process, and end it."""
 
 
 class Program(NamedTuple):
@@ -53,6 +56,7 @@ class Ready:
         self._later: list[Program] = []
         """Programs to compile, in order: for a waiting request, and faster ones. The one in work is among them."""
         self._missed: Counter[Program] = Counter()
+        self._faster = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -111,7 +115,8 @@ class Ready:
     def choose(self, program: Program) -> Program:
         """The compiled program to run in place of this one, with more rows or more options.
 
-        After `PATIENCE` such calls this one is compiled, too. A program of admissions may have fewer rows.
+        After `PATIENCE` such calls this one is compiled, too, unless `MOST_FASTER` have been. A program of admissions
+        may have fewer rows.
         """
         # Some program for admissions is always there, for other kinds one with enough rows.
         program = self._padded(program)
@@ -194,7 +199,8 @@ class Ready:
     def _miss(self, program: Program) -> None:
         """Counts a use of a missing program."""
         self._missed[program] += 1
-        if self._missed[program] >= PATIENCE:
+        if self._missed[program] == PATIENCE and self._faster < MOST_FASTER:
+            self._faster += 1
             self._want(program, self._later)
 
     def _want(self, program: Program, programs: list[Program]) -> None:
@@ -207,9 +213,13 @@ class Ready:
     def _next(self) -> Program | None:
         """Waits for a program to compile; None: the thread ends."""
         with self._changed:
-            # The first one stays in its list, so nobody adds it again.
-            self._changed.wait_for(lambda: self.busy or self._closing)
-            return None if self._closing else [*self._urgent, *self._later][0]
+            while self._changed.wait_for(lambda: self.busy or self._closing) and not self._closing:
+                # Many requests wait at once: the program for one of them may run others, too.
+                if not self._urgent or not self._find(self._urgent[0]):
+                    # It stays in its list, so nobody adds it again.
+                    return [*self._urgent, *self._later][0]
+                self._urgent.pop(0)
+            return None
 
 
 def joined_needs(requests: Iterable[Request]) -> Needs:

@@ -5,7 +5,7 @@ import threading
 import pytest
 from waiting import wait_for
 
-from jspec.runner.ready import PATIENCE, Program, Ready
+from jspec.runner.ready import MOST_FASTER, PATIENCE, Program, Ready
 from jspec.runner.request import Needs, Request
 
 SMALL = Program("slots"), Program("admit", rows=1)
@@ -61,6 +61,22 @@ def test_a_request_waits_for_programs_that_run_all_requests(start):
     ]
 
 
+def test_no_program_is_compiled_that_another_one_replaces(start):
+    compiled, gate = [], threading.Event()
+
+    def compile(program):
+        gate.wait(60)
+        compiled.append(program)
+
+    ready = start(Program("read", Needs(3, True, 2), 2, 4), compile=compile)
+    for needs in (dict(options=3, grammar=True), dict(options=1), dict(grammar=True), dict(record=2)):
+        assert not admits(ready, request(**needs))
+    assert len(ready._urgent) == 4
+    gate.set()
+    wait_for(lambda: not ready.busy)
+    assert compiled == [Program("burst", Needs(3, True), 1), Program("burst", Needs(record=2), 1)]
+
+
 def test_bursts_have_room_for_the_requests_that_wait(start):
     ready = start()
     assert not admits(ready, request(), waiting=9)
@@ -76,6 +92,16 @@ def test_a_larger_program_runs_until_the_best_one_is_worth_it(start):
     assert ready._later == [best]
     ready.add(best)
     assert ready.choose(best) == best and not ready.busy
+
+
+def test_programs_that_are_only_faster_are_bounded(start):
+    large = Program("burst", Needs(3, True, 2, 99), 16)
+    ready = start(large)
+    for level in range(2 * MOST_FASTER):
+        for _ in range(PATIENCE):
+            assert ready.choose(Program("burst", Needs(stop_level=level), 16)) == large
+    assert len(ready._later) == MOST_FASTER
+    assert not admits(ready, request(stop_level=100)) and ready._urgent
 
 
 def test_reads_have_their_own_shape(start):
