@@ -51,7 +51,12 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
     data: int | None = option(None, GROUPS_HELP.format("serve requests on"), bounds=COUNT)
     max_queue: int = option(1024, "sequences that may wait for a slot; a request beyond them gets status 429", least=0)
-    warm_up: bool = option(False, "compile all programs before the first request, not when they are first needed")
+    warm_up: str = option(
+        "short",
+        "programs to compile before the first request: those of a short prompt; usual: of many prompts, greedy and "
+        "sampled; all: also with every other option, so that no request waits for one",
+        choices=("short", "usual", "all"),
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one")
     port: int = option(8000, "0: any free one", least=0, most=65535)
     name: str | None = option(None, "the model's name in requests (default: MODEL)")
@@ -175,7 +180,7 @@ def run(options: Options) -> int:
                 has_page=options.page,
             )
             with notify_if_slow(_COMPILING):
-                service.warm_up(everything=options.warm_up)
+                service.warm_up(options.warm_up)
             running = server.make_server(service, bound, grace=options.grace, surface=surface)
             with interrupt.first_to(running.handle_exit):
                 running.run(sockets=[bound])

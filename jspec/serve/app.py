@@ -24,7 +24,7 @@ from jspec.core import package
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.engine.handle import Handle
-from jspec.generation.options import MAX_SEED, RequestOptions
+from jspec.generation.options import MAX_SEED, MAX_TOP_LOGPROBS, RequestOptions
 from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
 from jspec.runner.request import EngineError, QueueFull
@@ -41,6 +41,7 @@ from jspec.serve.tokens import TokenService
 from jspec.serve.tools import Dialect, Reply
 from jspec.serve.translation import Api, Translation, naming_fields_of
 from jspec.serve.work import RETRY, Result, Work
+from jspec.text.grammar import Grammar
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
@@ -143,17 +144,22 @@ class Service:
         app.router.redirect_slashes = False  # A redirected POST would be sent again to what the client calls us.
         return app
 
-    def warm_up(self, *, everything: bool = False) -> None:
-        """Compiles what most requests need: greedy decoding, and sampling, of a short prompt.
+    def warm_up(self, programs: str = "short") -> None:
+        """Compiles programs, and runs each as often as it takes to be fast.
 
-        everything: also of many prompts of all lengths, with a temperature, top_p, top_k and min_p.
+        programs: "short": greedy decoding and sampling of a short prompt; "usual": of many prompts of all lengths, with
+          a temperature, top_p, top_k and min_p; "all": also those with every other option.
         """
         # Reserve the ignore_eos stop set now, so its first request does not recompile.
         groups, count = self._engine.groups, min(16, self._engine.context - 1)
         for group in groups:
             group.device.stops.add((), ignore_eos=True)
+        if programs == "all":
+            # These programs run every request, so none waits for its own.
+            sampling = Sampling(presence_penalty=1.0, logit_bias={0: 1.0}, grammar=Grammar.regex("a?"))
+            self._engine.warm_up(sampling=sampling, logprobs=MAX_TOP_LOGPROBS)
         for sampling in (None, Sampling()):
-            if everything:
+            if programs != "short":
                 self._engine.warm_up(sampling=sampling)
             # No group knows the prompt, so each of them gets one.
             self._engine.generate([[0]] * len(groups), max_new_tokens=count, sampling=sampling)

@@ -10,6 +10,8 @@ from test_process import process  # noqa: F401, a fixture
 import jspec
 from jspec import cli
 from jspec.cli import serve
+from jspec.serve.app import Service
+from jspec.serve.openai import Limits
 
 
 def refuse(arguments, capsys):
@@ -36,6 +38,7 @@ def refuse(arguments, capsys):
         (["--allowed-origin", "a.example"], "--allowed-origin a.example: must be"),
         (["--ssl-keyfile", "key.pem"], "--ssl-keyfile key.pem: requires"),
         (["--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: must be"),
+        (["--warm-up", "some"], "--warm-up"),
         (["--wild"], "--wild"),
     ],
     ids=str,
@@ -61,6 +64,27 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "jspec.serve.app")
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert 'pip install "jspec-decoding[serve]"' in refuse(["bundled:python-tiny"], capsys)
+
+
+@pytest.mark.slow
+def test_no_request_waits_after_all_programs_are_compiled():
+    with jspec.Engine(jspec.load("bundled:python-tiny"), slots=2, context=64, prefill_tokens=16) as engine:
+        ready, service = engine.groups[0].device.ready, Service(engine, name="tiny", limits=Limits(64))
+        service.warm_up("usual")
+        usual = ready.count
+        service.warm_up("all")
+        count = ready.count
+        assert count > usual
+        grammar = jspec.Grammar.regex("[a-z ]{1,9}")
+        requests = [
+            dict(sampling=jspec.Sampling(temperature=0.5, repetition_penalty=1.2, grammar=grammar), logprobs=20),
+            dict(sampling=jspec.Sampling(logit_bias={3: 1.0}), logprobs=True),
+            dict(sampling=jspec.Sampling(frequency_penalty=0.5)),
+            dict(logprobs=3),
+        ]
+        handles = [engine.submit("def f(", max_new_tokens=3, **options) for options in requests]
+        assert all(handle.result().tokens for handle in handles)
+        assert ready.count == count and not ready.busy
 
 
 @pytest.mark.slow
