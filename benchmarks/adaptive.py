@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import recorded
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.analysis.measure_costs import WARM_UP, Case
@@ -303,7 +304,7 @@ def main() -> None:
     if options.draw is not None:
         if not options.json:
             parser.error("--draw: needs --json, the files of measurements to draw")
-        draw(options.draw, [each for path in options.json for each in measurement.read(path)])
+        draw(options.draw, [each for path in options.json for each in recorded.read(path)])
         return
     if len(options.json) > 1:
         parser.error(f"--json: {len(options.json)} files; must be one, unless --draw is given")
@@ -324,7 +325,7 @@ def main() -> None:
         print(f"batch {batch}: ms per call without its rounds: {shown}", flush=True)
         print(table(rows, options.depths), flush=True)
         for path in options.json:
-            measurement.add(path, lines(options, rows, inside, alone, calls))
+            recorded.add(path, lines(options, rows, inside, alone, calls))
     print(
         f"\n{options.preset}, {options.dtype_name}, context {options.context}, {jax.devices()[0].device_kind}: tokens/s"
     )

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jspec.bench import measurement, report
+import recorded
+
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.checkpoints import llama
@@ -166,7 +168,7 @@ def main() -> None:
     for name, length in lengths.items():
         print(f"{name}: accept length {length:.3f}")
     if options.json is not None:
-        measurement.add(options.json, measurements(lengths, len(prompts)))
+        recorded.add(options.json, measurements(lengths, len(prompts)))
 
 
 def measurements(lengths: dict[str, float], prompts: int) -> list[Measurement]:

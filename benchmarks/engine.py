@@ -18,10 +18,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import recorded
+import traffic
 from jax.profiler import ProfileData
 
 import jspec
-from jspec.bench import load, measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.bench.presets import PRESETS
@@ -67,12 +69,12 @@ def equal(model: Model) -> dict[str, list[float]]:
 
 def idle(model: Model) -> float:
     """The share of time in which no kernel runs, from the first kernel of a profile to its last."""
-    requests = load.requests(256, model.target.vocab_size)
+    requests = traffic.requests(256, model.target.vocab_size)
     rule = Imposed(TOKENS_PER_ROUND)
-    sizes = {"slots": ROWS, "context": load.CONTEXT, "prefix_cache": False}
+    sizes = {"slots": ROWS, "context": traffic.CONTEXT, "prefix_cache": False}
     with jspec.Engine(model, drafter=Eagle(depth=5), accept=rule, **sizes) as engine:
         engine.warm_up()
-        print(f"{load.run(engine, requests).tokens_per_second:.0f} tokens/s without a profile")
+        print(f"{traffic.run(engine, requests).tokens_per_second:.0f} tokens/s without a profile")
         handles = [engine.submit(prompt, max_new_tokens=new) for prompt, new in requests]
         time.sleep(BEFORE)
         with tempfile.TemporaryDirectory() as directory:
@@ -123,7 +125,7 @@ def main() -> None:
             subject=options.preset,
             mode=mode,
             batch=ROWS,
-            context=TOKENS if options.question == "equal" else load.CONTEXT,
+            context=TOKENS if options.question == "equal" else traffic.CONTEXT,
             dtype=str(model.params.target.embed.dtype),
         )
 
@@ -137,7 +139,7 @@ def main() -> None:
         print(f"idle: {100 * share:.2f}%")
         new = [line("device idle", "%", [round(100 * share, 2)], "chain")]
     if options.json is not None:
-        measurement.add(options.json, new)
+        recorded.add(options.json, new)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import recorded
+
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -69,7 +71,7 @@ def main() -> None:
                     )
                 )
     if options.json is not None:
-        measurement.add(options.json, lines)
+        recorded.add(options.json, lines)
 
 
 def bits_per_byte(model: jspec.Model) -> float:

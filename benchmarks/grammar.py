@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jsonschema
+import recorded
 import tokenizers
 
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.core import grammar as grammar_tables
@@ -354,7 +355,7 @@ def main() -> None:
             found = write_documents(model, DRAFTERS[name], begin, count)
             report_on(options.model.removeprefix("bundled:"), name, found, settings=settings)
     if options.json is not None:
-        measurement.add(options.json, lines)
+        recorded.add(options.json, lines)
 
 
 def _load(path: Path) -> Tokenizer:

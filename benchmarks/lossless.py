@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import recorded
 
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.core.types import Drafter
@@ -297,7 +298,7 @@ def main() -> int:
         batches = " ".join(map(str, setting.batches))
         command = f"python benchmarks/lossless.py --state FILE --dtype {setting.dtype} --batch {batches}"
         command += " --exact" if setting.exact else ""
-        measurement.add(options.json, measurements(outputs, setting, command))
+        recorded.add(options.json, measurements(outputs, setting, command))
     return int(bool(different))
 
 

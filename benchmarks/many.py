@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import recorded
 
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.loading.model import Model
@@ -98,7 +99,7 @@ def main() -> None:
         print(f"{way}: {metric} {statistics.median(samples)} {samples}")
     if options.json is not None:
         command = report.command("python benchmarks/many.py", sys.argv[1:])
-        measurement.add(options.json, measurements(options, values, command))
+        recorded.add(options.json, measurements(options, values, command))
 
 
 def measurements(

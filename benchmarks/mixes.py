@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import recorded
 
 import jspec
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.engine.handle import Handle
 from jspec.runner.device import Device
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         lines.append(report.measurement(here, "mixes", mode, metric=metric, unit=unit, values=values, **fields))
     if options.json is not None:
-        measurement.add(options.json, lines)
+        recorded.add(options.json, lines)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sizes
+from recorded import read
 
-from jspec.bench.measurement import Measurement, read
+from jspec.bench.measurement import Measurement
 
 ROOT = Path(__file__).parent.parent
 _BLOCK = re.compile(r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)

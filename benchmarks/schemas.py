@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import recorded
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.text.grammar import Grammar
 
@@ -124,7 +125,7 @@ def main() -> None:
     for message, count in messages.most_common(20):
         print(f"{count} x {message}")
     if options.json is not None:
-        measurement.add(options.json, lines)
+        recorded.add(options.json, lines)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import recorded
+
 import jspec
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.serve import server
@@ -235,7 +237,7 @@ def main() -> None:
                 print(f"| {setting} | {' | '.join(cells)} |", flush=True)
                 if options.json is not None:
                     lines = measurements(setting, scores, Path(options.model).stem.lower())
-                    measurement.add(options.json, lines)
+                    recorded.add(options.json, lines)
 
 
 if __name__ == "__main__":

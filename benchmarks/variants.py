@@ -20,6 +20,7 @@ from pathlib import Path
 import grammar as schemas
 import jax
 import jax.numpy as jnp
+import recorded
 
 from jspec.analysis.measure_costs import WARM_UP, Case
 from jspec.bench import measurement, report
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, dict[tuple[str, st
         everything.append(table(values, batch, options.variant[0]))
         print(everything[-1], flush=True)
         if options.json is not None:
-            measurement.add(options.json, lines(options, values, batch))
+            recorded.add(options.json, lines(options, values, batch))
     print(f"\n{options.preset}, {options.dtype_name}, context {options.context}, {jax.devices()[0].device_kind}: ms")
     print("\n".join(everything))
 

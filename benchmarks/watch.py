@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import recorded
+
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement, report
+from jspec.bench import report
 from jspec.bench.machine import environment
 
 PROMPT_TOKENS = 64
@@ -65,7 +67,7 @@ def main() -> None:
                 for metric, value in found.items()
             ]
     if options.json is not None:
-        measurement.add(options.json, lines)
+        recorded.add(options.json, lines)
 
 
 def measured(model: Any, prompts: list[list[int]], plain: list[Any], drafter: Any, tokens: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import recorded
 
 from jspec.bench import measurement
 from jspec.bench.measurement import Measurement
@@ -50,7 +51,7 @@ def texts(tree):
 def replace_line(tree, name, **changes):
     """Changes fields of the line with this id."""
     for path in (tree / "benchmarks" / "results").glob("*.jsonl"):
-        lines = [dataclasses.replace(line, **changes) if line.id == name else line for line in measurement.read(path)]
+        lines = [dataclasses.replace(line, **changes) if line.id == name else line for line in recorded.read(path)]
         measurement.write(path, lines)
 
 
@@ -81,14 +82,14 @@ def test_every_line_is_valid():
     for name, lines in results.files.items():
         assert name.startswith(lines[0].date[:10]), name
         for line in lines:
-            assert measurement.parse(line.to_json()) == line
+            assert recorded.parse(line.to_json()) == line
 
 
 def test_measurements_are_added_to_a_file(tmp_path):
     path, other = tmp_path / "new.jsonl", dataclasses.replace(EXAMPLE, id="other")
     for line in (EXAMPLE, other):
-        measurement.add(path, [line])
-    assert measurement.read(path) == [EXAMPLE, other]
+        recorded.add(path, [line])
+    assert recorded.read(path) == [EXAMPLE, other]
 
 
 def test_rendering_is_idempotent(tree, capsys):
@@ -223,7 +224,7 @@ def test_an_invalid_line_is_refused(changes, message, tmp_path):
     path = tmp_path / "2026-01-02-h100-m.jsonl"
     path.write_text(json.dumps(raw) + "\n")
     with pytest.raises(ValueError, match=f"2026-01-02-h100-m.jsonl, line 1: {message}"):
-        measurement.read(path)
+        recorded.read(path)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jax
 import pytest
+import recorded
 
 import jspec
 from jspec import cli
-from jspec.bench import measurement
 from jspec.cli import common, evaluate, generate, prompt_sets
 from jspec.loading import startup
 from jspec.loading.hub import locate
@@ -212,7 +212,7 @@ def test_evaluate_writes_lines_of_data(capsys, tmp_path):
     arguments = ["--prompts", str(prompts), "--json", str(metrics), "--max-new-tokens", "16", "--batch", "2"]
     status, out, _ = run(capsys, "evaluate", "--model", "bundled:python-tiny", *arguments)
     assert status == 0
-    values = {(line.mode, line.metric): line.median for line in measurement.read(metrics)}
+    values = {(line.mode, line.metric): line.median for line in recorded.read(metrics)}
     plain, ngram = dict.fromkeys(mode for mode, _ in values)
     assert plain == "plain" and values[plain, "accept length"] == 1 and values[ngram, "accept length"] >= 1
     assert [metric for mode, metric in values if mode == ngram and metric.startswith("acceptance")] == [
@@ -237,7 +237,7 @@ def test_evaluate_compares_categories(capsys, tmp_path):
     rows = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert [row[:2] for row in rows] == 2 * [["category", "prompts"], ["code", "3"], ["some", "1"], ["other", "1"]]
     assert all(row[4] == "1.00x" and row[5:] == ["0", "-"] for row in rows[1:4])
-    found = measurement.read(lines)
+    found = recorded.read(lines)
     assert {line.settings.get("category") for line in found} == {None, "code", "some", "other"}
     assert len({line.id for line in found}) == len(found)
 
@@ -303,7 +303,7 @@ def test_evaluate_samples_the_same_tokens_for_every_batch_size(capsys, tmp_path)
         options = ("--prompts", str(prompts), "--json", str(metrics), "--batch", batch, "--seed", "5")
         _, out, _ = run(capsys, "evaluate", *model, *options)
         assert out.count("sequences that differ from plain: 0") == 2 and "; temperature 1\n" in out
-        lines = [line for line in measurement.read(metrics) if line.metric == "accept length"]
+        lines = [line for line in recorded.read(metrics) if line.metric == "accept length"]
         assert lines[1].settings["temperature"] == 1 and lines[1].settings["seed"] == 5
         seen.append([line.median for line in lines])
     assert seen[0] == seen[1]
@@ -367,7 +367,7 @@ def test_one_token_has_no_rounds_to_compare(capsys, tmp_path):
     lines = tmp_path / "lines.jsonl"
     status, out, _ = run(capsys, "evaluate", "--limit", "1", "--json", str(lines), *options)
     assert status == 0 and "no rounds" in out
-    assert not {"speed", "speed against plain"} & {line.metric for line in measurement.read(lines)}
+    assert not {"speed", "speed against plain"} & {line.metric for line in recorded.read(lines)}
 
 
 def test_a_closed_pipe_is_no_error(monkeypatch, capsys):

@@ -125,6 +125,7 @@ def evaluate(
     name = drafters.describe(choose_drafter(drafter, model))
     outputs = []
     with tqdm(total=-(-len(ids) // batch), desc=f"{name}: compiling", disable=not progress) as bar:
+        # Compile, and capture graphs.
         next(in_batches(model, ids, options, batch))
         bar.set_description(name)
         for out in in_batches(model, ids, options, batch):

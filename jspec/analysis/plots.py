@@ -218,22 +218,6 @@ def bench_report(lines: Sequence[Mapping[str, Any]], ax: "Axes | None" = None) -
     return ax
 
 
-def load_timeline(samples: Sequence[Sequence[float]], title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """Plot the sequences of an engine over time: in a slot, waiting for one, and held for lack of pages.
-
-    Args:
-      samples: rows of seconds since the start, then counts of running, waiting and held sequences.
-    """
-    ax = _axes(ax, (8.0, 2.6))
-    seconds, *counts = np.array(samples, float).reshape(-1, 4).T
-    for name, values, color in zip(("running", "waiting", "held"), counts, _SERIES_COLORS, strict=False):
-        ax.step(seconds, values, where="post", color=color, label=name)
-    ax.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, None))
-    ax.set_title(title, fontsize=10, loc="left")
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return ax
-
-
 def save(ax: "Axes", path: str | PathLike[str]) -> None:
     """Write the figure of the axes. The ending of the name is its format."""
     figure: Any = ax.figure

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from jspec.bench import weights
 from jspec.bench.measure import BenchSetup
 from jspec.bench.measurement import Scalar
-from jspec.bench.options import CaseOptions, devices_of, drafter_of, window_of
+from jspec.bench.options import CaseOptions, SubjectOptions, devices_of, drafter_of, window_of
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import resolve_dtype
@@ -53,7 +53,7 @@ class Subject:
         return jax.block_until_ready(arrays)
 
 
-def of(options: CaseOptions, model: Model | None = None) -> Subject:
+def of(options: SubjectOptions, model: Model | None = None) -> Subject:
     """The model of these options.
 
     model: their checkpoint, loaded; None: a preset.
@@ -71,7 +71,7 @@ def of(options: CaseOptions, model: Model | None = None) -> Subject:
     return subject
 
 
-def drafters_of(options: CaseOptions, subject: Subject) -> dict[str, Drafter]:
+def drafters_of(options: SubjectOptions, subject: Subject) -> dict[str, Drafter]:
     """Mode -> its bound drafter.
 
     Raises:
@@ -80,7 +80,7 @@ def drafters_of(options: CaseOptions, subject: Subject) -> dict[str, Drafter]:
     return {mode: _drafter(mode, options, subject) for mode in options.mode}
 
 
-def _drafter(mode: str, options: CaseOptions, subject: Subject) -> Drafter:
+def _drafter(mode: str, options: SubjectOptions, subject: Subject) -> Drafter:
     name = _drafter_name(options, subject)
     drafter = drafter_of(mode, name, options)
     if drafter is None:
@@ -91,7 +91,7 @@ def _drafter(mode: str, options: CaseOptions, subject: Subject) -> Drafter:
     return Unfolded(bound) if isinstance(bound, FrozenKvMtp) and mode == "unfolded" else bound
 
 
-def _drafter_name(options: CaseOptions, subject: Subject) -> str:
+def _drafter_name(options: SubjectOptions, subject: Subject) -> str:
     return options.drafter or ("eagle" if subject.draft is None else subject.draft.drafter)
 
 
@@ -99,7 +99,7 @@ def setup_of(
     options: CaseOptions, subject: Subject, params: Params, *, repeats: int = 1, split: bool = False
 ) -> BenchSetup:
     """What all cases share. params: the weights, or their shapes."""
-    assert options.tokens_per_round is not None and options.rounds is not None
+    assert options.tokens_per_round is not None
     return BenchSetup(
         subject.target,
         params,
@@ -113,7 +113,7 @@ def setup_of(
     )
 
 
-def settings_of(options: CaseOptions, subject: Subject, names: Sequence[str]) -> dict[str, Scalar]:
+def settings_of(options: SubjectOptions, subject: Subject, names: Sequence[str]) -> dict[str, Scalar]:
     """The settings of a line of data: the drafter, these options, and those of formats and devices."""
     settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in names}}
     settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
@@ -123,7 +123,7 @@ def settings_of(options: CaseOptions, subject: Subject, names: Sequence[str]) ->
     return settings | ({"exact": True} if options.exact else {})
 
 
-def _loaded(options: CaseOptions, model: Model) -> Subject:
+def _loaded(options: SubjectOptions, model: Model) -> Subject:
     """A checkpoint, with a random head if it has no draft."""
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params, model.placement)
@@ -131,7 +131,7 @@ def _loaded(options: CaseOptions, model: Model) -> Subject:
     return _with_draft(model.name, model.target, model.params.target, head, model.placement, options)
 
 
-def _shaped(options: CaseOptions) -> Subject:
+def _shaped(options: SubjectOptions) -> Subject:
     """A preset."""
     assert options.preset is not None
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
@@ -156,7 +156,7 @@ def _shaped(options: CaseOptions) -> Subject:
 
 
 def _with_draft(
-    name: str, target: Decoder, params: PyTree, draft: Draft, placement: Placement | None, options: CaseOptions
+    name: str, target: Decoder, params: PyTree, draft: Draft, placement: Placement | None, options: SubjectOptions
 ) -> Subject:
     """A target with a random draft, split as by `jspec.load`."""
     # Split the draft, where it can be.

@@ -1,28 +1,23 @@
 """Measures rounds at a model's true shape, and where their time goes.
 
 Weights are random, and a given number of draft tokens is accepted whether they are right or not, so the results depend
-on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed. With --load,
-many requests go through jspec.Engine instead.
+on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
 from jspec.analysis import plots
-from jspec.bench import load, load_report, machine, measurement, report
+from jspec.bench import machine, measurement, report
 from jspec.bench import subject as subjects
-from jspec.bench.load_report import LoadReport
 from jspec.bench.measure import measure
-from jspec.bench.options import SHAPE, WINDOW, BenchOptions, devices_of
+from jspec.bench.options import SHAPE, WINDOW, BenchOptions, RunOptions, devices_of
 from jspec.bench.subject import Subject
-from jspec.cache.pages import fit_page_size
 from jspec.cli import arguments
 from jspec.cli.arguments import Commands, check_output, check_plot, naming_models
-from jspec.core.accept import Imposed
 from jspec.core.sharding import on_one_device
 from jspec.core.types import Drafter, Params
 from jspec.loading import memory
@@ -41,43 +36,17 @@ def add_command(commands: Commands) -> None:
         run,
         help="measure rounds and their phases at real model shapes",
         description=__doc__,
-        groups={"shape of the draft": (*SHAPE, *WINDOW), "load of requests": ("load", "slots", "requests")},
+        groups={"shape of the draft": (*SHAPE, *WINDOW)},
     )
 
 
 def run(options: BenchOptions) -> int:
-    """Measures and prints; returns the exit status.
+    """Measures rounds of each case, and the bandwidth of the device, for their floor; returns the exit status.
 
     Raises:
-      ValueError, OSError: a model too large or unlike the options, or a file without permission to write.
+      ValueError, OSError: as `prepare`.
     """
-    # Check everything before the first measurement.
-    if options.json:
-        check_output("--json", options.json)
-    if options.plot:
-        check_plot(options.plot)
-    subject = subjects.of(options, _load(options))
-    drafters = subjects.drafters_of(options, subject)
-    if options.load:
-        for model in filter(None, (subject.target, subject.draft)):
-            load.check_fits(subject.name, getattr(model, "max_length", subject.target.max_length))
-    _check_memory(subject)
-    return _run_load(options, subject, drafters) if options.load else _run_rounds(options, subject, drafters)
-
-
-def _load(options: BenchOptions) -> Model | None:
-    """The model of --checkpoint, if it is given."""
-    if options.checkpoint is None:
-        return None
-    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
-        devices: dict[str, Any] = devices_of(options)
-        formats = {"dtype": options.dtype, "weights": options.weights}
-        return load_model(options.checkpoint, draft=options.draft, **formats, **devices)
-
-
-def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, Drafter]) -> int:
-    """Measures rounds of each case, and the bandwidth of the device, for their floor."""
-    assert options.repeats is not None
+    subject, drafters = prepare(options)
     # The bandwidths, before weights take the memory.
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
@@ -102,38 +71,30 @@ def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, 
     return 0
 
 
-def _run_load(options: BenchOptions, subject: Subject, drafters: Mapping[str, Drafter]) -> int:
-    """Measures a load of requests for each mode and number of slots."""
-    assert options.requests is not None and options.repeats is not None and options.tokens_per_round is not None
-    model = Model(subject.name, subject.target, subject.make(), None, (), subject.draft, subject.placement)
-    # The same requests for every mode.
-    requests = load.requests(options.requests, model.target.vocab_size)
-    page_size = fit_page_size(options.page_size, load.CONTEXT)
-    out = LoadReport(
-        model=model.name,
-        dtype=str(model.params.target.embed.dtype),
-        command=options.command,
-        environment=machine.environment(options.tensor * options.data),
-        settings={**subjects.settings_of(options, subject, SHAPE), "page_size": page_size},
-        parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
-        tokens=(sum(len(prompt) for prompt, _ in requests), sum(new for _, new in requests)),
-        requests=options.requests,
-    )
-    # A run for each mode and number of slots.
-    cases = [(mode, slots) for slots in options.slots for mode in options.mode]
-    with tqdm(cases, unit="case", disable=None) as bar:
-        for mode, slots in bar:
-            bar.set_description(f"{mode} {slots}")
-            rule = None if mode == "plain" else Imposed(options.tokens_per_round)
-            sizes = {"slots": slots, "page_size": page_size, "repeats": options.repeats}
-            show = bar.set_postfix_str
-            out.results.append(load.measure(model, mode, drafters[mode], rule, requests, **sizes, report=show))
-            if options.json:
-                measurement.write(options.json, load_report.lines(out))
-    print(load_report.table(out))
-    if options.plot and any(result.runs for result in out.results):
-        load_report.draw(out, options.plot)
-    return 0
+def prepare(options: RunOptions) -> tuple[Subject, dict[str, Drafter]]:
+    """The model and the drafter of each mode; everything is checked before the first measurement.
+
+    Raises:
+      ValueError, OSError: a model too large or unlike the options, or a file without permission to write.
+    """
+    if options.json:
+        check_output("--json", options.json)
+    if options.plot:
+        check_plot(options.plot)
+    subject = subjects.of(options, _load(options))
+    drafters = subjects.drafters_of(options, subject)
+    _check_memory(subject)
+    return subject, drafters
+
+
+def _load(options: RunOptions) -> Model | None:
+    """The model of --checkpoint, if it is given."""
+    if options.checkpoint is None:
+        return None
+    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
+        devices: dict[str, Any] = devices_of(options)
+        formats = {"dtype": options.dtype, "weights": options.weights}
+        return load_model(options.checkpoint, draft=options.draft, **formats, **devices)
 
 
 def _check_memory(subject: Subject) -> None:

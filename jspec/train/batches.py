@@ -148,6 +148,7 @@ def fit_chunk(batch_tokens: int, length: int, token_bytes: int) -> int:
     Raises:
       ValueError: one sequence does not fit.
     """
+    # One sequence must fit; a chunk has as many as half of the memory holds.
     free, needed = memory.free_bytes(), length * token_bytes
     if free is not None and needed > free[0]:
         raise ValueError(
@@ -242,6 +243,7 @@ def sample(
     Raises:
       ValueError: a source shorter than one sequence.
     """
+    # The source of this step.
     random = np.random.default_rng((seed, step))
     shares = np.array([source.share for source in sources])
     source = sources[int(random.choice(len(sources), p=shares / shares.sum()))]

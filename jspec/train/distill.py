@@ -130,6 +130,7 @@ class Distillation:
             state, loss, _ = self.advance(state, index)
             return loss
 
+        # Both compile in the first call; a median leaves it out.
         steps = [timed(partial(step, index)) for index in range(_TRIAL_STEPS)]
         evaluations = [timed(lambda: self.evaluate(state)) for _ in range(2)]
         # The last evaluation is that of the last step.

@@ -103,6 +103,7 @@ class HeadLearner(ttt.UnrolledLearner):
         size, full = self.config.draft_vocab_size, self.config.vocab_size
         if size == full:
             return None
+        # The distribution of the text, as batches are sampled.
         weighted = []
         for source in sources:
             counts = count_tokens(source.tokens, full, source.mask)

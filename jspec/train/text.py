@@ -53,6 +53,7 @@ def complete(
       ValueError: a width beyond the model's context, no prompts, an empty prompt, or one that fills `width` or has ids
         outside of the vocabulary, or a share outside of 0 to 1.
     """
+    # Check everything before the first text is written.
     width, batch = check_int("width", width, least=2), check_int("batch", batch, least=1)
     share = check_number("sampled_share", sampled_share, least=0, most=1)
     seed = check_int("seed", seed, least=0, most=2**32 - 1)
@@ -69,6 +70,7 @@ def complete(
         ignore_eos=True,
         seed=seed,
     )
+    # Write the texts, `batch` at a time.
     model, sequences = Model("", config, Params(params), None, ()), []
     total = -(-len(prompts) // batch)
     for part in tqdm(in_batches(model, prompts, options, batch), total=total, mininterval=5, disable=None):

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded
 import toy
 from hlo import loop_body, opcode
 
 import jspec
 from jspec import cli
-from jspec.bench import machine, measurement, phases, report, weights
+from jspec.bench import machine, phases, report, weights
 from jspec.bench import subject as subjects
 from jspec.bench.measure import from_host
 from jspec.bench.options import BenchOptions
@@ -205,7 +206,7 @@ def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
     assert headline.startswith(f"{parts}; {jax.devices()[0].device_kind}, jax {jax.__version__}")
     assert [line.split()[:3] for line in lines] == [[mode, "2", "64"] for mode in ("plain", "chain", "tree")]
     assert {len(line) for line in lines} == {len(heading)}
-    written = measurement.read(tmp_path / "report.jsonl")
+    written = recorded.read(tmp_path / "report.jsonl")
     by_metric = {(line.mode, line.metric): line for line in written}
     assert len(by_metric) == len(written) == len({line.id for line in written})
     for line in written:

@@ -12,10 +12,11 @@ import compile_for
 import compiled
 import jax
 import pytest
+import recorded
 import small_loops
 import tpu
 
-from jspec.bench import machine, measurement
+from jspec.bench import machine
 from jspec.bench.measure import CaseResult
 from jspec.bench.presets import PRESETS
 from jspec.drafters import DRAFTERS
@@ -147,17 +148,17 @@ def test_what_is_recorded_is_a_case_that_fails_where_it_is_known_to():
         mode = f"{case.drafter} {case.shape}".strip()
         place = f"{DEVICES[chip]} (compiled, not run)", case.devices, f"small {case.target}", mode
         cases[place] = case, chip
-    recorded = []
+    checked = []
     for path in RESULTS.glob("*-small-loops-for-*.jsonl"):
-        for line in measurement.read(path):
+        for line in recorded.read(path):
             case, chip = cases[line.device, line.device_count, line.subject, line.mode]
             if line.metric != small_loops.CHECKS or line.superseded_by is not None:
                 continue
             known = small_loops.known(case, chip)
             assert line.values == [len(known)], line
             assert all(f"{check}: " in line.note and message in line.note for check, message in known.items()), line
-            recorded.append((case, chip))
-    assert recorded and len(set(recorded)) == len(recorded)
+            checked.append((case, chip))
+    assert checked and len(set(checked)) == len(checked)
 
 
 PAIRS = [

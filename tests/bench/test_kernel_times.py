@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import kernel_times
 import numpy as np
 import pytest
+import recorded
 
-from jspec.bench import machine, measurement
+from jspec.bench import machine
 from jspec.bench.presets import PRESETS
 
 
@@ -35,7 +36,7 @@ def test_attention_alone_reads_the_rows_of_the_prefix(preset, row_bytes, one_gb_
     file = tmp_path / "kernels.jsonl"
     assert kernel_times.main(["attention", "--preset", preset, *shape, "--json", str(file)]) == 0
     (work,) = works
-    copy, default, tile = measurement.read(file)
+    copy, default, tile = recorded.read(file)
     assert copy.metric == "copy bandwidth" and copy.values == [1.0]
     assert (default.mode, default.unit, default.values, default.batch, default.context) == (
         "kernel",
@@ -73,7 +74,7 @@ def test_exact_kernels_are_timed_beside_the_others(preset, names, capsys, one_gb
     assert status == 0 and [line.split("  ")[0] for line in out.splitlines() if " default " in line] == [
         f"exact_matmul, {name}" for name in names
     ]
-    _, *lines = measurement.read(file)
+    _, *lines = recorded.read(file)
     assert [line.mode for line in lines] == ["kernel", "inexact"] * len(names)
     for work in kernel_times.exact_products(PRESETS[preset].target, 3, jnp.float32):
         for call, static in zip(work.calls[:1], work.static, strict=False):

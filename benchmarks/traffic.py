@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jspec.core.types import Accept, Drafter
 from jspec.engine.engine import Engine
 from jspec.engine.handle import Handle
 from jspec.loading import startup
-from jspec.loading.model import Model
 from jspec.runner.request import EngineError
 
 PROMPT, OUTPUT = (256, 0.8, 32, 1536), (160, 0.7, 16, 512)
@@ -45,18 +43,6 @@ def requests(count: int, vocab_size: int) -> list[Request]:
 
 def _length(source: random.Random, median: float, sigma: float, least: int, most: int) -> int:
     return min(most, max(least, round(source.lognormvariate(math.log(median), sigma))))
-
-
-def check_fits(name: str, max_length: int) -> None:
-    """Checks the longest request against the context of the model.
-
-    name, max_length: of the model.
-
-    Raises:
-      ValueError: it cannot.
-    """
-    if max_length < CONTEXT:
-        raise ValueError(f"--load: requests have up to {CONTEXT} tokens; the context of {name} is {max_length}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,29 +136,22 @@ def _percentiles(seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def measure(
-    model: Model,
-    mode: str,
-    drafter: Drafter,
-    rule: Accept | None,
+    result: LoadResult,
+    start: Callable[[], Engine],
     load: Sequence[Request],
-    *,
-    slots: int,
-    page_size: int,
     repeats: int,
     report: Callable[[str], object],
-) -> LoadResult:
-    """Runs a load `repeats` times, once all programs are compiled.
+) -> None:
+    """Runs a load `repeats` times, once all programs are compiled, and adds the runs to `result`.
 
+    start: returns an engine, or raises a ValueError if it does not fit in memory.
     report: called with the name of the current step.
     """
-    # The engine; random prompts share no prefix.
-    result = LoadResult(mode, slots)
-    sizes = {"slots": slots, "context": CONTEXT, "page_size": page_size, "prefix_cache": False}
     try:
-        engine = Engine(model, drafter=drafter, accept=rule, **sizes)
-    except ValueError as error:  # All options have been checked: it does not fit.
+        engine = start()
+    except ValueError as error:
         result.problem = str(error)
-        return result
+        return
     with engine:
         try:
             report("compiling")
@@ -182,7 +161,6 @@ def measure(
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             result.problem = f"out of memory while running: {str(error).splitlines()[0]}"
-    return result
 
 
 def _repeat(
