@@ -1,35 +1,285 @@
-"""Checkpoint directories of block drafts (DFlash, DSpark): reading and writing them.
+"""Checkpoint directories of block drafts (DFlash, DSpark, JetSpec): config.json and tensors, in all layouts.
 
-The tensors have the same names in all layouts (jspec/checkpoints/block_config.py). An unused tensor is an
-error: without it, the draft would silently propose other tokens than in training.
+z-lab's (`DFlashDraftModel`, github.com/z-lab/dflash), JetSpec's and SpecForge's are the config.json of a Qwen3 with
+further keys, some of them under `dflash_config`; DeepSpec's (`Qwen3DSparkModel`, github.com/deepseek-ai/DeepSpec) has
+all of them at the top level. "speculators" is in jspec/checkpoints/speculators.py. The tensors have the same names in
+all layouts. An unused tensor is an error: without it, the draft would silently propose other tokens than in training.
 """
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec.checkpoints import block_config, torch_file, vocabulary
-from jspec.checkpoints.draft import DraftKind
+from jspec.checkpoints import speculators, torch_file, vocabulary
+from jspec.checkpoints.config import reading
+from jspec.checkpoints.draft import (
+    DraftKind,
+    check_class,
+    describe_layers,
+    find_architectures,
+    read_captured,
+    read_layers,
+    read_windows,
+)
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.speculators import is_speculators, read_layer_config
+from jspec.checkpoints.spelling import Spellings
 from jspec.checkpoints.tensors import FLOATS, Tensors, is_finite
 from jspec.core.struct import WHOLE
 from jspec.models import weights
-from jspec.models.block_head import BlockHead, BlockParams
+from jspec.models.block_head import MARKOV_KINDS, BlockHead, BlockParams
+from jspec.models.decoder import Decoder
 
+LAYOUTS = ("deepspec", "speculators")
+"""Layouts that can be written."""
+
+SPELLINGS = Spellings(
+    owner="a block draft",
+    sections=("dflash_config", "dspark_config", "transformer_layer_config"),
+    fields={
+        "block_size": ("dspark_block_size",),
+        "mask_token_id": ("dspark_noise_token_id", "noise_token_id"),
+        "markov_rank": ("dspark_markov_rank",),
+        "enable_confidence_head": ("use_confidence_head",),
+        **dict.fromkeys(("markov_head_type", "confidence_head_with_markov"), ()),
+        **dict.fromkeys(("sample_from_anchor", "projector_type", "use_swa", "swa_window_size"), ()),
+        **dict.fromkeys(("output_multiplier", "logit_scale", "final_logit_softcapping"), ()),
+    },
+    options={
+        "speculators_model_type": ("dflash", "dspark"),
+        "projector_type": ("dflash", "dspark"),
+        "attention_mode": ("gqa", "mha"),
+        "conv_kernel_size": (),
+        "selector_rank": (),
+    },
+)
+"""What their keys are called. `dflash_config.num_target_layers`, for example, is that of the top level."""
+_NAMES = ("dflash", "dspark", "domino", "jetspec")
+"""Parts of the names of classes and of speculators' model types."""
+_ANCHORS = 512
+"""DeepSpec's default number of anchors per sequence; its classes require this key."""
 _MASK_FILE = "mask_embedding.pt"
 """File of some of z-lab's drafts: the embedding of the mask token."""
 _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors for training alone."""
 
 
+def matches(source: Source) -> bool:
+    """Whether a config.json is that of a block draft, of any layout."""
+    config = source.config
+    model_type = (config.optional_text("speculators_model_type") or "").lower()
+    stated = find_architectures(config, _NAMES) or any(part in model_type for part in _NAMES)
+    return bool(stated) or any(config.has(key) for key in (*SPELLINGS.sections[:2], "dspark_block_size"))
+
+
+def read_fields(config: Fields) -> Fields:
+    """Read the fields of a draft.
+
+    Raises:
+      CheckpointError: as `Spellings.read` and `read_layer_config`.
+    """
+    spellings, section = SPELLINGS, config.section("dflash_config")
+    if section.optional_text("projector_type") == "dspark":
+        # ModelOpt states what all DSpark heads do: labels are shifted to the next token.
+        spellings = dataclasses.replace(SPELLINGS, options={**SPELLINGS.options, "shift_label": (True,)})
+    return read_layer_config(config, spellings.read(config), ("qwen3",))
+
+
+def parse_config(source: Source, target: Decoder) -> BlockHead:
+    """Parse the config.json of a draft of any layout."""
+    # Options of other forwards.
+    config, names = source.config, source.files.names()
+    check_class(config)
+    if config.has("dspark_block_size") and any(name.startswith("mtp.") for name in names):
+        refuse(config.where, [f"{config.describe('dspark_block_size')}, a module with layers of DeepSeek-V4"])
+    fields = read_fields(config)
+    # The configuration. A Qwen3 rotates whole heads: DeepSpec copies the target's share of rotated dimensions.
+    layers = read_layers(fields, target, "lm_head.weight" in names, head_dim=128, whole_heads=True)
+    windows = read_windows(fields)
+    markov, rank = _read_markov(fields)
+    scale, soft_cap = _read_logits(fields, names, target)
+    with reading(config.where):
+        head = BlockHead(
+            **layers,
+            capture_layers=_read_captured(config, fields, layers["num_layers"], target),
+            block_size=fields.read_int("block_size"),
+            mask_token=_read_mask_token(fields, target, "embed_tokens.weight" in names),
+            next_token=_read_next_token(config, fields),
+            windows=windows,
+            causal=_read_causal(config, fields, windows),
+            markov=markov,
+            markov_rank=rank,
+            confidence=_read_confidence(config, fields),
+            attention_bias=fields.read_flag("attention_bias", False),
+            own_embed="embed_tokens.weight" in names,
+            own_head="lm_head.weight" in names,
+            logit_scale=scale,
+            soft_cap=soft_cap,
+        )
+    # What it shares with the target.
+    if head.hidden_size != target.hidden_size and not (head.own_embed and head.own_head):
+        problem = (
+            f"the target's is {target.hidden_size}: a draft of another width needs the tensors embed_tokens.weight and "
+            "lm_head.weight"
+        )
+        raise fields.wrong("hidden_size", head.hidden_size, problem)
+    return head
+
+
+def _read_mask_token(fields: Fields, target: Decoder, own_embed: bool) -> int:
+    """Read the token of the rows after the first; with its own embedding, it may be in rows beyond the target's."""
+    token = fields.read_int("mask_token_id", least=0)
+    count = fields.read_int("vocab_size") if own_embed else target.vocab_size
+    if token >= count:
+        raise fields.wrong("mask_token_id", token, f"must be from 0 to {count - 1}, a row of the embedding")
+    return token
+
+
+def _read_next_token(config: Fields, fields: Fields) -> bool:
+    """Whether a row predicts the token after its own position: in DSpark, whatever its class is called.
+
+    speculators' layout states it, or implies it by as many drafts as rows.
+    """
+    classes = find_architectures(config, ["dspark"]) or config.optional_text("speculators_model_type") == "dspark"
+    heads = fields.is_set("markov_rank") or fields.is_set("enable_confidence_head")
+    dspark = bool(classes or heads or fields.read_text("projector_type", "") == "dspark")
+    if is_speculators(config):
+        dspark = dspark and speculators.read_tokens(config) == fields.read_int("block_size")
+    return fields.read_flag("sample_from_anchor", dspark)
+
+
+def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Read for each layer whether its rows see only the rows of the block up to their own.
+
+    Without a key, those of JetSpec and sliding layers do, as their writers train them, but not those that `use_swa`
+    makes slide; vLLM lets the sliding layers of speculators' DFlash see all.
+    """
+    stated = fields.optional_flag("is_causal")
+    if stated is None and find_architectures(config, ["jetspec"]):
+        stated = True
+    listed = "sliding_attention" in (fields.optional_texts("layer_types") or ())
+    swa_only = fields.read_flag("use_swa", False) and not listed
+    if stated is None and (swa_only or fields.read_flag("sliding_window_non_causal", False)):
+        stated = False
+    return tuple(window is not None if stated is None else stated for window in windows)
+
+
+def _read_markov(fields: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | None, int]:
+    """Read the kind and the rank of the Markov head."""
+    rank = fields.read_int("markov_rank", 0, least=0)
+    if rank == 0:
+        return None, 0
+    stated = fields.read_text("markov_head_type", "vanilla").lower()
+    for kind in MARKOV_KINDS:
+        if kind == stated:
+            return kind, rank
+    raise fields.wrong("markov_head_type", repr(stated), f"must be one of {', '.join(MARKOV_KINDS)}")
+
+
+def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "markov"] | None:
+    """Read the inputs of the confidence head."""
+    if not fields.read_flag("enable_confidence_head", False):
+        return None
+    # That of ModelOpt, by the name of its key, always reads the embedding.
+    reads = config.section("dflash_config").has("use_confidence_head")
+    return "markov" if reads or fields.read_flag("confidence_head_with_markov") else "hidden"
+
+
+def _read_logits(fields: Fields, names: set[str], target: Decoder) -> tuple[float, float | None]:
+    """Read the factor on the logits, and their bound."""
+    # The factor has two spellings.
+    factors = {
+        key: fields.read_number(key, above=0, most=MOST_NUMBER)
+        for key in ("output_multiplier", "logit_scale")
+        if fields.has(key)
+    }
+    if len(factors) > 1:
+        raise CheckpointError(f"{fields.where}: has both output_multiplier and logit_scale; must have one")
+    scale = next(iter(factors.values()), 1.0)
+    cap = fields.optional_number("final_logit_softcapping", least=0, most=MOST_NUMBER)
+    # With the LM head it shares the bound.
+    cap, target_cap = cap or None, getattr(target, "soft_cap", None)
+    if "lm_head.weight" in names or target_cap is None:
+        return scale, cap
+    if cap != target_cap or scale != 1.0:
+        raise CheckpointError(
+            f"{fields.where}: final_logit_softcapping={cap} with a factor of {scale}, but the draft shares the LM head "
+            f"of a target with a soft cap of {target_cap}: must be the same, without a factor"
+        )
+    return scale, None
+
+
+def _read_captured(config: Fields, fields: Fields, layers: int, target: Decoder) -> tuple[int, ...]:
+    """Read the target's hidden states for a draft of this many layers; speculators' layout has no default."""
+    if is_speculators(config) and not fields.has("target_layer_ids"):
+        fields.read_ints("aux_hidden_state_layer_ids", most=MOST_LAYERS, count=MOST_LAYERS)
+    if fields.is_empty("target_layer_ids"):
+        raise fields.wrong("target_layer_ids", [], "must ascend, or be missing for the default")
+    return read_captured(fields, target, _default_ids(target.num_layers, layers))
+
+
+def _default_ids(count: int, layers: int) -> tuple[int, ...]:
+    """The default of z-lab's drafts of `layers` layers, for a target of `count` layers, by what leaves them."""
+    if layers == 1:
+        return (count // 2,)
+    return tuple(round(1 + index * (count - 4) / (layers - 1)) for index in range(layers))
+
+
+def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str | None) -> dict[str, Any]:
+    """Describe a block draft in a layout."""
+    if config.logit_scale != 1.0 or config.soft_cap is not None or params.mask_embed is not None:
+        raise ValueError(f"layout={layout!r} cannot hold logit_scale, soft_cap or mask_embed")
+    # Keys at the top level in both layouts.
+    layers = describe_layers(config, "qwen3", config.attention_bias)
+    heads = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": config.next_token,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov or "vanilla",
+        "enable_confidence_head": config.confidence is not None,
+        "confidence_head_with_markov": config.confidence == "markov",
+    }
+    if layout == "speculators":
+        return _describe_speculators(config, verifier, layers) | heads
+    # DeepSpec's layout has no keys for other options.
+    plain = not any(config.windows) and not any(config.causal)
+    if not (plain and config.next_token and config.draft_vocab_size == config.vocab_size):
+        raise ValueError(
+            "layout='deepspec' requires next_token, the target's whole vocabulary, and full attention both ways: use "
+            "'speculators'"
+        )
+    ids = [layer - 1 for layer in config.capture_layers]
+    return {"architectures": ["Qwen3DSparkModel"], **layers, **heads, "target_layer_ids": ids, "num_anchors": _ANCHORS}
+
+
+def _describe_speculators(config: BlockHead, verifier: str | None, layers: dict[str, Any]) -> dict[str, Any]:
+    # The layout has one flag and one window for all sliding layers.
+    kinds = set(zip(config.windows, config.causal, strict=True))
+    sliding = {kind for kind in kinds if kind[0]}
+    if (None, True) in kinds or len(sliding) > 1:
+        raise ValueError(
+            "layout='speculators' requires full attention both ways, and one kind of sliding layers: the draft has "
+            f"windows={config.windows}, causal={config.causal}"
+        )
+    dspark = config.next_token or config.markov is not None or config.confidence is not None
+    name = "DSpark" if dspark else "DFlash"
+    return {
+        **speculators.describe(config, f"{name}Speculator", name.lower(), config.depth, verifier, layers),
+        "sliding_window_non_causal": any(not causal for _, causal in sliding),
+        "aux_hidden_state_layer_ids": list(config.capture_layers),
+    }
+
+
 def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockParams:
     """Read the weights of a draft. Its embedding and LM head are the target's unless it has its own."""
     # Rows for the target's tokens.
-    table, fields = config.weights(), block_config.read_fields(source.config)
+    table, fields = config.weights(), read_fields(source.config)
     tokens = vocabulary.read_vocabulary(tensors, fields, config.vocab_size, config.draft_vocab_size)
     table = dataclasses.replace(table, embed=tokens.embedding(table.embed), lm_head=tokens.head(table.lm_head))
     if (markov := table.markov) is not None:
@@ -79,12 +329,4 @@ def named_tensors(layout: str, config: BlockHead, params: BlockParams) -> Iterat
     yield from vocabulary.name_ids(params.ids, config.vocab_size)
 
 
-KIND = DraftKind(
-    BlockHead,
-    block_config.LAYOUTS,
-    block_config.matches,
-    block_config.parse_config,
-    read_params,
-    block_config.describe,
-    named_tensors,
-)
+KIND = DraftKind(BlockHead, LAYOUTS, matches, parse_config, read_params, describe, named_tensors)

@@ -8,9 +8,11 @@ from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed
+from jspec.models.rope import Rope
 from jspec.models.router import Router
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in `layer_types`."""
 
 
 def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
@@ -55,9 +57,19 @@ def read_layer_count(config: Fields) -> int:
     return config.read_int("num_hidden_layers", most=MOST_LAYERS)
 
 
-def read_length(config: Fields) -> int:
-    """Read the longest context."""
-    return config.read_int("max_position_embeddings", most=MOST_LENGTH)
+def read_shape(config: Fields, rope: Rope | None = None) -> dict[str, Any]:
+    """Read the fields of every family.
+
+    rope: a rotation that may limit the context.
+    """
+    length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
+    return {
+        "vocab_size": config.read_int("vocab_size"),
+        "hidden_size": config.read_int("hidden_size"),
+        "num_heads": config.read_int("num_attention_heads"),
+        "max_length": length if rope is None else rope.limit(length),
+        "rms_norm_eps": read_eps(config),
+    }
 
 
 def read_eps(config: Fields) -> float:
@@ -81,22 +93,41 @@ def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = N
     return stated
 
 
+def read_kv_heads(config: Fields) -> int:
+    """Read the number of heads of keys and values, by default that of queries."""
+    heads = config.read_int("num_attention_heads")
+    kv_heads = config.read_int("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.wrong("num_attention_heads", heads, f"is not a multiple of num_key_value_heads={kv_heads}")
+    return kv_heads
+
+
 def read_windows(config: Fields, every: int) -> tuple[int | None, ...]:
     """The window of each layer in `layer_types`; None: it attends to all tokens.
 
     every: without that list, every layer whose count from 1 is a multiple of this attends to all tokens.
     """
+    full = read_full_layers(config, SLIDING, every)
+    return tuple(None if whole else config.read_int("sliding_window", most=MOST_LENGTH) for whole in full)
+
+
+def read_full_layers(config: Fields, others: str, every: int) -> tuple[bool, ...]:
+    """Read for each layer whether it attends to all tokens, from `layer_types`.
+
+    others: the kind of the layers that do not.
+    every: without that list, every layer whose count from 1 is a multiple of this does.
+    """
     count = read_layer_count(config)
-    types = config.optional_texts("layer_types") or tuple((_SLIDING, _FULL)[not (i + 1) % every] for i in range(count))
-    if len(types) != count or not set(types) <= {_SLIDING, _FULL}:
-        raise config.wrong("layer_types", list(types), f"must be {count} of {_SLIDING}, {_FULL}")
-    return tuple(config.read_int("sliding_window", most=MOST_LENGTH) if kind == _SLIDING else None for kind in types)
+    types = config.optional_texts("layer_types") or tuple(others if (i + 1) % every else FULL for i in range(count))
+    if len(types) != count or not set(types) <= {others, FULL}:
+        raise config.wrong("layer_types", list(types), f"must be {count} of {others}, {FULL}")
+    return tuple(kind == FULL for kind in types)
 
 
 def describe_windows(windows: Sequence[int | None]) -> dict[str, Any]:
     """The keys of a config.json for the windows of layers."""
     return {
-        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
         "sliding_window": next((window for window in windows if window is not None), None),
     }
 

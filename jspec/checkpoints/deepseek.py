@@ -15,9 +15,9 @@ from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
     describe_shape,
     family_of,
-    read_eps,
+    read_kv_heads,
     read_layer_count,
-    read_length,
+    read_shape,
     reading,
     unknown_family,
 )
@@ -73,22 +73,18 @@ def parse_config(config: Fields) -> Deepseek:
     # Options and shapes of other forwards.
     _refuse_options(config, family)
     latent, heads = _parse_latent(config), config.read_int("num_attention_heads")
-    if config.read_int("num_key_value_heads", heads) != heads:
+    if read_kv_heads(config) != heads:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
     # The configuration.
     rope = parse_rope(config, latent.rope_dim)
     with reading(config.where):
         return Deepseek(
-            vocab_size=config.read_int("vocab_size"),
-            hidden_size=config.read_int("hidden_size"),
+            **read_shape(config, rope),
             intermediate_size=config.read_int("intermediate_size"),
             num_layers=read_layer_count(config),
-            num_heads=heads,
             latent=latent,
             experts=_parse_experts(config, family),
             dense_layers=_parse_dense(config),
-            max_length=rope.limit(read_length(config)),
-            rms_norm_eps=read_eps(config),
             rope=rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             mtp_layers=config.read_int("num_nextn_predict_layers", 0, least=0, most=_MOST_MTP),

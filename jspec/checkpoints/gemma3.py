@@ -4,11 +4,12 @@ from collections.abc import Set
 from typing import Any
 
 from jspec.checkpoints.config import (
+    FULL,
+    SLIDING,
     describe_shape,
     describe_windows,
-    read_eps,
     read_head_dim,
-    read_length,
+    read_shape,
     read_windows,
     reading,
 )
@@ -20,7 +21,6 @@ from jspec.models.gemma4 import Attention, Gemma4Params
 
 ARCHITECTURES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
 """Classes of `transformers` -> model_type."""
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -47,20 +47,17 @@ def parse_config(config: Fields) -> Gemma3:
     text = config.section("text_config")
     text = (text if text.keys() else config).with_defaults(_DEFAULTS)
     _refuse_options(config, text)
-    kv_heads, head_dim, windows = text.read_int("num_key_value_heads"), read_head_dim(text), _read_windows(text)
+    kv_heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text)
+    windows = read_windows(text, text.read_int("sliding_window_pattern"))
     local = text.optional_number("rope_local_base_freq", least=1, most=MOST_NUMBER)
     full, sliding = parse_layer_ropes(text, head_dim, 1e6, text.replaced(rope_theta=local), 1e4)
     with reading(config.where):
         return Gemma3(
-            vocab_size=text.read_int("vocab_size"),
-            hidden_size=text.read_int("hidden_size"),
+            **read_shape(text, full),
             intermediate_size=text.read_int("intermediate_size"),
-            num_heads=text.read_int("num_attention_heads"),
             attention=tuple(
                 Attention(kv_heads, head_dim, window, full if window is None else sliding) for window in windows
             ),
-            max_length=full.limit(read_length(text)),
-            rms_norm_eps=read_eps(text),
             soft_cap=text.optional_number("final_logit_softcapping", above=0, most=MOST_NUMBER),
             query_scalar=text.read_int("query_pre_attn_scalar"),
         )
@@ -83,14 +80,10 @@ def _refuse_options(config: Fields, text: Fields) -> None:
     refuse(config.where, wrong)
 
 
-def _read_windows(text: Fields) -> tuple[int | None, ...]:
-    return read_windows(text, text.read_int("sliding_window_pattern"))
-
-
 def describe(config: Gemma3) -> dict[str, Any]:
     """The config.json of a text model."""
     (first, *_) = config.attention
-    kinds = {_FULL if kind.window is None else _SLIDING: kind for kind in config.attention}
+    kinds = {FULL if kind.window is None else SLIDING: kind for kind in config.attention}
     return describe_shape("Gemma3ForCausalLM", ARCHITECTURES["Gemma3ForCausalLM"], config) | {
         "num_key_value_heads": first.kv_heads,
         "head_dim": first.head_dim,

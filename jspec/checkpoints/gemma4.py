@@ -4,7 +4,17 @@ import dataclasses
 from collections.abc import Set
 from typing import Any
 
-from jspec.checkpoints.config import describe_shape, read_eps, read_head_dim, read_layer_count, read_length, reading
+from jspec.checkpoints.config import (
+    FULL,
+    SLIDING,
+    describe_shape,
+    describe_windows,
+    read_full_layers,
+    read_head_dim,
+    read_layer_count,
+    read_shape,
+    reading,
+)
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
@@ -27,8 +37,8 @@ ARCHITECTURES = {
 }
 """Classes of `transformers` -> model_type. The unified ones (12B) have the same text model."""
 _ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 
 
@@ -50,16 +60,12 @@ def _parse_text(config: Fields, text: Fields) -> Gemma4:
     _refuse_options(config, text)
     # The checkpoints of the unified model omit the per-layer size if there is none.
     per_layer = 0 if "unified" in text.read_text("model_type", "") else 256
-    heads, attention = text.read_int("num_attention_heads"), _parse_attention(text)
+    attention = _parse_attention(text)
     with reading(config.where):
         return Gemma4(
-            vocab_size=text.read_int("vocab_size"),
-            hidden_size=text.read_int("hidden_size"),
+            **read_shape(text),
             intermediate_size=text.read_int("intermediate_size"),
-            num_heads=heads,
             attention=attention,
-            max_length=read_length(text),
-            rms_norm_eps=read_eps(text),
             shared_layers=text.read_int("num_kv_shared_layers", 0, least=0, most=len(attention) - 1),
             double_wide_mlp=text.read_flag("use_double_wide_mlp", False),
             per_layer_size=text.read_int("hidden_size_per_layer_input", per_layer, least=0),
@@ -93,12 +99,9 @@ def _refuse_options(config: Fields, text: Fields) -> None:
 def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     """The attention of each layer."""
     # The kind of each layer; by default every sixth is full.
-    count = read_layer_count(text)
-    types = text.optional_texts("layer_types") or tuple(list(_ROPE)[(i + 1) % 6 == 0] for i in range(count))
-    if len(types) != count or not set(types) <= set(_ROPE):
-        raise text.wrong("layer_types", list(types), f"must be {count} of {', '.join(_ROPE)}")
-    if types[-1] != "full_attention":
-        raise text.wrong("layer_types", list(types), "the last layer must be full_attention")
+    full = read_full_layers(text, SLIDING, 6)
+    if not full[-1]:
+        raise CheckpointError(f"{text.where}: {text.describe('layer_types')}: the last layer must be {FULL}")
     # Heads of sliding layers, and of full ones unless stated otherwise.
     heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text, default=text.read_int("head_dim"))
     values_are_keys = text.read_flag("attention_k_eq_v", False)
@@ -112,27 +115,27 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
         full_heads = global_heads if values_are_keys and global_heads is not None else heads
     # The layers with their exceptions.
     exceptions, layers = text.section("per_layer_config"), []
-    for index, name in enumerate(types):
-        sliding, layer = name == "sliding_attention", exceptions.section(str(index))
+    for index, whole in enumerate(full):
+        layer = exceptions.section(str(index))
         if not set(layer.keys()) <= {"head_dim", "num_key_value_heads"}:
             raise CheckpointError(
                 f"{text.where}: per_layer_config of layer {index} has the keys {layer.keys()}; supported: head_dim, "
                 "num_key_value_heads"
             )
-        dim = read_head_dim(layer, default=head_dim if sliding else full_dim)
+        dim = read_head_dim(layer, default=full_dim if whole else head_dim)
         layers.append(
             Attention(
-                kv_heads=layer.read_int("num_key_value_heads", heads if sliding else full_heads),
+                kv_heads=layer.read_int("num_key_value_heads", full_heads if whole else heads),
                 head_dim=dim,
-                window=text.read_int("sliding_window", most=MOST_LENGTH) if sliding else None,
-                rope=_parse_rope(name, text, dim),
-                values_are_keys=values_are_keys and not sliding,
+                window=None if whole else text.read_int("sliding_window", most=MOST_LENGTH),
+                rope=_parse_rope(FULL if whole else SLIDING, text, dim),
+                values_are_keys=values_are_keys and whole,
             )
         )
     # Exceptions for layers beyond the last.
-    unknown = [key for key in exceptions.keys() if key not in map(str, range(count))]
+    unknown = [key for key in exceptions.keys() if key not in map(str, range(len(full)))]
     if unknown:
-        raise CheckpointError(f"{text.where}: per_layer_config has the keys {unknown}: there are {count} layers")
+        raise CheckpointError(f"{text.where}: per_layer_config has the keys {unknown}: there are {len(full)} layers")
     return tuple(layers)
 
 
@@ -154,10 +157,9 @@ def _parse_experts(text: Fields) -> Routed | None:
 def describe(config: Gemma4) -> dict[str, Any]:
     """The config.json of a text model, for versions of `transformers` with and without `per_layer_config`."""
     # Sliding layers give the base values, full layers the exceptions.
-    kinds = {"full_attention" if kind.window is None else "sliding_attention": kind for kind in config.attention}
-    full = kinds["full_attention"]
-    base = kinds.get("sliding_attention", full)
-    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in config.attention]
+    kinds = {FULL if kind.window is None else SLIDING: kind for kind in config.attention}
+    full = kinds[FULL]
+    base = kinds.get(SLIDING, full)
     raw = describe_shape("Gemma4ForCausalLM", ARCHITECTURES["Gemma4ForCausalLM"], config) | {
         "num_key_value_heads": base.kv_heads,
         "head_dim": base.head_dim,
@@ -168,7 +170,7 @@ def describe(config: Gemma4) -> dict[str, Any]:
             for i, kind in enumerate(config.attention)
             if kind.window is None
         },
-        "layer_types": types,
+        **describe_windows([kind.window for kind in config.attention]),
         "sliding_window": base.window or 512,
         "rope_parameters": {name: describe_rope(kind.rope) for name, kind in kinds.items()},
         "attention_k_eq_v": full.values_are_keys,

@@ -6,15 +6,14 @@ from jspec.checkpoints import mxfp4
 from jspec.checkpoints.config import (
     describe_shape,
     describe_windows,
-    read_eps,
     read_head_dim,
-    read_length,
+    read_kv_heads,
+    read_shape,
     read_windows,
     reading,
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
-from jspec.checkpoints.llama import read_heads
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.gpt_oss import GptOss
@@ -37,24 +36,19 @@ def parse_config(config: Fields) -> GptOss:
     mxfp4.is_mxfp4(config)
     config = config.with_defaults(_DEFAULTS)
     refuse(config.where, config.unsupported({"hidden_act": ("silu",)}))
-    heads, kv_heads = read_heads(config)
     # Heads and rotation.
     head_dim = read_head_dim(config)
     rope = parse_rope(config, head_dim, None)
     with reading(config.where):
         return GptOss(
-            vocab_size=config.read_int("vocab_size"),
-            hidden_size=config.read_int("hidden_size"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            **read_shape(config, rope),
+            num_kv_heads=read_kv_heads(config),
             head_dim=head_dim,
             windows=read_windows(config, 2),
-            max_length=rope.limit(read_length(config)),
             experts=Routed(
                 Router(config.read_int("num_local_experts"), config.read_int("num_experts_per_tok"), normalize=True),
                 config.read_int("intermediate_size"),
             ),
-            rms_norm_eps=read_eps(config),
             rope=rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             attention_bias=config.read_flag("attention_bias", True),
@@ -66,7 +60,7 @@ def parse_config(config: Fields) -> GptOss:
 def describe(config: GptOss) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
     router = config.experts.router
-    raw = describe_shape("GptOssForCausalLM", ARCHITECTURES["GptOssForCausalLM"], config) | {
+    return describe_shape("GptOssForCausalLM", ARCHITECTURES["GptOssForCausalLM"], config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         **describe_windows(config.windows),
@@ -79,7 +73,6 @@ def describe(config: GptOss) -> dict[str, Any]:
         "swiglu_alpha": config.gate_slope,
         "hidden_act": "silu",
     }
-    return raw
 
 
 def as_stored(config: GptOss, tensors: Tensors) -> GptOss:

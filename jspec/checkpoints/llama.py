@@ -7,16 +7,18 @@ from typing import Any
 
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
+    FULL,
+    SLIDING,
     describe_experts,
     describe_shape,
     describe_windows,
     family_of,
     parse_dense_layers,
     parse_experts,
-    read_eps,
     read_head_dim,
+    read_kv_heads,
     read_layer_count,
-    read_length,
+    read_shape,
     read_windows,
     reading,
     unknown_family,
@@ -172,27 +174,21 @@ def parse_config(config: Fields) -> Llama:
     config = config.with_defaults(row.defaults)
     _refuse_options(config, row)
     # Heads and rotation.
-    heads, kv_heads = read_heads(config)
     head_dim = read_head_dim(config)
     if row.window_rope:
         rope, window_rope = parse_layer_ropes(config, head_dim, row.theta)
     else:
         rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
-    length = rope.limit(read_length(config))
-    windows = row.windows(config)
+    shape, windows = read_shape(config, rope), row.windows(config)
     bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
     with reading(config.where):
         model = partial(
             row.config,
-            vocab_size=config.read_int("vocab_size"),
-            hidden_size=config.read_int("hidden_size"),
+            **shape,
             intermediate_size=config.read_int("intermediate_size"),
             num_layers=read_layer_count(config),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_kv_heads=read_kv_heads(config),
             head_dim=head_dim,
-            max_length=length,
-            rms_norm_eps=read_eps(config),
             rope=rope,
             tie_embeddings=config.read_flag("tie_word_embeddings", False),
             attention_bias=bias,
@@ -202,7 +198,7 @@ def parse_config(config: Fields) -> Llama:
             return model(**(_parse_experts(config) if row.experts else {}))
         # A window of all layers, as long as the context, has no effect.
         if row.windows is _same_windows:
-            windows = tuple(window for window in windows if window and window < length)
+            windows = tuple(window for window in windows if window and window < shape["max_length"])
         return model(
             kind=kind,
             window_rope=window_rope,
@@ -211,15 +207,6 @@ def parse_config(config: Fields) -> Llama:
             resting=_resting_layers(config, read_layer_count(config)) if row.rests else (),
             **{name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()},
         )
-
-
-def read_heads(config: Fields) -> tuple[int, int]:
-    """The number of query heads, and of heads of keys and values."""
-    heads = config.read_int("num_attention_heads")
-    kv_heads = config.read_int("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise config.wrong("num_attention_heads", heads, f"is not a multiple of num_key_value_heads={kv_heads}")
-    return heads, kv_heads
 
 
 def _parse_experts(config: Fields) -> dict[str, Any]:
@@ -277,7 +264,7 @@ def describe(config: Llama) -> dict[str, Any]:
     elif config.windows:
         raw |= describe_windows(config.windows) | {"use_sliding_window": any(config.windows)}
     if config.window_rope is not None:
-        ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope}
+        ropes = {FULL: config.rope, SLIDING: config.window_rope}
         raw["rope_parameters"] = {name: describe_rope(rope) for name, rope in ropes.items()}
     if row.rests:
         raw["no_rope_layers"] = [int(index not in config.resting) for index in range(config.num_layers)]

@@ -9,15 +9,15 @@ from typing import Any
 
 from jspec.cache import RecurrentLayer
 from jspec.checkpoints.config import (
+    FULL,
     describe_experts,
     describe_shape,
     family_of,
     parse_dense_layers,
     parse_experts,
-    read_eps,
+    read_full_layers,
     read_head_dim,
-    read_layer_count,
-    read_length,
+    read_shape,
     reading,
 )
 from jspec.checkpoints.family import Family
@@ -38,7 +38,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 """Classes of `transformers` -> model_type."""
-_TYPES = ("linear_attention", "full_attention")
+_LINEAR = "linear_attention"
+"""The kind of recurrent layers."""
 
 
 def parse_config(config: Fields) -> Qwen3Next:
@@ -51,7 +52,7 @@ def parse_config(config: Fields) -> Qwen3Next:
     text = config.section("text_config")
     text = text if text.keys() else config
     _refuse_options(config, text)
-    head_dim, heads = read_head_dim(text), text.read_int("num_attention_heads")
+    head_dim = read_head_dim(text)
     rope = parse_rope(text, head_dim, share=0.25)
     with reading(config.where):
         experts = _parse_experts(text)
@@ -60,13 +61,11 @@ def parse_config(config: Fields) -> Qwen3Next:
         needs_mlp = experts is None or bool(dense)
         inner = text.read_int("intermediate_size") if needs_mlp else text.read_int("intermediate_size", 0)
         return Qwen3Next(
-            vocab_size=text.read_int("vocab_size"),
-            hidden_size=text.read_int("hidden_size"),
+            **read_shape(text, rope),
             intermediate_size=inner,
-            num_heads=heads,
             num_kv_heads=text.read_int("num_key_value_heads"),
             head_dim=head_dim,
-            is_full_attention=_parse_layers(text),
+            is_full_attention=read_full_layers(text, _LINEAR, text.read_int("full_attention_interval", 4)),
             state=RecurrentLayer(
                 key_heads=text.read_int("linear_num_key_heads"),
                 value_heads=text.read_int("linear_num_value_heads"),
@@ -74,10 +73,8 @@ def parse_config(config: Fields) -> Qwen3Next:
                 value_dim=text.read_int("linear_value_head_dim"),
                 kernel=text.read_int("linear_conv_kernel_dim"),
             ),
-            max_length=rope.limit(read_length(text)),
             experts=experts,
             dense_layers=dense,
-            rms_norm_eps=read_eps(text),
             rope=rope,
             tie_embeddings=text.read_flag("tie_word_embeddings", config.read_flag("tie_word_embeddings", False)),
         )
@@ -104,15 +101,6 @@ def _refuse_options(config: Fields, text: Fields) -> None:
     refuse(config.where, wrong)
 
 
-def _parse_layers(text: Fields) -> tuple[bool, ...]:
-    """For each layer, whether it attends to all tokens."""
-    count, every = read_layer_count(text), text.read_int("full_attention_interval", 4)
-    types = text.optional_texts("layer_types") or tuple(_TYPES[(i + 1) % every == 0] for i in range(count))
-    if len(types) != count or not set(types) <= set(_TYPES):
-        raise text.wrong("layer_types", list(types), f"must be {count} of {', '.join(_TYPES)}")
-    return tuple(name == "full_attention" for name in types)
-
-
 def _parse_experts(text: Fields) -> Routed | None:
     count = text.read_int("num_experts", 0, least=0)
     if not count:
@@ -128,7 +116,7 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
     raw = describe_shape(name, ARCHITECTURES[name], config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "layer_types": [_TYPES[full] for full in config.is_full_attention],
+        "layer_types": [FULL if full else _LINEAR for full in config.is_full_attention],
         "linear_num_key_heads": config.state.key_heads,
         "linear_num_value_heads": config.state.value_heads,
         "linear_key_head_dim": config.state.key_dim,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jspec.checkpoints.config import FULL, SLIDING
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.rope import (
@@ -24,7 +25,6 @@ from jspec.models.rope import (
 
 # Sections of several positions of a token differ in images only.
 _ALWAYS = "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"
-LAYER_TYPES = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _INITIAL = "initial_context_length"
 _SYNONYMS = {"mrope": "default", "su": "longrope"}
@@ -105,12 +105,10 @@ def parse_layer_ropes(
     sliding: the object with the base of sliding layers of older files; None: `config`.
     """
     newer = config.section("rope_parameters")
-    unknown = [key for key in newer.keys() if key not in LAYER_TYPES]
+    unknown = [key for key in newer.keys() if key not in (FULL, SLIDING)]
     if unknown:
-        raise CheckpointError(
-            f"{config.where}: rope_parameters has the keys {unknown}: must be {', '.join(LAYER_TYPES)}"
-        )
-    full, local = map(newer.section, LAYER_TYPES)
+        raise CheckpointError(f"{config.where}: rope_parameters has the keys {unknown}: must be {FULL}, {SLIDING}")
+    full, local = map(newer.section, (FULL, SLIDING))
     rope = parse_section(config.section("rope_scaling").joined(full), config, head_dim, theta)
     return rope, parse_section(local, sliding or config, head_dim, sliding_theta or theta)
 

@@ -6,7 +6,7 @@ The configuration of the layers is under `transformer_layer_config`.
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints.draft_config import FeatureDraft
+from jspec.checkpoints.draft import FeatureDraft
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import CheckpointError
 

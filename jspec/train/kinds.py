@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING
 
-from jspec.checkpoints import block_config, eagle_config
+from jspec.checkpoints import block, eagle
 from jspec.core.options import option
 from jspec.train.recipe import AssistantShape, BlockRecipe, BlockShape, DraftRecipe, HeadShape, Options, Recipe
 
@@ -40,14 +40,14 @@ class Output(Options):
 class HeadOutput(Output):
     """How the checkpoint of an EAGLE-3 head is written."""
 
-    layout: str = option(eagle_config.LAYOUTS[0], "layout of the checkpoint", choices=eagle_config.LAYOUTS)
+    layout: str = option(eagle.LAYOUTS[0], "layout of the checkpoint", choices=eagle.LAYOUTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockOutput(Output):
     """How the checkpoint of a block draft is written."""
 
-    layout: str = option(block_config.LAYOUTS[0], "layout of the checkpoint", choices=block_config.LAYOUTS)
+    layout: str = option(block.LAYOUTS[0], "layout of the checkpoint", choices=block.LAYOUTS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from scaled_files import assert_close_in_int8
 
 import jspec
-from jspec.checkpoints import block, block_config, drafts, language_model
+from jspec.checkpoints import block, drafts, language_model
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
@@ -102,7 +102,7 @@ def test_round_trip_in_each_layout(draft, tmp_path, name):
         "deepspec": not config.next_token or any(config.windows) or config.draft_vocab_size < V,
         "speculators": False,
     }
-    for layout in block_config.LAYOUTS:
+    for layout in block.LAYOUTS:
         out, write_draft = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
         if unsuited[layout] or "logits" in name:
             with pytest.raises(ValueError, match=f"layout='{layout}' (cannot hold|requires)"):
@@ -236,8 +236,8 @@ def in_layers(**changes):
         ("z-lab", inside(projector_type="domino"), "projector_type='domino'"),
         ("z-lab", outside(architectures=["DFlash2DraftModel"]), "architectures=DFlash2DraftModel"),
         ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
-        ("z-lab", outside(layer_types=["full_attention"] * 3), "layer_types=.*: must be 2 of full_attention"),
-        ("z-lab", outside(layer_types=["linear_attention"] * 2), "layer_types=.*: must be 2 of full_attention"),
+        ("z-lab", outside(layer_types=["full_attention"] * 3), "layer_types=.*: must be 2 of sliding_attention, full_attention"),
+        ("z-lab", outside(layer_types=["linear_attention"] * 2), "layer_types=.*: must be 2 of sliding_attention, full_attention"),
         ("z-lab sliding", outside(sliding_window="absent"), "'sliding_window' is missing"),
         ("z-lab sliding", outside(sliding_window=3), "a window of 3 positions: must be at least block_size=4"),
         ("z-lab", outside(dspark_block_size=5), "block_size=4, but dspark_block_size=5: must be the same"),
@@ -261,7 +261,7 @@ def in_layers(**changes):
             "draft_vocab_size=62: must be between 1 and vocab_size=61",
         ),
         ("speculators dflash", in_layers(model_type="gpt_oss"), "model_type='gpt_oss' is not supported; .* qwen3"),
-        ("speculators dflash", outside(target_hidden_size=32), "target_hidden_size=32, but the target's width is 16"),
+        ("speculators dflash", outside(target_hidden_size=32), "target_hidden_size=32: must be 16, the target's width"),
     ),
 )
 def test_configurations_that_are_refused(draft, name, change, message):

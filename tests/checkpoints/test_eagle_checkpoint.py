@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from scaled_files import assert_close_in_int8
 
 import jspec
-from jspec.checkpoints import drafts, eagle, eagle_config, language_model
+from jspec.checkpoints import drafts, eagle, language_model
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
@@ -89,7 +89,7 @@ def test_forward_equals_the_oracle(head, name):
 def test_round_trip_in_each_layout(head, tmp_path, name):
     loaded = load(head(**HEADS[name]))
     unsuited = {"eagle1": "must be 'safeailab' for an EAGLE-1 head", "eagle3 own": "fc_bias"}
-    for layout in eagle_config.LAYOUTS:
+    for layout in eagle.LAYOUTS:
         out, write_head = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
         refused = [message for start, message in unsuited.items() if name.startswith(start)]
         if layout == "speculators" and refused:

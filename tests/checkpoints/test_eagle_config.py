@@ -9,7 +9,7 @@ import pytest
 from eagle_files import TARGET, edit, load, random_head
 from eagle_oracle import layer_config
 
-from jspec.checkpoints import drafts, eagle_config, speculators
+from jspec.checkpoints import drafts, eagle, speculators
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.models.rope import Llama3Rope, Rope
 
@@ -118,7 +118,7 @@ def test_invalid_captured_layers(head, layers, ids, message):
         (
             "eagle3",
             {"layer_types": ["linear_attention"]},
-            "layer_types=.'linear_attention'.: must be 1 of full_attention",
+            "layer_types=.'linear_attention'.: must be 1 of sliding_attention, full_attention",
         ),
         ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("eagle3", {"logit_scale": 0.25}, "logit_scale"),
@@ -138,7 +138,7 @@ def test_invalid_captured_layers(head, layers, ids, message):
         ("eagle3", {"vocab_size": 1086}, "vocab_size=1086, but the target has 61 tokens: must be the same"),
         ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size=62: must be between 1 and vocab_size=61"),
         ("eagle3", {"draft_vocab_size": 22}, r"d2t has shape \(23,\), but config.json implies \(22,\)"),
-        ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32, but the target's width is 16"),
+        ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32: must be 16, the target's width"),
         ("eagle3", {"num_key_value_heads": 3}, "multiple"),
         ("eagle3", {"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
         ("eagle3", {"intermediate_size": "wide"}, "intermediate_size='wide': must be an int"),
@@ -182,7 +182,7 @@ def test_transformers_reads_the_written_config(needs, head, tmp_path):
     rope = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
     loaded = load(head())
     config = replace(loaded.config, rope=Rope(5e5, rope))
-    for layout in eagle_config.LAYOUTS:
+    for layout in eagle.LAYOUTS:
         drafts.save(tmp_path / layout, config, loaded.params, layout=layout)
         assert load(tmp_path / layout).config == config
         layer = layer_config(json.loads((tmp_path / layout / "config.json").read_text()))

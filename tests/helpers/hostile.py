@@ -21,7 +21,7 @@ import qwen
 import toy
 from safetensors.numpy import save_file
 
-from jspec.checkpoints import assistant, block_config, drafts, eagle_config, gemma4, language_model
+from jspec.checkpoints import assistant, block, drafts, eagle, gemma4, language_model
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.source import Source
 from jspec.models import BlockHead
@@ -193,7 +193,7 @@ def _head(directory: Path, name: str) -> Base:
         if isinstance(config, Decoder):
             return language_model.describe(config)
         layout_written = "speculators" if layout == "speculators" else "safeailab"
-        described = eagle_config.describe(layout_written, config, params, None)
+        described = eagle.describe(layout_written, config, params, None)
         # These say what other programs need, not what this head is.
         flags = ("fc_norm",) if "use_aux_norm" in raw else ()  # the same flag by its older name
         own = (
@@ -231,7 +231,7 @@ def _block(directory: Path, name: str) -> Base:
             return {}
         # What both layouts cannot hold is compared by the tests of checkpoints.
         plain = dataclasses.replace(config, logit_scale=1.0, soft_cap=None)
-        described = block_config.describe("speculators", plain, params, None)
+        described = block.describe("speculators", plain, params, None)
         heads = ("block_size", "mask_token_id", "markov_rank")
         found = {key: described[key] for key in heads}
         shape = {key: value for key, value in described["transformer_layer_config"].items() if key in _SHAPE}
