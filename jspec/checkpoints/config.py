@@ -60,7 +60,7 @@ def read_layer_count(config: Fields) -> int:
 def read_shape(config: Fields, rope: Rope | None = None) -> dict[str, Any]:
     """Read the fields of every family.
 
-    rope: a rotation that may limit the context.
+    rope: the rotation, which may limit the context.
     """
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
     return {
@@ -94,7 +94,7 @@ def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = N
 
 
 def read_kv_heads(config: Fields) -> int:
-    """Read the number of heads of keys and values, by default that of queries."""
+    """Read the number of heads of keys and values, by default as many as of queries."""
     heads = config.read_int("num_attention_heads")
     kv_heads = config.read_int("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -105,7 +105,7 @@ def read_kv_heads(config: Fields) -> int:
 def read_windows(config: Fields, every: int) -> tuple[int | None, ...]:
     """The window of each layer in `layer_types`; None: it attends to all tokens.
 
-    every: without that list, every layer whose count from 1 is a multiple of this attends to all tokens.
+    every: if there is no list, every layer whose count from 1 is a multiple of this attends to all tokens.
     """
     full = read_full_layers(config, SLIDING, every)
     return tuple(None if whole else config.read_int("sliding_window", most=MOST_LENGTH) for whole in full)
@@ -114,8 +114,8 @@ def read_windows(config: Fields, every: int) -> tuple[int | None, ...]:
 def read_full_layers(config: Fields, others: str, every: int) -> tuple[bool, ...]:
     """Read for each layer whether it attends to all tokens, from `layer_types`.
 
-    others: the kind of the layers that do not.
-    every: without that list, every layer whose count from 1 is a multiple of this does.
+    others: the kind of all other layers.
+    every: if there is no list, every layer whose count from 1 is a multiple of this does.
     """
     count = read_layer_count(config)
     types = config.optional_texts("layer_types") or tuple(others if (i + 1) % every else FULL for i in range(count))
@@ -136,7 +136,7 @@ def parse_experts(config: Fields, count: int, *, normalize: bool, shared_width: 
     """`count` experts as Qwen's families describe them.
 
     normalize: whether weights are normalized if the file does not state it.
-    shared_width: width of a gated MLP that every token goes through; 0: there is none.
+    shared_width: width of a gated MLP for every token; 0: there is none.
     """
     normalize = config.read_flag("norm_topk_prob", normalize)
     router = Router(count, config.read_int("num_experts_per_tok"), normalize=normalize)

@@ -236,8 +236,16 @@ def in_layers(**changes):
         ("z-lab", inside(projector_type="domino"), "projector_type='domino'"),
         ("z-lab", outside(architectures=["DFlash2DraftModel"]), "architectures=DFlash2DraftModel"),
         ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
-        ("z-lab", outside(layer_types=["full_attention"] * 3), "layer_types=.*: must be 2 of sliding_attention, full_attention"),
-        ("z-lab", outside(layer_types=["linear_attention"] * 2), "layer_types=.*: must be 2 of sliding_attention, full_attention"),
+        (
+            "z-lab",
+            outside(layer_types=["full_attention"] * 3),
+            "layer_types=.*: must be 2 of sliding_attention, full_attention",
+        ),
+        (
+            "z-lab",
+            outside(layer_types=["linear_attention"] * 2),
+            "layer_types=.*: must be 2 of sliding_attention, full_attention",
+        ),
         ("z-lab sliding", outside(sliding_window="absent"), "'sliding_window' is missing"),
         ("z-lab sliding", outside(sliding_window=3), "a window of 3 positions: must be at least block_size=4"),
         ("z-lab", outside(dspark_block_size=5), "block_size=4, but dspark_block_size=5: must be the same"),

@@ -141,7 +141,11 @@ REFUSED = [
     ("dflash", inside("dflash_config", mask_token_id=V), "dflash_config.mask_token_id=61: must be from 0 to 60"),
     ("dflash", top(layer_types=["sliding_attention"] * 2), "'sliding_window' is missing"),
     ("dflash", top(use_sliding_window=True, sliding_window=5), "'max_window_layers' is missing"),
-    ("dflash", top(layer_types=["linear_attention"] * 2), "layer_types=.*must be 2 of sliding_attention, full_attention"),
+    (
+        "dflash",
+        top(layer_types=["linear_attention"] * 2),
+        "layer_types=.*must be 2 of sliding_attention, full_attention",
+    ),
     ("dflash", top(selector_rank=4), r"selector_rank=4 \(must be absent\)"),
     (
         "dspark",

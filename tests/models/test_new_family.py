@@ -20,7 +20,7 @@ import jspec
 from jspec.bench import weights
 from jspec.cache import LayerKeys, MhaCache
 from jspec.checkpoints import language_model
-from jspec.checkpoints.config import describe_shape, read_layer_count, read_length
+from jspec.checkpoints.config import describe_shape, read_layer_count, read_shape
 from jspec.checkpoints.family import Family
 from jspec.core.struct import struct
 from jspec.core.types import Params
@@ -107,13 +107,7 @@ ARCHITECTURES = {"MinimalForCausalLM": "minimal"}
 
 
 def parse_config(config):
-    return Minimal(
-        vocab_size=config.read_int("vocab_size"),
-        hidden_size=config.read_int("hidden_size"),
-        num_layers=read_layer_count(config),
-        num_heads=config.read_int("num_attention_heads"),
-        max_length=read_length(config),
-    )
+    return Minimal(**read_shape(config), num_layers=read_layer_count(config))
 
 
 def describe(config):
