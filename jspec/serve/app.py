@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import msgspec
@@ -27,12 +27,18 @@ from jspec.engine.handle import Handle
 from jspec.generation.options import MAX_SEED, MAX_TOP_LOGPROBS, RequestOptions
 from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
-from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import metrics, openai, page, prompts
 from jspec.serve.access import POLLED
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.anthropic import Messages
-from jspec.serve.errors import CLIENT_LEFT, answer_error, json_answer
+from jspec.serve.errors import (
+    CLIENT_LEFT,
+    answer_error,
+    engine_errors,
+    json_answer,
+    queue_is_full,
+    shutting_down,
+)
 from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
 from jspec.serve.responses import Responses
@@ -40,11 +46,12 @@ from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.serve.tokens import TokenService
 from jspec.serve.tools import Dialect, Reply
 from jspec.serve.translation import Api, Translation, naming_fields_of
-from jspec.serve.work import RETRY, Result, Work
+from jspec.serve.work import Result, Work
 from jspec.text.grammar import Grammar
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 BODY_SECONDS = 60.0
 """How long the body of a request may take to arrive."""
 _MOST_BODIES = 4
@@ -108,21 +115,25 @@ class Service:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        # Endpoints.
-        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        # Endpoints: of values, of pages of text, and of bodies.
+        values: dict[str, Callable[[Request], object]] = {
             **dict.fromkeys(("/health", "/ping"), self._health),
-            **{"/metrics": self._metrics, "/load": self._load, "/version": self._version},
-            **{"/v1/models": self._models, "/v1/models/{name:path}": self._model},
-            "/tokenizer_info": self._tokenizer_info,
+            "/load": lambda request: {"server_load": self.running},
+            "/version": lambda request: {"version": package.VERSION},
+            "/v1/models": lambda request: {"object": "list", "data": [self._card()]},
+            "/v1/models/{name:path}": lambda request: self._card(request.path_params["name"]),
+            "/tokenizer_info": lambda request: self._tokens.info(),
         }
-        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/completions": self._completions,
-            "/v1/chat/completions": self._chat,
-            "/v1/responses": self._responses,
-            "/v1/messages": self._messages,
-            "/v1/messages/count_tokens": self._count_tokens,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
+        gets: dict[str, Endpoint] = {path: functools.partial(_give, value) for path, value in values.items()}
+        gets["/metrics"] = self._metrics
+        posts: dict[str, Endpoint] = {
+            "/v1/completions": functools.partial(self._complete, openai.read_completion, None),
+            "/v1/chat/completions": functools.partial(self._complete, openai.read_chat, None),
+            "/v1/responses": functools.partial(self._complete, openai.read_chat, Responses),
+            "/v1/messages": functools.partial(self._complete, openai.read_chat, Messages),
+            "/v1/messages/count_tokens": functools.partial(self._convert, self._count_tokens),
+            "/tokenize": functools.partial(self._convert, self._tokens.encode),
+            "/detokenize": functools.partial(self._convert, self._tokens.decode),
         }
         unguarded = () if self._guards_all else POLLED
         if self.has_page:
@@ -134,12 +145,7 @@ class Service:
                 for method, endpoints in (("GET", gets), ("POST", posts))
                 for path, endpoint in endpoints.items()
             ],
-            exception_handlers={
-                ApiError: answer_error,
-                HTTPException: answer_error,
-                ClientDisconnect: answer_error,
-                Exception: answer_error,
-            },
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), answer_error),
         )
         app.router.redirect_slashes = False  # A redirected POST would be sent again to what the client calls us.
         return app
@@ -175,7 +181,7 @@ class Service:
         for handle in list(self._live):
             handle.cancel()
 
-    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
         """`endpoint` for requests with a valid key."""
 
         async def guarded(request: Request) -> Response:
@@ -195,31 +201,19 @@ class Service:
 
         return guarded
 
-    async def _health(self, request: Request) -> Response:
+    def _health(self, request: Request) -> object:
         if not self._engine.alive:
             raise ApiError("the engine has failed; restart the server", status=503, code="engine_error")
         if self._stopped:
-            raise ApiError("the server is shutting down", status=503)
-        return json_answer({"status": "ok"})
+            raise shutting_down()
+        return {"status": "ok"}
 
     async def _metrics(self, request: Request) -> Response:
         text = metrics.render(self._engine.metrics(), self.name)
         return Response(text, media_type=metrics.MEDIA_TYPE)
 
-    async def _load(self, request: Request) -> Response:
-        return json_answer({"server_load": self.running})
-
-    async def _version(self, request: Request) -> Response:
-        return json_answer({"version": package.VERSION})
-
-    async def _models(self, request: Request) -> Response:
-        return json_answer({"object": "list", "data": [self._card()]})
-
-    async def _model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return json_answer(self._card())
-
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str | None = None) -> dict[str, object]:
+        self._check_model(name)
         return {
             "id": self.name,
             "object": "model",
@@ -261,24 +255,15 @@ class Service:
         self._check_model(body.get("model"))
         return body
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._complete(request, openai.read_completion)
+    async def _convert(self, function: Callable[[dict[str, Any]], object], request: Request) -> Response:
+        """The answer with what a function makes of a body."""
+        return json_answer(await self._read(request, function))
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._complete(request, openai.read_chat)
+    def _count_tokens(self, body: dict[str, Any]) -> object:
+        _, (ids,), _ = self._prompts(openai.read_chat, functools.partial(Messages, counts=True), body)
+        return {"input_tokens": len(ids)}
 
-    async def _responses(self, request: Request) -> Response:
-        return await self._complete(request, openai.read_chat, Responses)
-
-    async def _messages(self, request: Request) -> Response:
-        return await self._complete(request, openai.read_chat, Messages)
-
-    async def _count_tokens(self, request: Request) -> Response:
-        api = functools.partial(Messages, counts=True)
-        _, (ids,), _ = await self._read(request, functools.partial(self._prompts, openai.read_chat, api))
-        return json_answer({"input_tokens": len(ids)})
-
-    async def _complete(self, request: Request, read: Callable[..., Call], api: Api | None = None) -> Response:
+    async def _complete(self, read: Callable[..., Call], api: Api | None, request: Request) -> Response:
         call, ids, translation = await self._read(request, functools.partial(self._prompts, read, api))
         scored = [call.logprobs if call.echo else None, call.prompt_logprobs]
         most = [count for count in scored if count is not None]
@@ -346,7 +331,7 @@ class Service:
     async def _submit(self, call: Call, ids: list[list[int]]) -> list[Handle]:
         """A handle for each sequence. Runs in a thread, as a grammar may take seconds."""
         if self._stopped:
-            raise ApiError("the server is shutting down", status=503)
+            raise shutting_down()
         pool = "grammar" if call.is_constrained else "short"
         work = asyncio.ensure_future(self._work.run(pool, functools.partial(self._submit_all, call, ids)))
         try:
@@ -364,7 +349,7 @@ class Service:
         end = "" if call.messages is None else self._dialect.prompt_end(self.tokenizer, ids[0])
         sampling = openai.constrained(call, self._dialect, end)
         # Submit all samples or none.
-        try:
+        with engine_errors():
             options = RequestOptions(
                 max_new_tokens=[limit for limit in limits for _ in range(call.n)],
                 sampling=sampling,
@@ -377,13 +362,6 @@ class Service:
             repeated = [prompt for prompt in ids for _ in range(call.n)]
             requests = self._engine.make(repeated, options, call.priority, call.cache_salt)
             return self._engine.enqueue(requests, self._engine.max_queue)
-        # Say whose fault it is.
-        except QueueFull as error:
-            raise _queue_is_full(error) from None
-        except EngineError as error:
-            raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
-        except (ValueError, TypeError) as error:
-            raise ApiError(str(error)) from None
 
     async def _score(self, prompt: list[int], top_k: int) -> Scores:
         """The log-probabilities of a prompt, in order of arrival."""
@@ -391,13 +369,9 @@ class Service:
         # Runs in the scoring thread.
         def score() -> Scores:
             if self._stopped:
-                raise ApiError("the server is shutting down", status=503, code="cancelled")
-            try:
+                raise shutting_down()
+            with engine_errors():
                 return self._engine.score(prompt, top_k)
-            except EngineError as error:
-                raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
-            except ValueError as error:
-                raise ApiError(str(error)) from None
 
         return await asyncio.get_running_loop().run_in_executor(self._scorer, score)
 
@@ -406,7 +380,7 @@ class Service:
         """Counts prompts while they are scored; refuses them where too many wait."""
         most = self._engine.max_queue
         if count and most is not None and self._scored + count > most:
-            raise _queue_is_full(f"max_queue={most}: as many prompts wait already; try again later")
+            raise queue_is_full(f"max_queue={most}: as many prompts wait already; try again later")
         self._scored += count
         try:
             yield
@@ -425,18 +399,9 @@ class Service:
             _cancel(handles)
             self._live.difference_update(handles)
 
-    async def _tokenize(self, request: Request) -> Response:
-        return json_answer(await self._read(request, self._tokens.encode))
 
-    async def _detokenize(self, request: Request) -> Response:
-        return json_answer(await self._read(request, self._tokens.decode))
-
-    async def _tokenizer_info(self, request: Request) -> Response:
-        return json_answer(self._tokens.info())
-
-
-def _queue_is_full(reason: object) -> ApiError:
-    return ApiError(f"the queue is full: {reason}", status=429, code="queue_full", headers=RETRY)
+async def _give(value: Callable[[Request], object], request: Request) -> Response:
+    return json_answer(value(request))
 
 
 def _cancel(handles: Sequence[Handle]) -> None:

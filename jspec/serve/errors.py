@@ -1,5 +1,7 @@
 """Answers of JSON, and errors as answers in the format of the API that a request is for."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -7,8 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from jspec.runner.request import EngineError, QueueFull
 from jspec.serve import anthropic
 from jspec.serve.fields import ApiError
+from jspec.serve.work import queue_is_full
 
 _NOT_SERVED = (
     "not served here, as this server generates text and makes no embeddings; must be /v1/chat/completions, "
@@ -37,3 +41,26 @@ def answer_error(request: Request, error: Exception) -> Response:
     request.scope["jspec.error"] = str(error)
     body = anthropic.error_body(error) if request.url.path.startswith("/v1/messages") else error.body()
     return json_answer(body, error.status, error.headers)
+
+
+def shutting_down() -> ApiError:
+    """For requests that come or are cancelled in the end."""
+    return ApiError("the server is shutting down", status=503, code="cancelled")
+
+
+def engine_failed(error: EngineError) -> ApiError:
+    """For all requests of an engine that has failed."""
+    return ApiError(f"the engine failed: {error}", status=500, code="engine_error")
+
+
+@contextlib.contextmanager
+def engine_errors() -> Iterator[None]:
+    """Errors of the engine as answers, which say whose fault it is."""
+    try:
+        yield
+    except QueueFull as error:
+        raise queue_is_full(error) from None
+    except EngineError as error:
+        raise engine_failed(error) from error
+    except (ValueError, TypeError) as error:
+        raise ApiError(str(error)) from None

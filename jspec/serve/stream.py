@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jspec.engine.handle import Handle
 from jspec.generation.result import Piece
 from jspec.runner.request import EngineError
+from jspec.serve.errors import engine_failed, shutting_down
 from jspec.serve.fields import ApiError
 
 Result = TypeVar("Result")
@@ -41,14 +42,12 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
     try:
         while len(ended) < len(handles):
             index, piece = await arrived.get()
-            if isinstance(piece, EngineError):
-                raise ApiError(f"the engine failed: {piece}", status=500, code="engine_error") from piece
             if isinstance(piece, Exception):
-                raise piece
+                raise engine_failed(piece) if isinstance(piece, EngineError) else piece
             if index in ended:
                 continue
             if piece is None or piece.finish_reason == "cancelled":
-                raise ApiError("the server is shutting down", status=503, code="cancelled")
+                raise shutting_down()
             if piece.finish_reason is not None:
                 ended.add(index)
             yield index, piece
@@ -78,7 +77,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events with JSON, ended by [DONE]; an error becomes an event, as the status has been sent.
 
     Args:
@@ -87,8 +86,6 @@ class EventStream(Response):
       named: events have the names in their fields `type`, and no other end.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncIterator[Mapping[str, object]],
@@ -96,32 +93,25 @@ class EventStream(Response):
         *,
         named: bool = False,
     ):
-        self._events, self._resources, self._named = events, resources, named
-        self.status_code, self.background, self.body = 200, None, b""
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_encode(events, named=named), headers=headers, media_type="text/event-stream")
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events; ends early if the client disconnects."""
         with self._resources:
-            await while_connected(receive, self._send_all(send))
+            await super().__call__(scope, receive, send)
 
-    async def _send_all(self, send: Send) -> None:
-        # Headers first; an error after them is an event.
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-        async def push(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        try:
-            async for event in self._events:
-                name = f"event: {event['type']}\n".encode() if self._named else b""
-                await push(b"%bdata: %b\n\n" % (name, msgspec.json.encode(event)))
-            if not self._named:
-                await push(b"data: [DONE]\n\n")
-        except ApiError as error:
-            await push(b"data: %b\n\n" % msgspec.json.encode(error.body()))
-        await push(b"", more=False)
+async def _encode(events: AsyncIterator[Mapping[str, object]], *, named: bool) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            name = f"event: {event['type']}\n".encode() if named else b""
+            yield b"%bdata: %b\n\n" % (name, msgspec.json.encode(event))
+        if not named:
+            yield b"data: [DONE]\n\n"
+    except ApiError as error:
+        yield b"data: %b\n\n" % msgspec.json.encode(error.body())
 
 
 async def read_body(request: Request, most: int, seconds: float, take: Callable[[int], Awaitable[None]]) -> bytearray:

@@ -16,7 +16,12 @@ _THREADS = {"short": 2, "long": 1, "grammar": 2}
 """Threads of each pool: of bodies below `LONG`, of others, and of requests with a grammar."""
 _MOST_WAITING = 1024
 """Calls in a pool."""
-RETRY = {"retry-after": "1"}
+_RETRY = {"retry-after": "1"}
+
+
+def queue_is_full(reason: object = "try again later") -> ApiError:
+    """The error of a request that the server has no room for."""
+    return ApiError(f"the queue is full: {reason}", status=429, code="queue_full", headers=_RETRY)
 
 
 class Work:
@@ -51,7 +56,7 @@ class Work:
                         await self._fewer.wait()
             except TimeoutError:
                 message = f"body: those of all requests have over {self._most} bytes; try again later"
-                headers = {**RETRY, "connection": "close"}
+                headers = {**_RETRY, "connection": "close"}
                 raise ApiError(message, status=429, code="queue_full", headers=headers) from None
             self._bytes[request] += count
 
@@ -69,7 +74,7 @@ class Work:
           ApiError: of the function, or too many calls wait.
         """
         if self._waiting[pool] >= _MOST_WAITING:
-            raise ApiError("the queue is full; try again later", status=429, code="queue_full", headers=RETRY)
+            raise queue_is_full()
         self._waiting[pool] += 1
         future = self._pools[pool].submit(_without_frames, function)
         try:
