@@ -178,15 +178,17 @@ class Handle:
             self.times.last_token, self.times.compiled = now, (before, compiled)
             self.times.arrivals.append((now, len(tokens)))
         # Text: whole characters only, and no beginning of a stop string.
-        text = ""
+        text, stopped_by = "", None
         if self._stream is not None:
             text = self._stream.push(tokens) + (self._stream.finish() if ends else "")
+            stopped_by = self._stream.stopped_by if ends else None
         # Append, and wake all waiters.
         reason = FINISH_REASONS.get(output.finish_code)
         with self._changed:
             if tokens or text:
                 logprobs = output.logprobs if self.request.logprobs else None
-                self._pieces.append(Piece(0, text, tokens, logprobs, reason, output.top_logprobs, output.origin))
+                about = logprobs, reason, output.top_logprobs, output.origin, stopped_by
+                self._pieces.append(Piece(0, text, tokens, *about))
             if ends:
                 self._dropped = output.dropped
                 self._finish, self._ended, self.times.ended = reason, True, now

@@ -384,6 +384,7 @@ class Piece:
     finish_reason: in the last piece of a request to an engine, why it ended.
     top_logprobs: for each new token the most probable tokens with their log-probabilities, if they are recorded.
     origin: for each new token of a request to an engine, as in `Generation`.
+    stopped_by: in the last piece of a request to an engine, the stop string or id that ended it.
     """
 
     index: int
@@ -393,6 +394,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     origin: list[int] | None = None
+    stopped_by: str | int | None = None
 
 
 def top_pairs(top: TopTokens, k: int) -> list[list[tuple[int, float]]]:

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from jspec.generation.result import GenerationStats, Piece
 from jspec.generation.score import Scores
-from jspec.serve.ending import Ending
 from jspec.serve.openai import Call
-from jspec.serve.tools import Reply
+from jspec.serve.tools import Dialect, Reply
+from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for a very unlikely token, as JSON has no infinity
@@ -46,20 +46,67 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-@dataclasses.dataclass
-class _Offset:
-    """How many characters tokens have, as they arrive; a character counts when it is whole."""
+class _Texts:
+    """The texts of tokens as they arrive, and where each begins; a character belongs to the last of its tokens."""
 
-    characters: int = 0
-    decoder: codecs.IncrementalDecoder = dataclasses.field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
+    def __init__(self, names: TokenNames, begin: int = 0):
+        self._names, self._end = names, begin
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, spelled: bytes) -> int:
-        """Where the next token begins; counts it."""
-        begin = self.characters
-        self.characters += len(self.decoder.decode(spelled))
-        return begin
+    def push(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
+        """Begin and text of each token."""
+        pairs = []
+        for token in tokens:
+            text = self._decoder.decode(self._names.spelled(token))
+            pairs.append((self._end, text))
+            self._end += len(text)
+        return pairs
+
+
+class Choice:
+    """One choice of an answer: its text so far, and in a chat its thinking and calls.
+
+    Args:
+      prompt: ids before the text.
+      text: what it begins with: the prompt if it is to be echoed.
+      dialect: of a chat.
+    """
+
+    def __init__(self, call: Call, names: TokenNames, prompt: list[int], text: str, dialect: Dialect):
+        # What tells thinking and calls of a chat from its content; None: all is content.
+        tokenizer, self.text, self.reply = names.tokenizer, text, None
+        if call.tools is not None and not (dialect.thinking is None and call.tools.choice == "none"):
+            self.reply = Reply(dialect, call.tools, dialect.prompt_end(tokenizer, prompt))
+        # Special tokens in the text require a stream besides the engine's.
+        marks = () if self.reply is None else dialect.shown
+        shown = marks if call.skip_special_tokens else tokenizer.special_ids.keys()
+        self._stream = TextStream(tokenizer, prompt, stops_of(call, dialect), shown=shown) if shown else None
+        self._call, self._bytes, self.texts = call, tokenizer.token_bytes(shown), _Texts(names, len(text))
+
+    def push(self, piece: Piece) -> tuple[list[dict[str, Any]], str | int | None]:
+        """The additions of a piece in OpenAI's format, and the stop string or id of the request that has ended it."""
+        text, stopped_by = piece.text, piece.stopped_by if piece.stopped_by in self._call.stop else None
+        if self._stream is not None:
+            text = self._stream.push(piece.tokens[:-1] if piece.finish_reason == "eos" else piece.tokens)
+            text += self._stream.finish() if piece.finish_reason else ""
+        # The end itself, unless it is an EOS which adds nothing to a text.
+        if self._call.include_stop_str_in_output and piece.finish_reason == "stop":
+            text += str(stopped_by)
+        elif self._call.include_stop_str_in_output and piece.finish_reason == "eos":
+            text += self._bytes[piece.tokens[-1]].decode(errors="replace")
+        # In a chat, by kind.
+        if self.reply is not None:
+            return [
+                {"delta": delta} for delta in self.reply.push(text, last=piece.finish_reason is not None)
+            ], stopped_by
+        said = {"text": text} if self._call.messages is None else {"delta": {"content": text}}
+        return [said] if text else [], stopped_by
+
+
+def stops_of(call: Call, dialect: Dialect) -> list[str | int]:
+    """The stop strings and ids of a call, and the special tokens that end a call of a tool."""
+    calls = call.tools is not None and call.tools.choice != "none"
+    return [*call.stop, *(dialect.stops if calls else ())]
 
 
 class Answer:
@@ -68,8 +115,8 @@ class Answer:
     Args:
       prompts: ids of each prompt.
       texts: what each choice begins with: the prompt if it is to be echoed.
+      dialect: of a chat.
       score: gives the log-probabilities of the prompts, if they are to be echoed, too.
-      replies: of a chat, what tells thinking and calls of each choice from its content; None: all is content.
       fingerprint: of everything that may change the text besides the request.
 
     Attributes:
@@ -83,18 +130,18 @@ class Answer:
         names: TokenNames,
         prompts: Sequence[list[int]],
         texts: Sequence[str],
+        dialect: Dialect,
         score: Scorer | None = None,
-        replies: Sequence[Reply] | None = None,
         fingerprint: str | None = None,
     ):
-        # What is echoed, counted and written for each choice.
-        self._call, self._names, self._texts = call, names, [text for text in texts for _ in range(call.n)]
-        self._prompts, self._score, self._replies = prompts, score, replies
-        self._prompt_tokens = sum(map(len, prompts))
-        self.new_tokens = 0
-        self._offsets = [_Offset(len(text)) for text in self._texts]
-        self._endings = [Ending(call, names.tokenizer, prompt) for prompt in prompts for _ in range(call.n)]
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._texts]
+        # What is counted and written for each choice.
+        self._call, self._names, self._prompts, self._score = call, names, prompts, score
+        self._choices = [
+            Choice(call, names, prompt, text, dialect)
+            for prompt, text in zip(prompts, texts, strict=True)
+            for _ in range(call.n)
+        ]
+        self._prompt_tokens, self.new_tokens = sum(map(len, prompts)), 0
         self._chat = call.messages is not None
         # Fields at the top of every chunk.
         kind = "chat.completion" if self._chat else "text_completion"
@@ -107,108 +154,97 @@ class Answer:
         }
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
-        """The answer when all sequences have ended."""
-        # Prompts are scored before their continuations are read.
-        scores = [None if self._score is None else await self._score(prompt) for prompt in self._prompts]
-        parts: list[list[Piece]] = [[] for _ in self._texts]
+        """The answer when all sequences have ended: its chunks, with one piece for each choice, joined."""
+        choices: list[dict[str, Any]] = [{} for _ in self._choices]
+        answer: dict[str, Any] = {}
+        async for chunk in self.chunks(self._joined(pieces), results):
+            for choice in chunk["choices"]:
+                _add(choices[choice["index"]], choice)
+            answer |= chunk
+        for choice in choices if self._chat else ():
+            choice["message"] = message = {"refusal": None, **choice.pop("delta")}
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            if "tool_calls" in message:
+                message["content"] = message["content"] or None
+        return answer | {"choices": choices, "usage": self._usage(results())}
+
+    async def _joined(self, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
+        """All pieces of each choice as one."""
+        parts: list[list[Piece]] = [[] for _ in self._choices]
         async for i, piece in pieces:
             parts[i].append(piece)
-        # Each choice is one piece.
-        choices = []
-        for i, whole in enumerate(map(_join, parts)):
-            text, stop_reason = self._endings[i].push(whole)
-            choices.append(self._choice(i, whole, self._message(i, whole, self._texts[i] + text), stop_reason))
-        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(results())}
-        for i, choice in enumerate(choices):
-            prompt = i // self._call.n
-            if before := self._echoed(prompt, scores[prompt]):
-                choice["logprobs"] = {name: [*before[name], *values] for name, values in choice["logprobs"].items()}
-            about = answer if self._chat else choice
-            about |= self._prompt_ids(prompt)
-            if (one := scores[prompt]) is not None and self._call.prompt_logprobs is not None:
-                about["prompt_logprobs"] = self._ranked(one, self._call.prompt_logprobs)
-        return answer
+        for i, part in enumerate(parts):
+            if part:
+                yield i, _join(part)
 
-    async def chunks(
-        self, pieces: AsyncIterator[tuple[int, Piece]], results: Results
-    ) -> AsyncIterator[Mapping[str, object]]:
-        """The same in chunks, as pieces arrive."""
-        before, ended = None, "length" if self._call.max_tokens == 0 else None
+    async def chunks(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> AsyncIterator[dict[str, Any]]:
+        """The answer in chunks, as pieces arrive."""
+        call, before, about = self._call, None, {}
+        ended = "length" if call.max_tokens == 0 else None
         # What comes before the first new token.
-        for i, text in enumerate(self._texts):
-            if i % self._call.n == 0:
-                prompt = i // self._call.n
-                before = self._echoed(prompt, None if self._score is None else await self._score(self._prompts[prompt]))
-            ids = self._prompt_ids(i // self._call.n)
+        for i, choice in enumerate(self._choices):
+            if i % call.n == 0:
+                prompt = self._prompts[i // call.n]
+                scores = None if self._score is None else await self._score(prompt)
+                before, about = self._echoed(choice, scores), self._about(prompt, scores)
             if self._chat:
                 start = {"role": "assistant", "content": ""}
-                yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}]) | ids
-            elif text or before or ended or ids:
-                yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended, **ids}])
+                yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}]) | about
+            elif choice.text or before or ended or about:
+                yield self._chunk(
+                    [{"index": i, "text": choice.text, "logprobs": before, "finish_reason": ended, **about}]
+                )
         # New tokens.
-        call = self._call
         shows_tokens = call.logprobs is not None or call.return_token_ids or call.return_token_origins
         shows_tokens |= not call.skip_special_tokens
         async for i, piece in pieces:
-            text, stop_reason = self._endings[i].push(piece)
-            deltas = self._deltas(i, piece, text)
+            deltas, stopped_by = self._choices[i].push(piece)
             if not deltas and (piece.finish_reason or shows_tokens):
                 deltas = [{"delta": {}} if self._chat else {"text": ""}]
             # The last delta of a piece has its tokens and its end.
             for said in deltas[:-1]:
                 yield self._chunk([self._choice(i, Piece(0, "", []), said, None)])
+            self.new_tokens += len(piece.tokens)
             if deltas:
-                yield self._chunk([self._choice(i, piece, deltas[-1], stop_reason)])
-            else:
-                self.new_tokens += len(piece.tokens)
+                yield self._chunk([self._choice(i, piece, deltas[-1], stopped_by)])
         # Usage, in a chunk of its own.
-        if self._call.include_usage:
+        if call.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage(results())}
 
-    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
-        chunk: dict[str, object] = {**self._head, "choices": choices}
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
         if self._call.include_usage:
             chunk["usage"] = self._usage([]) if self._call.continuous_usage_stats else None
         return chunk
 
-    def _message(self, index: int, piece: Piece, text: str) -> dict[str, object]:
-        """The text of a whole choice, in OpenAI's format."""
-        if self._replies is not None:
-            return {"message": self._replies[index].message(piece, text)}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
-
-    def _deltas(self, index: int, piece: Piece, text: str) -> list[dict[str, object]]:
-        """The additions of a piece to a choice, in OpenAI's format. text: of the piece."""
-        if self._replies is not None:
-            return [{"delta": delta} for delta in self._replies[index].deltas(piece, text)]
-        if not text:
-            return []
-        return [{"delta": {"content": text}} if self._chat else {"text": text}]
-
     def _choice(
-        self, index: int, piece: Piece, said: Mapping[str, object], stop_reason: str | int | None
+        self, index: int, piece: Piece, said: Mapping[str, object], stopped_by: str | int | None
     ) -> dict[str, Any]:
-        """One choice, or what a piece adds to it. said: its text in OpenAI's format."""
-        self.new_tokens += len(piece.tokens)
-        reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
-        if reason == "stop" and self._replies is not None and self._replies[index].called:
+        """What a piece adds to a choice. said: its text in OpenAI's format."""
+        reply, reason = self._choices[index].reply, piece.finish_reason and _REASONS[piece.finish_reason]
+        if reason == "stop" and reply is not None and reply.called:
             reason = "tool_calls"
-        choice = {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
-        ids = {"token_ids": piece.tokens} if self._call.return_token_ids else {}
-        return {**choice, "stop_reason": stop_reason, **ids, **self._origins(index, piece)}
+        texts = self._choices[index].texts.push(piece.tokens) if self._counts_characters else []
+        choice: dict[str, Any] = {"index": index, **said, "logprobs": self._logprobs(piece, [at for at, _ in texts])}
+        choice |= {"finish_reason": reason, "stop_reason": stopped_by}
+        if self._call.return_token_ids:
+            choice["token_ids"] = piece.tokens
+        if self._call.return_token_origins:
+            pairs = zip(texts, piece.origin or [], strict=True)
+            choice["token_origins"] = [{"text": text, "depth": depth} for (_, text), depth in pairs]
+        return choice
 
-    def _prompt_ids(self, index: int) -> dict[str, object]:
-        """The ids of a prompt, if they are asked for."""
-        return {"prompt_token_ids": self._prompts[index]} if self._call.return_token_ids else {}
+    @property
+    def _counts_characters(self) -> bool:
+        return self._call.return_token_origins or (self._call.logprobs is not None and not self._chat)
 
-    def _origins(self, index: int, piece: Piece) -> dict[str, object]:
-        """The text of each token of a piece and the depth of its accepted draft, if they are asked for."""
-        if not self._call.return_token_origins:
-            return {}
-        # A character of several tokens belongs to the last one.
-        texts = [self._decoders[index].decode(self._names.spelled(token)) for token in piece.tokens]
-        pairs = zip(texts, piece.origin or [], strict=True)
-        return {"token_origins": [{"text": text, "depth": depth} for text, depth in pairs]}
+    def _about(self, prompt: list[int], scores: Scores | None) -> dict[str, object]:
+        """The ids of a prompt and its log-probabilities, if they are asked for."""
+        about: dict[str, object] = {"prompt_token_ids": prompt} if self._call.return_token_ids else {}
+        if scores is not None and self._call.prompt_logprobs is not None:
+            about["prompt_logprobs"] = self._ranked(scores, self._call.prompt_logprobs)
+        return about
 
     def _ranked(self, scores: Scores, count: int) -> list[dict[str, Any] | None]:
         """The log-probabilities of a prompt as vLLM writes them, by id; a rank is null below the most probable ones."""
@@ -223,22 +259,21 @@ class Answer:
             entries.append(entry or None)
         return entries
 
-    def _echoed(self, index: int, scores: Scores | None) -> dict[str, list[Any]] | None:
+    def _echoed(self, choice: Choice, scores: Scores | None) -> dict[str, list[Any]] | None:
         """The log-probabilities of a prompt in the format of completions; None if they are not echoed."""
         if scores is None or self._call.logprobs is None or not self._call.echo:
             return None
         # A tokenizer may begin a text with a space that its decoded text has not.
-        offsets, end = _Offset(), len(self._texts[index * self._call.n])
-        columns = self._columns(scores.tokens, scores.logprobs, scores.top, offsets)
-        return {**columns, "text_offset": [min(at, end) for at in columns["text_offset"]]}
+        offsets = [min(at, len(choice.text)) for at, _ in _Texts(self._names).push(scores.tokens)]
+        return self._columns(scores.tokens, scores.logprobs, scores.top, offsets)
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece, offsets: list[int]) -> dict[str, Any] | None:
         if self._call.logprobs is None:
             return None
         logprobs, top = piece.logprobs or [], piece.top_logprobs or [[] for _ in piece.tokens]
         # Completions: columns.
         if not self._chat:
-            return self._columns(piece.tokens, logprobs, top, self._offsets[index])
+            return self._columns(piece.tokens, logprobs, top, offsets)
         # Chats: one entry for each token.
         content = []
         for token, logprob, entry in zip(piece.tokens, logprobs, top, strict=True):
@@ -251,7 +286,7 @@ class Answer:
         tokens: Sequence[int],
         logprobs: Sequence[float | None],
         top: Sequence[Sequence[tuple[int, float]]],
-        offsets: _Offset,
+        offsets: list[int],
     ) -> dict[str, Any]:
         """The log-probabilities of some tokens in the format of completions."""
         tops: list[dict[str, float] | None] = []
@@ -263,7 +298,7 @@ class Answer:
             "tokens": [self._names.text(token) for token in tokens],
             "token_logprobs": [None if x is None else _bounded(x) for x in logprobs],
             "top_logprobs": tops,
-            "text_offset": [offsets.push(self._names.spelled(token)) for token in tokens],
+            "text_offset": offsets,
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, object]:
@@ -295,11 +330,28 @@ def _bounded(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
+def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Adds a part of a choice, as clients do: texts and lists grow, and items with an index grow in their places."""
+    for name, value in part.items():
+        before = whole.get(name)
+        if isinstance(value, Mapping):
+            whole[name] = {} if before is None else before
+            _add(whole[name], value)
+        elif isinstance(value, list):
+            items = whole[name] = before or []
+            for item in value:
+                if isinstance(item, dict) and item.get("index", len(items)) < len(items):
+                    _add(items[item["index"]], item)
+                else:
+                    items.append(item)
+        elif isinstance(value, str) and isinstance(before, str):
+            whole[name] = before + value
+        elif value is not None or before is None:
+            whole[name] = value
+
+
 def _join(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of a sequence as one; where there are none, no tokens were asked for."""
-    if not pieces:
-        return Piece(0, "", [], finish_reason="length")
-    # Join texts and lists; the last piece has the reason.
+    """All pieces of a sequence as one. The last one has the reason of the end."""
     last = pieces[-1]
     return dataclasses.replace(
         last,

@@ -29,7 +29,7 @@ from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
 from jspec.serve import metrics, openai, page, prompts
 from jspec.serve.access import POLLED
-from jspec.serve.answer import Answer, TokenNames
+from jspec.serve.answer import Answer, TokenNames, stops_of
 from jspec.serve.anthropic import Messages
 from jspec.serve.errors import (
     CLIENT_LEFT,
@@ -44,11 +44,10 @@ from jspec.serve.openai import Call, Limits
 from jspec.serve.responses import Responses
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.serve.tokens import TokenService
-from jspec.serve.tools import Dialect, Reply
+from jspec.serve.tools import Dialect
 from jspec.serve.translation import Api, Translation, naming_fields_of
 from jspec.serve.work import Result, Work
 from jspec.text.grammar import Grammar
-from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -280,9 +279,7 @@ class Service:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
             score = functools.partial(self._score, top_k=max(most)) if most else None
             request.scope["jspec.tokens"] = lambda: (sum(map(len, ids)), answer.new_tokens)
-            answer = Answer(
-                call, self.name, self._names, ids, texts, score, self._replies(call, ids), self._fingerprint
-            )
+            answer = Answer(call, self.name, self._names, ids, texts, self._dialect, score, self._fingerprint)
 
             def results() -> list[tuple[GenerationStats, int]]:
                 return [(handle.result(timeout=10).stats, handle.cached_tokens) for handle in handles]
@@ -311,23 +308,6 @@ class Service:
                 call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
             return call, prompts.encode(self.tokenizer, call, self._limits), translation
 
-    def _replies(self, call: Call, ids: Sequence[list[int]]) -> list[Reply] | None:
-        """Readers of the choices of a chat; None where all of their text is content."""
-        dialect = self._dialect
-        if call.tools is None or (dialect.thinking is None and call.tools.choice == "none"):
-            return None
-        shown = self.tokenizer.special_ids if not call.skip_special_tokens else dialect.shown
-        streams = [
-            TextStream(self.tokenizer, ids[0], self._stops(call), shown=shown) if shown else None for _ in range(call.n)
-        ]
-        end = dialect.prompt_end(self.tokenizer, ids[0])
-        return [Reply(dialect, call.tools, end, stream) for stream in streams]
-
-    def _stops(self, call: Call) -> list[str | int]:
-        """The stop strings of a call, and the special tokens that end a call of a tool."""
-        calls = call.tools is not None and call.tools.choice != "none"
-        return [*call.stop, *(self._dialect.stops if calls else ())]
-
     async def _submit(self, call: Call, ids: list[list[int]]) -> list[Handle]:
         """A handle for each sequence. Runs in a thread, as a grammar may take seconds."""
         if self._stopped:
@@ -353,7 +333,7 @@ class Service:
             options = RequestOptions(
                 max_new_tokens=[limit for limit in limits for _ in range(call.n)],
                 sampling=sampling,
-                stop=self._stops(call),
+                stop=stops_of(call, self._dialect),
                 ignore_eos=call.ignore_eos,
                 seed=seed,
                 logprobs=False if call.logprobs is None else call.logprobs or True,

@@ -9,21 +9,18 @@ from typing import Any
 
 from jspec.core.checks import check_flag, check_text
 from jspec.core.grammar import TokenGrammar
-from jspec.generation.result import Piece
 from jspec.serve.fields import REQUIRED, ApiError, check_object, read_object, row
 from jspec.serve.messages import Message
 from jspec.text.chat_reader import THINKING, Thinking, detect_thinking, make_reader, starts_thinking
 from jspec.text.grammar import Grammar, compile_parsed
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression
-from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 from jspec.text.tool_calls import FORMATS, NAME, ToolFormat, detect_tools
 
 _MOST_TOOLS = 256
 _PROMPT_END = 64  # tokens, with the mark of thinking if there is one
 _CHOICES = ("none", "auto", "required")
-_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,14 +259,12 @@ def _either(first: Grammar, second: Grammar) -> Grammar:
 class Reply:
     """One choice of a chat, with thinking and calls apart from its content.
 
-    Args:
-      prompt_end: as `Dialect.prompt_end`.
-      stream: makes the text with special tokens, where marks are such; None: the text of pieces has all marks.
+    prompt_end: as `Dialect.prompt_end`.
     """
 
-    def __init__(self, dialect: Dialect, tools: Tools, prompt_end: str, stream: TextStream | None):
+    def __init__(self, dialect: Dialect, tools: Tools, prompt_end: str):
         form = None if tools.choice == "none" else dialect.tools
-        self._reader, self._stream = make_reader(dialect.thinking, form, tools.functions, prompt_end), stream
+        self._reader = make_reader(dialect.thinking, form, tools.functions, prompt_end)
         self._tools, self._id_length = tools, dialect.tools.id_length
         self._calls = 0
 
@@ -278,52 +273,25 @@ class Reply:
         """Whether it has a call so far."""
         return self._calls > 0
 
-    def deltas(self, piece: Piece, text: str) -> list[dict[str, Any]]:
-        """The additions of a piece to the message, in OpenAI's format. text: of the piece, as the engine has it."""
-        if self._stream is not None:
-            text = self._stream.push(piece.tokens[:-1] if piece.finish_reason == "eos" else piece.tokens)
-            text += "" if piece.finish_reason is None else self._stream.finish()
-        events = self._reader.push(text) + (self._reader.finish() if piece.finish_reason is not None else [])
+    def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
+        """The additions of some text to the message, in OpenAI's format."""
         deltas = []
-        for kind, said in events:
+        for kind, said in self._reader.push(text) + (self._reader.finish() if last else []):
             self._calls += kind == "call"
             # Beyond what the request asks for.
-            if (kind == "reasoning" and not self._tools.shows_thinking) or (
-                self._calls > 1 and not self._tools.parallel
-            ):
+            is_hidden = kind == "reasoning" and not self._tools.shows_thinking
+            if is_hidden or (self._calls > 1 and not self._tools.parallel):
                 continue
-            if kind == "call":
-                function = {"name": said, "arguments": ""}
-                call = {"index": self._calls - 1, "id": self._make_id(), "type": "function", "function": function}
-                deltas.append({"tool_calls": [call]})
-            elif kind == "arguments":
-                deltas.append({"tool_calls": [{"index": self._calls - 1, "function": {"arguments": said}}]})
-            else:
+            if kind in ("reasoning", "content"):
                 deltas.append({"reasoning_content" if kind == "reasoning" else "content": said})
+                continue
+            call: dict[str, Any] = {"index": self._calls - 1, "function": {"arguments": said}}
+            if kind == "call":
+                call |= {"id": self._make_id(), "type": "function", "function": {"name": said, "arguments": ""}}
+            deltas.append({"tool_calls": [call]})
         return deltas
 
-    def message(self, piece: Piece, text: str) -> dict[str, Any]:
-        """The whole message of a choice, given as one piece."""
-        texts, calls = {"content": "", "reasoning_content": ""}, []
-        for delta in self.deltas(piece, text):
-            for key, said in delta.items():
-                if key in texts:
-                    texts[key] += said
-                elif "id" in said[0]:
-                    calls.append({part: held for part, held in said[0].items() if part != "index"})
-                else:
-                    calls[-1]["function"]["arguments"] += said[0]["function"]["arguments"]
-        message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
-        if texts["reasoning_content"]:
-            message["reasoning_content"] = texts["reasoning_content"]
-        if calls:
-            message |= {"content": texts["content"] or None, "tool_calls": calls}
-        return message
-
     def _make_id(self) -> str:
-        length = self._id_length
-        return (
-            f"call_{secrets.token_hex(12)}"
-            if length is None
-            else "".join(map(secrets.choice, [_ID_CHARACTERS] * length))
-        )
+        if self._id_length is None:
+            return f"call_{secrets.token_hex(12)}"
+        return "".join(map(secrets.choice, [string.ascii_letters + string.digits] * self._id_length))

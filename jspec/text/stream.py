@@ -56,7 +56,7 @@ class TextStream:
       shown: special tokens whose names are in the text.
 
     Attributes:
-      stopped: whether a stop string, or a special token given as one, has ended the text.
+      stopped_by: the stop string or id that has ended the text; None: it goes on.
 
     Raises:
       TypeError, ValueError: as in `compile_stops`.
@@ -71,7 +71,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete, self._begun = self._read_prompt(list(prompt_ids))
         self._pending, self._to_drop = b"", 0
-        self.stopped = False
+        self.stopped_by: str | int | None = None
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids; returns the text that has become final. Ids after the end of the text are ignored.
@@ -81,11 +81,11 @@ class TextStream:
         """
         final = bytearray()
         for token in ids:
-            if self.stopped:
+            if self.stopped_by is not None:
                 break
             # A special token given as a stop string ends the text; withheld bytes before it are final.
             if token in self._stop_ids:
-                self.stopped = True
+                self.stopped_by = self._stop_ids[token]
                 final, self._pending = final + self._pending, b""
                 break
             # The first word after an empty prompt loses its word-boundary space.
@@ -108,14 +108,15 @@ class TextStream:
 
     def _read(self, byte: int) -> bytes:
         """Add a byte; returns the bytes that can no longer belong to a stop string."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return b""
         text = self._pending + bytes([byte])
         self._state = int(self._automaton.table[self._state, byte])
         # A stop string is complete.
         if self._state < 0:
-            self.stopped, self._pending = True, b""
-            return text[: len(text) - max(len(string) for string in self._strings if text.endswith(string))]
+            longest = max((string for string in self._strings if text.endswith(string)), key=len)
+            self.stopped_by, self._pending = longest.decode(), b""
+            return text.removesuffix(longest)
         # The depth of the state is the length of the possible beginning of a stop string.
         released = len(text) - int(self._automaton.depth[self._state])
         self._pending = text[released:]
@@ -163,8 +164,9 @@ def check_stop(stop: Stops) -> list[str | int]:
     return [check_text("stop", one) if isinstance(one, str) else check_int("stop", one, least=0) for one in strings]
 
 
-def _split_stop(tokenizer: Tokenizer | None, stop: Iterable[str | int]) -> tuple[set[int], list[bytes]]:
-    """The ids, also of strings that are special tokens, and the bytes of the other strings."""
+def _split_stop(tokenizer: Tokenizer | None, stop: Iterable[str | int]) -> tuple[dict[int, str | int], list[bytes]]:
+    """The ids, also of strings that are special tokens, with their stops, and the bytes of the other strings."""
     special = {} if tokenizer is None else tokenizer.special_ids
-    ids = [special.get(one, -1) if isinstance(one, str) else one for one in stop]
-    return {i for i in ids if i >= 0}, [str(one).encode() for one, i in zip(stop, ids, strict=True) if i < 0]
+    ids = {special.get(one, -1) if isinstance(one, str) else one: one for one in stop}
+    ids.pop(-1, None)
+    return ids, [one.encode() for one in stop if isinstance(one, str) and one not in special]

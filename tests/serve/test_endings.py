@@ -9,8 +9,10 @@ import jspec
 from jspec.core.sampling import Sampling
 from jspec.generation.result import Piece
 from jspec.serve import openai
-from jspec.serve.ending import Ending
+from jspec.serve.answer import Choice, TokenNames, stops_of
+from jspec.serve.tools import Dialect
 from jspec.text.grammar.masks import OnlyTokens, WithoutTexts
+from jspec.text.stream import TextStream
 
 TOKENIZER = fake_engine.make_tokenizer()
 EOS = TOKENIZER.special_ids["<|endoftext|>"]
@@ -22,12 +24,18 @@ def call_of(**fields):
     return openai.read_completion(body, vocab_size=TOKENIZER.vocab_size, limits=openai.Limits(256))
 
 
-def push(fields, *pieces):
-    """The text of a choice and the reason of its end."""
-    ending = Ending(call_of(**fields), TOKENIZER, [5])
-    parts = [ending.push(piece) for piece in pieces]
-    assert all(reason is None for _, reason in parts[:-1])
-    return "".join(text for text, _ in parts), parts[-1][1]
+def push(fields, *parts):
+    """The text of a choice whose tokens arrive in parts, and the reason of its end."""
+    call = call_of(**fields)
+    choice = Choice(call, TokenNames(TOKENIZER), [5], "", Dialect.of(TOKENIZER))
+    stream, text, reason = TextStream(TOKENIZER, [5], stops_of(call, Dialect.of(TOKENIZER))), "", None
+    for part in parts:
+        assert reason is None
+        said = stream.push(part)
+        end = "eos" if part[-1] in (EOS, *call.stop) else "stop" if stream.stopped_by is not None else None
+        deltas, reason = choice.push(Piece(0, said, part, None, end, stopped_by=stream.stopped_by))
+        text += "".join(delta["text"] for delta in deltas)
+    return text, reason
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -36,30 +44,24 @@ def test_the_stop_string_that_ended_a_text(step):
     ids = IDS[: next(i for i in range(len(IDS)) if "return" in TOKENIZER.decode(IDS[:i]))]
     cut = TOKENIZER.decode(ids).partition("return")[0]
     parts = [ids[at : at + step] for at in range(0, len(ids), step)]
-    pieces = [Piece(0, "", part, None, None) for part in parts[:-1]] + [Piece(0, cut, parts[-1], None, "stop")]
-    assert push({"stop": stops}, *pieces) == (cut, "return")
-    assert push({"stop": stops, "include_stop_str_in_output": True}, *pieces) == (cut + "return", "return")
-
-
-def test_the_longest_of_several_stop_strings():
-    (token,) = TOKENIZER.encode(" return", special=False)
-    pieces = Piece(0, "", IDS[:2], None, None), Piece(0, " r", [token], None, "stop")
-    assert push({"stop": ["t", "et", "urn"]}, *pieces)[1] == "et"
+    assert push({"stop": stops}, *parts) == (cut, "return")
+    assert push({"stop": stops, "include_stop_str_in_output": True}, *parts) == (cut + "return", "return")
+    assert push({"stop": ["t", "et", "urn"]}, *parts)[1] == "et", "the longest of those that end first"
 
 
 def test_ids_and_special_tokens_that_ended_a_text():
     (space,) = TOKENIZER.encode(" return", special=False)[:1]
-    ended = Piece(0, "def", [IDS[0], space], None, "eos")
-    assert push({"stop_token_ids": [space]}, ended) == ("def", space)
-    named = TOKENIZER.token_bytes()[space].decode()
-    assert push({"stop_token_ids": [space], "include_stop_str_in_output": True}, ended) == ("def" + named, space)
-    ended = Piece(0, "def", [IDS[0], EOS], None, "eos")
-    assert push({}, ended) == ("def", None)
-    assert push({"stop": "<|endoftext|>"}, ended) == ("def", "<|endoftext|>")
+    text, named = TOKENIZER.decode(IDS[:1]), TOKENIZER.token_bytes()[space].decode()
+    ended = IDS[:1], [space]
+    assert push({"stop_token_ids": [space]}, *ended) == (text, space)
+    assert push({"stop_token_ids": [space], "include_stop_str_in_output": True}, *ended) == (text + named, space)
+    ended = IDS[:1], [EOS]
+    assert push({}, *ended) == (text, None)
+    assert push({"stop": "<|endoftext|>"}, *ended) == (text, "<|endoftext|>")
 
 
 def test_special_tokens_in_the_text():
-    inside = Piece(0, "", [*IDS[:1], EOS, *IDS[1:2], EOS], None, "eos")
+    inside = [*IDS[:1], EOS, *IDS[1:2], EOS]
     first, second = TOKENIZER.decode(IDS[:1]), TOKENIZER.decode(IDS[:2]).removeprefix(TOKENIZER.decode(IDS[:1]))
     assert push({"skip_special_tokens": False}, inside) == (f"{first}<|endoftext|>{second}", None)
     whole = {"skip_special_tokens": False, "include_stop_str_in_output": True}

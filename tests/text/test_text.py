@@ -219,7 +219,7 @@ def test_a_stream_ends_before_the_first_stop_string(tokenizer, data):
     expected = naive_stop(raw, [stop.encode() for stop in stops])
     pieces, stream = stream_in_groups(data, tokenizer, prompt, ids, stops)
     assert "".join(pieces) == expected.decode(errors="replace")
-    assert stream.stopped == any(stop.encode() in raw for stop in stops)
+    assert (stream.stopped_by is not None) == any(stop.encode() in raw for stop in stops)
 
 
 @given(data=st.data())
@@ -233,7 +233,7 @@ def test_a_stream_and_the_automaton_stop_at_the_same_token(data):
     for token in ids:
         state = 0 if table is None else table.table[state, table.token_class[token]]
         stream.push([token])
-        assert (state < 0) == stream.stopped
+        assert (state < 0) == (stream.stopped_by is not None)
         if state < 0:
             break
 
@@ -308,7 +308,7 @@ def test_a_stop_string_can_be_a_special_token():
     assert table.shape == (1, 500) and np.flatnonzero(table[0] < 0).tolist() == sorted([7, end])
     stream = TextStream(tokenizer, [], ["<|im_end|>", "fox"])
     assert stream.push([*tokenizer.encode("a fo"), end, *tokenizer.encode("x")]) == "a fo"
-    assert stream.stopped and stream.push(tokenizer.encode("more")) == "" == stream.finish()
+    assert stream.stopped_by == "<|im_end|>" and stream.push(tokenizer.encode("more")) == "" == stream.finish()
 
 
 def test_the_memory_of_a_stream_does_not_grow_with_the_text():
