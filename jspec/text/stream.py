@@ -56,7 +56,7 @@ class TextStream:
       shown: special tokens whose names are in the text.
 
     Attributes:
-      stopped_by: the stop string or id that has ended the text; None: it goes on.
+      stopped_by: the stop string or id at its end; None: it goes on.
 
     Raises:
       TypeError, ValueError: as in `compile_stops`.

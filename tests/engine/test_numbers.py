@@ -223,7 +223,7 @@ def test_a_hit_keeps_its_snapshot():
 
 # Answers
 
-SPELLING = SimpleNamespace(special_ids={}, token_bytes=lambda: [b"-", b"a", b"a", b"b"])
+SPELLING = SimpleNamespace(special_ids={}, token_bytes=lambda shown: [b"-", b"a", b"a", b"b"])
 NAMES = SimpleNamespace(text="-aab".__getitem__, spelled=lambda token: b"-aab"[token : token + 1], tokenizer=SPELLING)
 """Tokens 1 and 2 are both written as a."""
 
@@ -231,7 +231,7 @@ NAMES = SimpleNamespace(text="-aab".__getitem__, spelled=lambda token: b"-aab"[t
 def answer(**fields):
     body = {"prompt": [[1, 2], [3]], "max_tokens": 9, **fields}
     call = read_completion(body, vocab_size=9, limits=Limits(64))
-    return Answer(call, "name", NAMES, call.prompts, ["", ""])
+    return Answer(call, "name", NAMES, call.prompts, ["", ""], None)
 
 
 async def stream(pieces):

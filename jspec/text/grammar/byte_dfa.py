@@ -130,7 +130,6 @@ class _Nfa:
 
     def _characters(self, start: int, ranges: Sequence[Range]) -> int:
         # Encodings with equal ends share the nodes of these.
-        # Characters with a common rest share its nodes.
         ends: dict[tuple[Range, ...], int] = {(): self.new()}
         for first, last in ranges:
             for encoded in utf8(first, last):
@@ -143,7 +142,6 @@ class _Nfa:
         return ends[()]
 
     def _repeat(self, start: int, part: Expression, least: int, most: int | None, separator: Expression) -> int:
-        # Unbounded: the required copies, then a loop.
         # Unbounded: a loop after the required copies.
         if most is None:
             for _ in range(least - 1):
@@ -170,7 +168,6 @@ class _Nfa:
 
     def _chain(self, start: int, chain: Chain) -> int:
         # `none`: the node before any part (None: one was required), `some`: the node after at least one part.
-        # Two ends: without any part so far, and after some.
         none, some = start, None
         for part, required in chain.parts:
             begins = [] if none is None else [none]
