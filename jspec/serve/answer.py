@@ -155,12 +155,14 @@ class Answer:
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
         """The answer when all sequences have ended: its chunks, with one piece for each choice, joined."""
+        # Sum up all chunks.
         choices: list[dict[str, Any]] = [{} for _ in self._choices]
         answer: dict[str, Any] = {}
         async for chunk in self.chunks(self._joined(pieces), results):
             for choice in chunk["choices"]:
                 _add(choices[choice["index"]], choice)
             answer |= chunk
+        # A message has no index for its calls, and null in place of an empty content beside them.
         for choice in choices if self._chat else ():
             choice["message"] = message = {"refusal": None, **choice.pop("delta")}
             for call in message.get("tool_calls", ()):
@@ -225,6 +227,7 @@ class Answer:
         reply, reason = self._choices[index].reply, piece.finish_reason and _REASONS[piece.finish_reason]
         if reason == "stop" and reply is not None and reply.called:
             reason = "tool_calls"
+        # What is said about each token.
         texts = self._choices[index].texts.push(piece.tokens) if self._counts_characters else []
         choice: dict[str, Any] = {"index": index, **said, "logprobs": self._logprobs(piece, [at for at, _ in texts])}
         choice |= {"finish_reason": reason, "stop_reason": stopped_by}
@@ -340,6 +343,7 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
         elif isinstance(value, list):
             items = whole[name] = before or []
             for item in value:
+                # A call that has begun.
                 if isinstance(item, dict) and item.get("index", len(items)) < len(items):
                     _add(items[item["index"]], item)
                 else:

@@ -201,6 +201,7 @@ class Service:
         return guarded
 
     def _health(self, request: Request) -> object:
+        # A balancer then sends requests elsewhere.
         if not self._engine.alive:
             raise ApiError("the engine has failed; restart the server", status=503, code="engine_error")
         if self._stopped:
@@ -241,6 +242,7 @@ class Service:
 
     def _parse(self, raw: bytearray) -> dict[str, Any]:
         """The JSON object of a body, for the served model; bounded in depth and in the number of objects."""
+        # Refuse before the call that decodes.
         if raw.count(b"[") + raw.count(b"{") > _MOST_OBJECTS:
             raise ApiError(f"body: must have at most {_MOST_OBJECTS} objects and lists", code="invalid_json")
         try:

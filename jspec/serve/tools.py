@@ -282,6 +282,7 @@ class Reply:
             is_hidden = kind == "reasoning" and not self._tools.shows_thinking
             if is_hidden or (self._calls > 1 and not self._tools.parallel):
                 continue
+            # Texts, then calls.
             if kind in ("reasoning", "content"):
                 deltas.append({"reasoning_content" if kind == "reasoning" else "content": said})
                 continue
