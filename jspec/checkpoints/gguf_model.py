@@ -17,6 +17,7 @@ from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_file import GgufFile
+from jspec.checkpoints.tensors import TensorFiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +189,8 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 """The scaling of all models with such factors."""
 
 
-class GgufModel:
-    """A file as a checkpoint: `config`, and its tensors with the methods of `SafetensorFiles`.
+class GgufModel(TensorFiles):
+    """A file as a checkpoint: `config`, and its tensors.
 
     Raises:
       CheckpointError: the file is damaged, or of an unknown architecture.
@@ -213,20 +214,12 @@ class GgufModel:
         self.config = Fields(config, str(path))
         """What a config.json has."""
 
-    def exists(self) -> bool:
-        """True: there is a file."""
-        return True
-
     def names(self) -> set[str]:
-        """The names of all tensors."""
+        """As in `TensorFiles`."""
         return set(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, or of the scales of one.
-
-        Raises:
-          CheckpointError: it is missing.
-        """
+        """As in `TensorFiles`; also of the scales of a tensor."""
         stored, shape, _ = self._place(name)
         return (shape[0], shape[1] // GROUP) if name not in self._places and stored else shape
 
@@ -240,7 +233,7 @@ class GgufModel:
         return self.part(name, tuple(map(range, self.shape(name))))
 
     def has_parts(self, name: str) -> bool:
-        """Whether parts of a tensor can be read: of any."""
+        """True: of any tensor."""
         return True
 
     def part(self, name: str, part: Part) -> np.ndarray:

@@ -12,14 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
-from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.source import Files, Source
-from jspec.checkpoints.tensors import Tensors, is_finite
-from jspec.core.struct import Leaf, map_leaves
+from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import DerivedFiles, TensorFiles, Tensors, is_finite
+from jspec.core.struct import Leaf
 from jspec.models.quantized import Quantized
 from pallas_kernels import packed_matmul
 from pallas_kernels.packed_matmul import E2M1, pack, word_rows
@@ -103,30 +101,18 @@ def _codes(pairs: np.ndarray) -> np.ndarray:
     return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)
 
 
-class Mxfp4Files:
+class Mxfp4Files(DerivedFiles):
     """The tensors of a checkpoint; `X_blocks` and `X_scales` appear as X, [experts, in, out]."""
 
-    def __init__(self, files: Files):
-        self.directory, self._files = files.directory, files
-        names = files.names()
-        self.packed = {name.removesuffix(_BLOCKS) for name in names if name.endswith(_BLOCKS)}
-        """The names X."""
-        self._names = names - {name + end for name in self.packed for end in (_BLOCKS, _SCALES)} | self.packed
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return self._names
+    def __init__(self, files: TensorFiles):
+        packed = {name.removesuffix(_BLOCKS) for name in files.names() if name.endswith(_BLOCKS)}
+        super().__init__(files, packed, (name + end for name in packed for end in (_BLOCKS, _SCALES)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor.
-
-        Raises:
-          CheckpointError: it is missing, or its blocks and scales do not fit together.
-        """
-        if name not in self.packed:
-            return self._files.shape(name)
-        # The blocks and their scales must have matching shapes.
-        blocks, scales = self._files.shape(name + _BLOCKS), self._files.shape(name + _SCALES)
+        """As in `TensorFiles`; blocks and their scales must have matching shapes."""
+        if name not in self.derived:
+            return super().shape(name)
+        blocks, scales = self.stored.shape(name + _BLOCKS), self.stored.shape(name + _SCALES)
         if len(blocks) != 4 or blocks[3] != BLOCK // 2 or scales != blocks[:3]:
             raise CheckpointError(
                 f"{self.directory}: {name}{_BLOCKS} has shape {blocks} and {name}{_SCALES} {scales}; must be (experts, "
@@ -135,23 +121,11 @@ class Mxfp4Files:
         return blocks[0], blocks[2] * BLOCK, blocks[1]
 
     def get(self, name: str) -> np.ndarray:
-        """One tensor; matrices in MXFP4 are widened to float32."""
-        return self.read(name).wide(np.float32) if name in self.packed else self._files.get(name)
-
-    def has_parts(self, name: str) -> bool:
-        """Whether parts of a tensor can be read: not of matrices in MXFP4."""
-        return name not in self.packed
-
-    def part(self, name: str, part: Part) -> np.ndarray:
-        """A copy of a part of a tensor in another format than MXFP4."""
-        return self._files.part(name, part)
+        """As in `TensorFiles`; matrices in MXFP4 are widened to float32."""
+        return self.read(name).wide(np.float32) if name in self.derived else super().get(name)
 
     def read(self, name: str) -> Blocks:
-        """Matrices of `packed`.
-
-        Raises:
-          CheckpointError: they are damaged, or not finite.
-        """
+        """Matrices in MXFP4, which must be finite."""
         self.shape(name)
         pairs, exponents = self._bytes(name + _BLOCKS), self._bytes(name + _SCALES)
         if exponents.max(initial=0) > _MOST_SCALE:
@@ -161,7 +135,7 @@ class Mxfp4Files:
         return Blocks(pairs, exponents)
 
     def _bytes(self, name: str) -> np.ndarray:
-        tensor = self._files.get(name)
+        tensor = self.stored.get(name)
         if tensor.dtype != np.uint8:
             raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be uint8")
         return tensor
@@ -170,13 +144,15 @@ class Mxfp4Files:
 class Mxfp4Tensors(Tensors):
     """Tensors with matrices of experts in MXFP4; linear layers keep them if `weights` is None."""
 
-    def __init__(self, files: Files, dtype: DTypeLike):
+    quantized = True
+
+    def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.stacks = Mxfp4Files(files)
         super().__init__(self.stacks, dtype)
 
     def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
         """One tensor: matrices in MXFP4 as `Blocks`, or in the chosen dtype."""
-        if name not in self.stacks.packed:
+        if name not in self.stacks.derived:
             return super().read(name, *shape, transpose=transpose)
         self.expect(name, *shape)
         self.asked.add(name)
@@ -203,31 +179,16 @@ class Mxfp4Tensors(Tensors):
         """Devices the rows of a matrix are split over; each part is packed alone, and need not fill whole blocks."""
         return 1 if self.placement is None or options.split != -2 else self.placement.size
 
-    def shapes(self, shapes: PyTree) -> PyTree:
-        """As in `Tensors`; the matrices of experts have 4 bits.
-
-        Raises:
-          ValueError: devices would have parts of blocks.
-        """
-        if self.weights is not None:
-            return super().shapes(shapes)
-
-        def stored(options: Leaf, shape: Any) -> Any:
-            if not options.linear or len(shape.shape) != 3:
-                return shape
-            count, width, columns = shape.shape
-            self.check_groups(options, width, BLOCK, packed=False)
-            parts = self._parts_of_rows(options)
-            words: Any = jax.ShapeDtypeStruct((count, parts * word_rows(width // parts), columns), np.int32)
-            scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.uint8)
-            return _quantized(words, scale, width // parts, shape.dtype)
-
-        return map_leaves(stored, shapes)
-
-    @property
-    def keeps_stored(self) -> bool:
-        """As in `Tensors`."""
-        return self.weights is None
+    def stored_shape(self, options: Leaf, shape: jax.ShapeDtypeStruct) -> Any:
+        """As in `Tensors`; the matrices of experts have 4 bits."""
+        if not options.linear or len(shape.shape) != 3:
+            return shape
+        count, width, columns = shape.shape
+        self.check_groups(options, width, BLOCK, packed=False)
+        parts = self._parts_of_rows(options)
+        words: Any = jax.ShapeDtypeStruct((count, parts * word_rows(width // parts), columns), np.int32)
+        scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.uint8)
+        return _quantized(words, scale, width // parts, shape.dtype)
 
 
 def _quantized(words: Any, scale: Any, width: int, dtype: DTypeLike) -> Quantized:

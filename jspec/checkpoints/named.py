@@ -19,7 +19,7 @@ from jspec.checkpoints.live import LiveArray
 from jspec.checkpoints.loading import LoadOptions
 from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
 from jspec.checkpoints.plan import Plan
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import TensorFiles, Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
 from jspec.core.struct import Leaf
 from jspec.models.decoder import Decoder
@@ -29,8 +29,8 @@ _WHERE = Path("arrays")
 """What errors name in the place of a directory."""
 
 
-class _Named:
-    """The arrays, as `TensorFiles`."""
+class _Named(TensorFiles):
+    """The arrays."""
 
     directory = _WHERE
 

@@ -18,10 +18,9 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.safetensors_file import SafetensorFiles
+from jspec.checkpoints.tensors import DerivedFiles, TensorFiles
 
 _NAMES = {
     "compressed": (".weight_packed", ".weight_scale", ".weight_zero_point"),
@@ -86,46 +85,36 @@ def _group_size(method: Fields) -> int | None:
     return None if size in (-1, 0) else size
 
 
-class PackedFiles:
+class PackedFiles(DerivedFiles):
     """The tensors of a checkpoint, in which a packed layer X is `X.weight`, in int8, and `X.weight_scale`.
 
     `X.weight` [out, in] has the values minus their zero points, and `X.weight_scale` is [out, groups].
     """
 
-    def __init__(self, files: SafetensorFiles, packing: Packing):
-        self.directory, self._files, self._packing = files.directory, files, packing
+    def __init__(self, files: TensorFiles, packing: Packing):
+        self._packing = packing
         self._values, self._scales, self._zeros = _NAMES[packing.layout]
-        stored = files.names()
-        layers = {name.removesuffix(self._values) for name in stored if name.endswith(self._values)}
+        layers = {name.removesuffix(self._values) for name in files.names() if name.endswith(self._values)}
         ends = (self._values, self._scales, self._zeros, _SHAPE, _GROUP_OF)
         self._layers = {f"{layer}.weight": layer for layer in layers}
         self._scale_of = {f"{layer}.weight_scale": layer for layer in layers}
-        self._names = stored - {layer + end for layer in layers for end in ends} | {*self._layers, *self._scale_of}
+        sources = (layer + end for layer in layers for end in ends)
+        super().__init__(files, {*self._layers, *self._scale_of}, sources)
 
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return self._names
-
-    def dtype(self, name: str) -> np.dtype | None:
-        """The type of one tensor, without reading it; None: unreadable."""
-        if name in self._layers:
-            return np.dtype(np.int8)
-        return self._files.dtype(self._stored(name))
+    def dtype(self, name: str) -> np.dtype:
+        """As in `TensorFiles`."""
+        return np.dtype(np.int8) if name in self._layers else super().dtype(self._stored(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor.
-
-        Raises:
-          CheckpointError: it is missing, or of no such layer.
-        """
+        """As in `TensorFiles`; a packed layer must be a matrix."""
         if name not in self._layers:
-            stored = self._files.shape(self._stored(name))
+            stored = super().shape(self._stored(name))
             return stored[::-1] if name in self._scale_of and self._packing.layout != "compressed" else stored
         # A matrix is [out, in] and has one word for several values.
         layer, per_word = self._layers[name], 32 // self._packing.bits
         packed = self._packed_shape(layer)
         if self._packing.layout == "compressed":
-            stated = self._files.get(layer + _SHAPE).reshape(-1) if layer + _SHAPE in self._files.names() else ()
+            stated = self.stored.get(layer + _SHAPE).reshape(-1) if layer + _SHAPE in self.stored.names() else ()
             out, width = map(int, stated) if len(stated) == 2 else (packed[0], packed[1] * per_word)
             if (out, -(-width // per_word)) != packed:
                 self._refuse(layer + self._values, f"has shape {packed} for a matrix of shape {(out, width)}")
@@ -135,17 +124,13 @@ class PackedFiles:
         )
 
     def get(self, name: str) -> np.ndarray:
-        """One tensor.
-
-        Raises:
-          CheckpointError: it is missing, or damaged; or groups are not made of successive inputs.
-        """
+        """As in `TensorFiles`; groups must be made of successive inputs."""
         # Scales, in the orientation of the format.
         if name in self._scale_of:
-            scale = self._files.get(self._stored(name))
+            scale = self.stored.get(self._stored(name))
             return scale if self._packing.layout == "compressed" else np.ascontiguousarray(scale.T)
         if name not in self._layers:
-            return self._files.get(name)
+            return super().get(name)
         # Unpack the words, [out, in].
         layer, (out, width) = self._layers[name], self.shape(name)
         self._check_groups(layer, width)
@@ -160,14 +145,6 @@ class PackedFiles:
         if centered.min(initial=0) < -128 or centered.max(initial=0) > 127:
             self._refuse(layer + self._zeros, "has zero points whose distance to the values exceeds 8 bits")
         return centered.astype(np.int8)
-
-    def has_parts(self, name: str) -> bool:
-        """Whether parts of a tensor can be read: not of a packed layer."""
-        return name not in self._layers and name not in self._scale_of
-
-    def part(self, name: str, part: Part) -> np.ndarray:
-        """A copy of a part of an unpacked tensor."""
-        return self._files.part(name, part)
 
     def _zero_points(self, layer: str, out: int, width: int) -> np.ndarray:
         """The zero point of each value, [out, in], or of all of them."""
@@ -198,13 +175,13 @@ class PackedFiles:
         return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
     def _words(self, name: str) -> np.ndarray:
-        words = self._files.get(name)
+        words = self.stored.get(name)
         if words.ndim != 2 or words.dtype not in (np.int32, np.uint32):
             self._refuse(name, f"has dtype {words.dtype} and shape {words.shape}; must be a matrix of 32-bit integers")
         return words.view(np.uint32)
 
     def _packed_shape(self, layer: str) -> tuple[int, int]:
-        shape = self._files.shape(layer + self._values)
+        shape = self.stored.shape(layer + self._values)
         if len(shape) != 2:
             self._refuse(layer + self._values, f"has shape {shape}; must be a matrix")
         return shape[0], shape[1]
@@ -212,10 +189,10 @@ class PackedFiles:
     def _check_groups(self, layer: str, width: int) -> None:
         """Raises if inputs were grouped in another order than theirs, by the size of their activations."""
         name = layer + _GROUP_OF
-        if name not in self._files.names():
+        if name not in self.stored.names():
             return
         size = self._packing.group or width
-        if not np.array_equal(self._files.get(name), np.arange(width) // size):
+        if not np.array_equal(self.stored.get(name), np.arange(width) // size):
             self._refuse(name, "groups inputs that are not successive (desc_act, actorder), which is not supported")
 
     def _stored(self, name: str) -> str:

@@ -1,20 +1,22 @@
 """Files in the format of safetensors (github.com/huggingface/safetensors), read one tensor at a time.
 
-A file starts with the size of its header, which is JSON with the type, the shape and the place of each tensor. Nothing
-in the header is used before it is checked.
+Their library checks the header: the tensors follow each other without gaps to the end of the file. Values are read
+here, in threads and in parts.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jspec.checkpoints.deferred import Part
-from jspec.checkpoints.fields import Fields, read_fields
-from jspec.checkpoints.files import MOST_JSON_BYTES, CheckpointError, find_file, parse_json
+from jspec.checkpoints.fields import read_fields
+from jspec.checkpoints.files import CheckpointError, find_file, parse_json
+from jspec.checkpoints.tensors import TensorFiles
 from jspec.checkpoints.threads import each_block
 
 DTYPES: dict[str, type[np.generic]] = {
@@ -34,10 +36,9 @@ DTYPES: dict[str, type[np.generic]] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
-"""Types in headers; a tensor of another one cannot be read."""
+"""Types of tensors."""
 INDEX = "model.safetensors.index.json"
 """The file with the shard of each tensor."""
-_MOST_DIMENSIONS = 16
 _BLOCK = 2**24
 """Bytes that a thread reads at once."""
 
@@ -45,13 +46,13 @@ _BLOCK = 2**24
 class _Entry(NamedTuple):
     """A tensor in a file. begin, end: its bytes, from the start of the file."""
 
-    dtype: str
+    dtype: np.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
-class SafetensorFiles:
+class SafetensorFiles(TensorFiles):
     """The tensors of model.safetensors, or of its shards; the header of each file is read on first use."""
 
     def __init__(self, directory: Path):
@@ -59,8 +60,6 @@ class SafetensorFiles:
         self._headers: dict[str, dict[str, _Entry]] = {}
         self.weight_map: dict[str, str] | None = None
         """Tensor -> shard; None: there is one file."""
-        self._stored: dict[str, str] = {}
-        """Name -> name in the files, if these differ."""
         index = find_file(directory, INDEX)
         if index is not None:
             files = read_fields(index).required_section("weight_map")
@@ -76,13 +75,7 @@ class SafetensorFiles:
         return sorted({path.name for path in self.directory.glob("*.safetensors")} - files)
 
     def names(self) -> set[str]:
-        """The names of all tensors.
-
-        Raises:
-          CheckpointError: a file is missing or damaged, or two have a tensor of one name.
-        """
-        if self._stored:
-            return set(self._stored)
+        """The names of all tensors; two files must not have tensors of one name."""
         if self.weight_map is None:
             return set(self._header("model.safetensors"))
         # Like transformers, read all tensors of the listed files, even those listed elsewhere or nowhere.
@@ -100,46 +93,32 @@ class SafetensorFiles:
         Raises:
           CheckpointError: two have one name then.
         """
-        self._stored = {
-            name: self._stored.get(old, old) for name, old in by_name(self.names(), spelling, self.directory).items()
+        by_name(self.names(), spelling, self.directory)
+        self._headers = {
+            file: {spelling(name): entry for name, entry in header.items()} for file, header in self._headers.items()
         }
+        if self.weight_map is not None:
+            self.weight_map = {spelling(name): file for name, file in self.weight_map.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it.
-
-        Raises:
-          CheckpointError: it is missing, or its file is missing or damaged.
-        """
+        """As in `TensorFiles`."""
         return self._entry(name).shape
 
-    def dtype(self, name: str) -> np.dtype | None:
-        """The type of one tensor, without reading it; None: one that cannot be read.
-
-        Raises:
-          CheckpointError: as `shape`.
-        """
-        kind = DTYPES.get(self._entry(name).dtype)
-        return None if kind is None else np.dtype(kind)
+    def dtype(self, name: str) -> np.dtype:
+        """As in `TensorFiles`."""
+        return self._entry(name).dtype
 
     def get(self, name: str) -> np.ndarray:
-        """A copy of one tensor as stored.
-
-        Raises:
-          CheckpointError: it is missing or of an unknown type, or its file is missing or damaged.
-        """
+        """As in `TensorFiles`."""
         entry = self._entry(name)
         return self._values(name, entry.begin, entry.end).reshape(entry.shape)
 
     def has_parts(self, name: str) -> bool:
-        """Whether parts of a tensor can be read: of any."""
+        """True: of any tensor."""
         return True
 
     def part(self, name: str, part: Part) -> np.ndarray:
-        """A copy of a part of one tensor as stored; of its bytes only those of the part are copied.
-
-        Raises:
-          CheckpointError: as `get`.
-        """
+        """As in `TensorFiles`; of the bytes of the tensor only those of the part are copied."""
         entry, (first, *others) = self._entry(name), part
         # Nothing.
         if not all(map(len, part)):
@@ -158,12 +137,7 @@ class SafetensorFiles:
 
         mapped: to be copied, as the file may change. Otherwise they are a copy.
         """
-        kind, path = self._entry(name).dtype, self.directory / self._file_of(name)
-        if kind not in DTYPES:
-            raise CheckpointError(
-                f"{path}: the tensor {name!r} has the type {kind!r}: must be one of {', '.join(DTYPES)}"
-            )
-        # Map or read the bytes.
+        path = self.directory / self._file_of(name)
         try:
             if path.stat().st_size < end:
                 raise EOFError
@@ -175,10 +149,9 @@ class SafetensorFiles:
             raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
-        return data.view(DTYPES[kind])
+        return data.view(self.dtype(name))
 
     def _file_of(self, name: str) -> str:
-        name = self._stored.get(name, name)
         if self.weight_map is None:
             return "model.safetensors"
         if name not in self.weight_map:
@@ -186,10 +159,10 @@ class SafetensorFiles:
         return self.weight_map[name]
 
     def _entry(self, name: str) -> _Entry:
-        header, stored = self._header(self._file_of(name)), self._stored.get(name, name)
-        if stored not in header:
+        header = self._header(self._file_of(name))
+        if name not in header:
             raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
-        return header[stored]
+        return header[name]
 
     def _header(self, file: str) -> dict[str, _Entry]:
         if file not in self._headers:
@@ -197,7 +170,7 @@ class SafetensorFiles:
             if path is None:
                 listed = "" if self.weight_map is None else f", which {INDEX} names"
                 raise CheckpointError(f"{self.directory / file}: no such file{listed}")
-            self._headers[file] = _read_header(path)
+            self._headers[file] = dict(_read_header(path))
         return self._headers[file]
 
 
@@ -232,52 +205,28 @@ def _read(path: Path, begin: int, size: int) -> np.ndarray:
     return data
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
-    """The tensors of a file, which together fill it.
+def _read_header(path: Path) -> Iterator[tuple[str, _Entry]]:
+    """The tensors of a file by name.
 
     Raises:
-      CheckpointError: the file is damaged.
+      CheckpointError: the file is damaged, or has a tensor of an unknown type.
     """
-    # The bytes, before anything in them is believed.
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with safe_open(path, "numpy") as tensors, path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MOST_JSON_BYTES):
-                raise CheckpointError(f"{path}: damaged (it has {size} bytes, and a header of {length})")
-            data = file.read(length)
+            parse_json(file.read(length), f"{path}: damaged")  # no name may stand there twice
+            begin = 8 + length
+            for name in tensors.offset_keys():
+                tensor = tensors.get_slice(name)
+                shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+                if kind not in DTYPES:
+                    problem = f"the tensor {name!r} has the type {kind!r}: must be one of {', '.join(DTYPES)}"
+                    raise CheckpointError(f"{path}: {problem}")
+                dtype = np.dtype(DTYPES[kind])
+                end = begin + math.prod(shape) * dtype.itemsize
+                yield name, _Entry(dtype, shape, begin, end)
+                begin = end
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    # The entries, and their places.
-    try:
-        raw = parse_json(data, "header")
-        if not isinstance(raw, dict):
-            raise CheckpointError("header: must be an object")
-        fields = Fields(raw, "header")
-        entries = {name: _read_entry(fields.section(name), 8 + length) for name in raw if name != "__metadata__"}
-        _check_places(entries, 8 + length, size)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: damaged ({error})") from None
-    return entries
-
-
-def _read_entry(fields: Fields, start: int) -> _Entry:
-    most = 2**62
-    dtype, shape = fields.read_text("dtype"), fields.read_ints("shape", most=most, count=_MOST_DIMENSIONS)
-    places = fields.read_ints("data_offsets", most=most, count=2)
-    if len(places) != 2:
-        raise fields.wrong("data_offsets", list(places), "must be two offsets")
-    begin, end = places
-    if dtype in DTYPES and math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize != end - begin:
-        raise fields.wrong("shape", list(shape), f"must have {end - begin} bytes of {dtype}")
-    return _Entry(dtype, shape, start + begin, start + end)
-
-
-def _check_places(entries: dict[str, _Entry], start: int, size: int) -> None:
-    """Raises unless the tensors follow each other without gaps from `start` to the end of the file."""
-    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if entry.begin != start or entry.end < start:
-            raise CheckpointError(f"{name} is at {entry.begin} to {entry.end} and must start at {start}")
-        start = entry.end
-    if start != size:
-        raise CheckpointError(f"the tensors end at {start}, but the file has {size} bytes")

@@ -16,7 +16,6 @@ import jax
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from jspec.checkpoints.deferred import Deferred, Part
 from jspec.checkpoints.fields import Fields, refuse
@@ -24,10 +23,9 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_model import GROUP
 from jspec.checkpoints.kv_scales import is_known
 from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_gptq, parse_group
-from jspec.checkpoints.safetensors_file import SafetensorFiles
-from jspec.checkpoints.source import Files, Source
-from jspec.checkpoints.tensors import HEAD, Tensors
-from jspec.core.struct import Leaf, map_leaves
+from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import HEAD, TensorFiles, Tensors
+from jspec.core.struct import Leaf
 from jspec.models.quantized import ZERO, Quantized
 from pallas_kernels.packed_matmul import BLOCK, STRIDE, pack, word_rows
 
@@ -162,8 +160,8 @@ def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
     scheme = parse_scheme(source.config)
     if scheme is None:
         return Tensors(source.safetensors, dtype)
-    files = source.safetensors
-    if scheme.packing is not None and isinstance(files, SafetensorFiles):
+    files: TensorFiles = source.safetensors
+    if scheme.packing is not None and scheme.packing.layout != "gguf":
         files = PackedFiles(files, scheme.packing)
     return ScaledTensors(files, dtype, scheme)
 
@@ -273,9 +271,11 @@ def _part(argument: Any, half: int) -> Any:
 class ScaledTensors(Tensors):
     """Tensors with 8-bit matrices and their scales; linear layers keep both if `weights` is None."""
 
-    def __init__(self, files: Files | PackedFiles, dtype: DTypeLike, scheme: Scheme):
+    quantized = True
+
+    def __init__(self, files: TensorFiles, dtype: DTypeLike, scheme: Scheme):
         super().__init__(files, dtype)
-        self.scheme, self.headers = scheme, files
+        self.scheme = scheme
         if scheme.spare is not None:
             self.asked |= {name for name in files.names() if name.endswith(scheme.spare)}
 
@@ -292,7 +292,7 @@ class ScaledTensors(Tensors):
 
     def is_narrow(self, name: str) -> bool:
         """Whether a tensor is an 8-bit matrix."""
-        return self.headers.dtype(name) == self.scheme.kind
+        return self.files.dtype(name) == self.scheme.kind
 
     def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
         """One tensor: an 8-bit matrix with its scales, or in the chosen dtype."""
@@ -332,39 +332,24 @@ class ScaledTensors(Tensors):
         """What each part has, as arrays of their own."""
         return [super(ScaledTensors, self).put(options, arrays) for arrays in zip(*parts, strict=True)]
 
-    def shapes(self, shapes: PyTree) -> PyTree:
-        """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too.
-
-        Raises:
-          ValueError: devices would have parts of groups.
-        """
-        if self.weights is not None:
-            return super().shapes(shapes)
-
-        def stored(options: Leaf, leaf: Any) -> Any:
-            if not options.linear or (options.name == "lm_head" and not self._head_is_narrow()):
-                return leaf
-            *stack, width, columns = leaf.shape
-            group, packed = self.scheme.group(width), self.scheme.stays_packed(leaf.shape)
-            if packed or group is not None:
-                self.check_groups(options, width, group, packed=packed)
-            groups = (*stack, -(-width // (group or width)), columns)
-            scale: Any = jax.ShapeDtypeStruct(groups, np.float32)
-            narrow: Any = jax.ShapeDtypeStruct(leaf.shape, self.scheme.kind)
-            weight = Quantized(narrow, scale, np.dtype(leaf.dtype), group)
-            if not packed:
-                return weight
-            assert self.scheme.packing is not None
-            words: Any = jax.ShapeDtypeStruct((*stack, word_rows(width), columns), np.int32)
-            zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
-            return dataclasses.replace(weight, narrow=words, zero=zero, filling=-width % BLOCK)
-
-        return map_leaves(stored, shapes)
-
-    @property
-    def keeps_stored(self) -> bool:
-        """As in `Tensors`."""
-        return self.weights is None
+    def stored_shape(self, options: Leaf, shape: jax.ShapeDtypeStruct) -> Any:
+        """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too."""
+        if not options.linear or (options.name == "lm_head" and not self._head_is_narrow()):
+            return shape
+        *stack, width, columns = shape.shape
+        group, packed = self.scheme.group(width), self.scheme.stays_packed(shape.shape)
+        if packed or group is not None:
+            self.check_groups(options, width, group, packed=packed)
+        groups = (*stack, -(-width // (group or width)), columns)
+        scale: Any = jax.ShapeDtypeStruct(groups, np.float32)
+        narrow: Any = jax.ShapeDtypeStruct(shape.shape, self.scheme.kind)
+        weight = Quantized(narrow, scale, np.dtype(shape.dtype), group)
+        if not packed:
+            return weight
+        assert self.scheme.packing is not None
+        words: Any = jax.ShapeDtypeStruct((*stack, word_rows(width), columns), np.int32)
+        zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
+        return dataclasses.replace(weight, narrow=words, zero=zero, filling=-width % BLOCK)
 
     def _head_is_narrow(self) -> bool:
         return HEAD in self.names() and self.is_narrow(HEAD)

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
@@ -14,8 +13,7 @@ from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.gguf_model import GgufModel
 from jspec.checkpoints.safetensors_file import INDEX, SafetensorFiles, by_name
-
-Files: TypeAlias = SafetensorFiles | GgufModel
+from jspec.checkpoints.tensors import TensorFiles
 
 
 class Source:
@@ -30,7 +28,7 @@ class Source:
     def __init__(self, directory: str | Path, name: str | None = None):
         self.directory, self.name = Path(directory), name or str(directory)
         if is_gguf(self.directory):
-            self.safetensors = GgufModel(self.directory)
+            self.files = self.safetensors = GgufModel(self.directory)
             self.config = self.safetensors.config
             return
         if not self.directory.is_dir():
@@ -39,7 +37,7 @@ class Source:
         """The values of config.json."""
 
     @cached_property
-    def safetensors(self) -> Files:
+    def safetensors(self) -> "SafetensorFiles | GgufModel":
         """The tensors in model.safetensors or its shards, or in a GGUF file; warns about other files."""
         files = SafetensorFiles(self.directory)
         unread, single = files.unread(), files.weight_map is None
@@ -51,21 +49,21 @@ class Source:
         return files
 
     @cached_property
-    def files(self) -> "Files | TorchFile":
+    def files(self) -> "SafetensorFiles | GgufModel | TorchFile":
         """The tensors in model.safetensors or its shards, otherwise those in pytorch_model.bin.
 
         Raises:
           CheckpointError: neither exists, or a file is damaged.
         """
-        if self.safetensors.exists():
-            return self.safetensors
+        if isinstance(files := self.safetensors, GgufModel) or files.exists():
+            return files
         path = find_file(self.directory, "pytorch_model.bin")
         if path is None:
             raise CheckpointError(f"{self.directory}: contains neither model.safetensors nor pytorch_model.bin")
         return TorchFile(path)
 
 
-class TorchFile:
+class TorchFile(TensorFiles):
     """The tensors of a pytorch_model.bin."""
 
     def __init__(self, path: Path):
@@ -78,7 +76,7 @@ class TorchFile:
         self.saved: dict[str, np.ndarray] = saved
 
     def names(self) -> set[str]:
-        """The names of all tensors."""
+        """As in `TensorFiles`."""
         return set(self.saved)
 
     def rename(self, spelling: Callable[[str], str]) -> None:
@@ -86,8 +84,12 @@ class TorchFile:
         self.saved = {name: self.saved[other] for name, other in by_name(self.saved, spelling, self.directory).items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor."""
+        """As in `TensorFiles`."""
         return self._view(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """As in `TensorFiles`."""
+        return self._view(name).dtype
 
     def get(self, name: str) -> np.ndarray:
         """A copy of one tensor, as an array on a CPU could keep using the memory-mapped file."""

@@ -1,10 +1,10 @@
 """The tensors of a checkpoint: checked against config.json and converted as they are read, one at a time."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -42,47 +42,73 @@ _BLOCK_BYTES = 2**23
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
 
 
-class TensorFiles(Protocol):
-    """The tensors in the files of a checkpoint, by name."""
+class TensorFiles:
+    """The tensors in the files of a checkpoint, by name.
+
+    All methods raise CheckpointError if a tensor or a file is missing or damaged.
+    """
 
     directory: Path
 
     def names(self) -> set[str]:
         """The names of all tensors."""
-        ...
+        raise NotImplementedError
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it.
+        """The shape of one tensor, without reading it."""
+        raise NotImplementedError
 
-        Raises:
-          CheckpointError: it is missing.
-        """
-        ...
+    def dtype(self, name: str) -> np.dtype:
+        """The type of one tensor, without reading it."""
+        raise NotImplementedError
 
     def get(self, name: str) -> np.ndarray:
-        """A copy of one tensor as stored.
-
-        Raises:
-          CheckpointError: it is missing, or of an unknown type.
-        """
-        ...
-
-
-@runtime_checkable
-class PartialFiles(Protocol):
-    """Tensors in files with readable parts."""
+        """A copy of one tensor as stored."""
+        raise NotImplementedError
 
     def has_parts(self, name: str) -> bool:
         """Whether parts of this tensor can be read."""
-        ...
+        return False
 
     def part(self, name: str, part: Part) -> np.ndarray:
-        """A copy of a part of one tensor as stored; of its bytes only those of the part are copied.
+        """A copy of a part of one tensor as stored, if it has parts."""
+        raise NotImplementedError
 
-        Raises:
-          CheckpointError: it is missing, or of an unknown type.
-        """
-        ...
+
+class DerivedFiles(TensorFiles):
+    """The tensors of a checkpoint, some of which are made of others as they are read.
+
+    derived: the names of these.
+    sources: the tensors they are made of, which have no name here.
+    """
+
+    def __init__(self, files: TensorFiles, derived: Iterable[str], sources: Iterable[str]):
+        self.directory, self.stored, self.derived = files.directory, files, {*derived}
+        self._names = files.names() - {*sources} | self.derived
+
+    def names(self) -> set[str]:
+        """As in `TensorFiles`."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As in `TensorFiles`."""
+        return self.stored.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """As in `TensorFiles`."""
+        return self.stored.dtype(name)
+
+    def get(self, name: str) -> np.ndarray:
+        """As in `TensorFiles`."""
+        return self.stored.get(name)
+
+    def has_parts(self, name: str) -> bool:
+        """As in `TensorFiles`."""
+        return name not in self.derived and self.stored.has_parts(name)
+
+    def part(self, name: str, part: Part) -> np.ndarray:
+        """As in `TensorFiles`."""
+        return self.stored.part(name, part)
 
 
 class Tensors:
@@ -101,6 +127,8 @@ class Tensors:
 
     checks_values: bool = True
     """Whether NaN and infinity are errors."""
+    quantized: bool = False
+    """Whether the files have matrices of few bits."""
 
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
@@ -188,14 +216,12 @@ class Tensors:
 
     def defers(self, name: str) -> bool:
         """Whether `read` leaves a tensor in its file until it is put on devices, maybe in parts."""
-        if not isinstance(self.files, PartialFiles):
-            return False
         return self.files.has_parts(name) and self.files.shape(name) != ()
 
     def reader(self, name: str) -> Callable[[Part], np.ndarray]:
         """A function that reads a part of what `get` reads, in these files."""
         self.asked.add(name)
-        if isinstance(self.files, PartialFiles) and self.files.has_parts(name):
+        if self.files.has_parts(name):
             return partial(self.files.part, name)
         whole = self.files.get(name)
         return lambda part: whole[tuple(slice(indices.start, indices.stop, indices.step) for indices in part)]
@@ -271,8 +297,23 @@ class Tensors:
         Raises:
           ValueError: devices would have parts of groups.
         """
+        if self.keeps_stored:
+            return map_leaves(self.stored_shape, shapes)
         map_leaves(lambda options, shape: self.check_devices(options, shape.shape), shapes)
         return quantize_shapes(shapes, self.weights)
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether quantized matrices are placed as they are stored, and none is quantized as it is read."""
+        return self.quantized and self.weights is None
+
+    def stored_shape(self, options: Leaf, shape: jax.ShapeDtypeStruct) -> Any:
+        """The shape of a weight in the format of the files.
+
+        Raises:
+          ValueError: devices would have parts of groups.
+        """
+        return shape
 
     def held(self, shapes: PyTree) -> PyTree:
         """The weights on one device, as shapes. shapes: as those of `shapes`."""
@@ -286,11 +327,6 @@ class Tensors:
         """
         held = self.held(shapes)
         return held if self.keeps_stored else (held, largest_matrix(held))
-
-    @property
-    def keeps_stored(self) -> bool:
-        """Whether quantized matrices are placed as they are stored, and none is quantized as it is read."""
-        return False
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
         """An array to be filled with what has been read, in the chosen dtype. like: one of the tensors to be read."""

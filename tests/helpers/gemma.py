@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from jspec.checkpoints import gemma4
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import TensorFiles, Tensors
 from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
 from jspec.models.moe import Routed
 from jspec.models.rope import ProportionalRope, Rope
@@ -29,7 +29,7 @@ class RandomTensors(Tensors):
     """A checkpoint that has a random tensor of any name and shape."""
 
     def __init__(self, seed):
-        self.files, self.directory, self.dtype, self.asked = None, "nowhere", np.float32, set()
+        self.files, self.directory, self.dtype, self.asked = TensorFiles(), "nowhere", np.float32, set()
         self.seed = seed
 
     def names(self):
