@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import recorded
-import traffic
 from jax.profiler import ProfileData
 
 import jspec
-from jspec.bench import report
+from jspec.bench import report, traffic
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.bench.presets import PRESETS

@@ -1,4 +1,4 @@
-"""The parser of all commands, and `main`, which turns invalid input into one line and a status."""
+"""The parser of all commands, and `main`: it turns invalid input into one line and a status."""
 
 import argparse
 import io
@@ -8,20 +8,22 @@ from collections.abc import Sequence
 
 import jax
 
-from jspec.cli import bench, doctor, evaluate, generate, serve
+from jspec.cli import bench, bench_load, doctor, evaluate, generate, serve
 from jspec.cli.arguments import Parser, in_options, printable
 from jspec.core import interrupt, package
 from jspec.loading.startup import enable_compilation_cache
 
+LOAD = "--load"
+"""Makes another command of `jspec bench`."""
 _NOT_OPTIONS = ("arguments", "program", "run")
-"""Attributes of the parsed arguments that no user types."""
+"""Attributes of the parsed arguments, typed by no user."""
 
 
 def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -> int:
     """Runs a command; returns its exit status. Invalid input exits with status 2 and one line on standard error.
 
-    parser: of another program, see `jspec.cli.arguments.set_options`; None: that of `jspec`.
-    arguments: None: those of the process, which also enables the compilation cache. A program that passes arguments
+    parser: of another program, see `jspec.cli.arguments.set_options`; None: `jspec`.
+    arguments: None: those of the process, which also enables the compilation cache. A program with arguments
       keeps its own JAX configuration.
     """
     as_process = arguments is None
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(prog="jspec", description="Speculative decoding for JAX.")
     version = f"jspec {package.VERSION}, jax {jax.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="print the version, and that of JAX")
+    parser.add_argument("--version", action="version", version=version, help="print the versions of jspec and JAX")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     # The commands, in the order of the help.
     generate.add_command(commands)
@@ -73,6 +75,8 @@ def _run(arguments: list[str], options: argparse.Namespace, parser: Parser | Non
     """Parses into `options` and runs the command."""
     if parser is None and arguments[:1] == ["train"]:
         return _run_train(arguments[1:])
+    if parser is None and arguments[:1] == ["bench"] and LOAD in arguments:
+        parser, arguments = bench_load.parser(), [argument for argument in arguments[1:] if argument != LOAD]
     program = parser or build_parser()
     program.parse_args(arguments, options)
     options.arguments, options.program = arguments, program.prog
@@ -101,14 +105,14 @@ def _as_text(argument: str) -> str:
 
 
 def _escape_what_the_terminal_cannot_show() -> None:
-    """Text that the encoding of the locale lacks is written as escapes, where it would be an error."""
+    """Text outside of the encoding of the locale is written as escapes, where it would be an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:
-    """Python flushes its streams when it ends, which must not fail again."""
+    """Python flushes its streams when it ends; this must not fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

@@ -1,7 +1,8 @@
 """Measures rounds at a model's true shape, and where their time goes.
 
 Weights are random, and a given number of draft tokens is accepted whether they are right or not, so the results depend
-on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed.
+on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed. With --load,
+many requests go through jspec.Engine instead: see jspec bench --load --help.
 """
 
 import dataclasses

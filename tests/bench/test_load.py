@@ -1,24 +1,23 @@
-"""`benchmarks/load.py`: the load, what is counted of it, and the command as a user types it."""
+"""`jspec bench --load`: the load, what is counted of it, and the command as a user types it."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import jax
-import load
 import pytest
 import recorded
-import traffic
-from traffic import LoadResult, LoadRun
 
-from jspec.bench import machine
+from jspec import cli
+from jspec.bench import load_report, machine, traffic
 from jspec.bench.presets import PRESETS
 from jspec.bench.subject import Subject
+from jspec.bench.traffic import LoadResult, LoadRun
 from jspec.loading import startup
 from jspec.runner.request import EngineError
 
 
 def run(capsys, *arguments):
-    status = load.main([*map(str, arguments)])
+    status = cli.main(["bench", "--load", *map(str, arguments)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -100,10 +99,10 @@ def test_programs_that_are_compiled_are_counted():
 
 def report_of(*results):
     here = machine.Environment("2026-01-02T03:04:05+00:00", None, None, "1", None, "NVIDIA H1", 1, "", None)
-    return load.LoadReport(
+    return load_report.LoadReport(
         model="m",
         dtype="bfloat16",
-        command="python benchmarks/load.py",
+        command="jspec bench --load",
         environment=here,
         settings={
             "drafter": "eagle",
@@ -123,7 +122,7 @@ def report_of(*results):
 def test_a_table_and_lines_of_runs():
     slower = dataclasses.replace(RUN, seconds=3.0, rounds=60)
     out = report_of(LoadResult("chain", 4, [RUN, slower, RUN]), LoadResult("plain", 4, problem="no room"))
-    headline, heading, cells, problem = load.table(out).splitlines()
+    headline, heading, cells, problem = load_report.table(out).splitlines()
     assert headline == (
         "m: 8.03 B parameters + eagle draft of 424.70 M, bfloat16, imposed acceptance; NVIDIA H1, jax 1; 256 requests "
         "of 84,345 prompt and 48,502 output tokens in all"
@@ -131,7 +130,7 @@ def test_a_table_and_lines_of_runs():
     assert len(heading) == len(cells) and heading.split()[:3] == ["mode", "slots", "tokens/s"]
     assert cells.split() == "chain 4 150.0 2.00 50 60% 500.0 1500.0 10.0 20.0 3".split()
     assert problem == "plain 4: no room"
-    *lines, missing = load.lines(out)
+    *lines, missing = load_report.lines(out)
     assert (missing.mode, missing.values, missing.note) == ("plain", [], "no room")
     assert "drafter" not in missing.settings and missing.settings["output_tokens"] == 48_502
     assert {line.metric: list(line.values) for line in lines} == {

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import toy
 from fake_device import READ, ROUND, FakeGroup
-from traffic import _gaps
 
 import jspec
+from jspec.bench.traffic import _gaps
 from jspec.drafters import Adaptive, Ngram
 from jspec.engine.metrics import SECONDS, TOKENS, Histogram, Metrics
 from jspec.engine.pages import Pages
