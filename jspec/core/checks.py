@@ -25,15 +25,15 @@ def check_int(name: str, value: object, *, least: int, most: int | None = None, 
       TypeError: not an int.
       ValueError: out of bounds.
     """
-    shown = _shown(name, value, owner)
+    argument = shown(name, value, owner)
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:  # also of an array of floats or of several elements, and of a traced one
         number = None
     if number is None:
-        raise TypeError(f"{shown}: must be an int")
+        raise TypeError(f"{argument}: must be an int")
     if number < least or (most is not None and number > most):
-        raise ValueError(f"{shown}: must be {_range(least, most)}")
+        raise ValueError(f"{argument}: must be {_range(least, most)}")
     return number
 
 
@@ -61,17 +61,17 @@ def check_number(
       TypeError: not a number.
       ValueError: NaN, infinite, or out of bounds in that precision.
     """
-    shown = _shown(name, value, owner)
+    argument = shown(name, value, owner)
     exact = _as_float(value)
     if exact is None:
-        raise TypeError(f"{shown}: must be a number")
+        raise TypeError(f"{argument}: must be a number")
     bounds = valid or _range(least, most, above)
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(dtype(exact))
     # A finite value loses its meaning if it becomes infinite, 0 or subnormal.
     if math.isfinite(exact) and (math.isinf(rounded) or (exact != 0 and abs(rounded) < float(np.finfo(dtype).tiny))):
         kind = "infinite" if math.isinf(rounded) else "0"
-        raise ValueError(f"{shown}: must be {bounds} (it is {kind} in {np.dtype(dtype)})")
+        raise ValueError(f"{argument}: must be {bounds} (it is {kind} in {np.dtype(dtype)})")
     good = (
         math.isfinite(rounded)
         and (least is None or rounded >= float(dtype(least)))
@@ -79,7 +79,7 @@ def check_number(
         and (most is None or rounded <= float(dtype(most)))
     )
     if not good:
-        raise ValueError(f"{shown}: must be {bounds}")
+        raise ValueError(f"{argument}: must be {bounds}")
     return exact
 
 
@@ -94,7 +94,7 @@ def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> 
     if isinstance(value, np.ndarray) and value.ndim:
         return value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
-        raise TypeError(f"{_shown(name, value, owner)}: must be {items}")
+        raise TypeError(f"{shown(name, value, owner)}: must be {items}")
     return value
 
 
@@ -136,7 +136,7 @@ def check_flag(name: str, value: object, *, owner: str = "") -> bool:
       TypeError: neither Python's nor NumPy's bool.
     """
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{_shown(name, value, owner)}: must be True or False")
+        raise TypeError(f"{shown(name, value, owner)}: must be True or False")
     return bool(value)
 
 
@@ -148,13 +148,13 @@ def check_text(name: str, value: object, *, owner: str = "") -> str:
       ValueError: it has lone surrogates.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{_shown(name, value, owner)}: must be a str")
+        raise TypeError(f"{shown(name, value, owner)}: must be a str")
     try:
         if not value.isascii():
             value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{_shown(name, value, owner)}: position {error.start} is a lone surrogate; must be valid Unicode"
+            f"{shown(name, value, owner)}: position {error.start} is a lone surrogate; must be valid Unicode"
         ) from None
     return value
 
@@ -188,7 +188,7 @@ def _as_float(value: object) -> float | None:
         return None
 
 
-def _shown(name: str, value: object, owner: str) -> str:
+def shown(name: str, value: object, owner: str) -> str:
     """An argument and its value, for messages."""
     text = shorten(value)
     return f"{owner}({name}={text})" if owner else f"{name}={text}"

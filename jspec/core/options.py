@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspec.core.checks import check_flag, check_int, check_number, check_sequence, shorten
+from jspec.core.checks import check_flag, check_int, check_number, check_sequence, shown
 
 _KEY = "option"
 LONGER = {"window": "draft_window"}
@@ -119,9 +119,9 @@ def _check(name: str, value: object, kind: type, spec: Option, owner: str) -> ob
     if kind is float:
         return check_number(name, value, owner=owner, **spec.bounds)  # pyright: ignore[reportArgumentType]
     if not isinstance(value, str | Path):
-        raise TypeError(f"{name}={shorten(value)}: must be a str")
+        raise TypeError(f"{shown(name, value, owner)}: must be a str")
     if spec.choices and value not in spec.choices:
-        raise ValueError(f"{name}={shorten(value)}: must be one of {', '.join(spec.choices)}")
+        raise ValueError(f"{shown(name, value, owner)}: must be one of {', '.join(spec.choices)}")
     return value
 
 
@@ -135,7 +135,6 @@ def typed(values: Any, name: str) -> str:
     value = getattr(values, name)
     if value is True:
         return option_of(name)
-    shown = (
-        " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
-    )
-    return f"{option_of(name)} {shown}"
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    return f"{option_of(name)} {value:g}" if isinstance(value, float) else f"{option_of(name)} {value}"

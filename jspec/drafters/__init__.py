@@ -6,6 +6,7 @@ from collections.abc import Callable
 from jspec.core.checks import shorten
 from jspec.core.types import DRAFTER_PARTS, Drafter
 from jspec.drafters.adaptive import WITHOUT_DRAFT, Adaptive
+from jspec.drafters.base import check_drafter
 from jspec.drafters.block import Block
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
@@ -91,9 +92,5 @@ def resolve(drafter: str | Drafter | None) -> Drafter:
         if drafter not in DRAFTERS:
             raise ValueError(f"drafter={shorten(drafter)} is unknown; valid names are {', '.join(sorted(DRAFTERS))}")
         return DRAFTERS[drafter]()
-    if isinstance(drafter, type):
-        raise TypeError(f"drafter={drafter.__name__} is not a drafter: give an object, not a class")
-    missing = [name for name in DRAFTER_PARTS if name not in dir(drafter)]
-    if missing:
-        raise TypeError(f"drafter={type(drafter).__name__} is not a drafter: it has no {', '.join(missing)}")
+    check_drafter("drafter", drafter)
     return drafter

@@ -11,21 +11,13 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jspec.core import optional, tree
-from jspec.core.checks import check_flag, check_int, check_number, shorten
+from jspec.core.checks import check_int, check_number, shorten
+from jspec.core.options import check_options, option
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
-from jspec.core.types import (
-    DRAFTER_PARTS,
-    Committed,
-    DecodeState,
-    Drafter,
-    DraftNeeds,
-    DraftTree,
-    Params,
-    Target,
-)
+from jspec.core.types import Committed, DecodeState, Drafter, DraftNeeds, DraftTree, Params, Target
 from jspec.drafters import policy
-from jspec.drafters.base import bound, set_checked
+from jspec.drafters.base import bound, check_drafter, set_checked
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.table import PROPOSING
@@ -83,31 +75,24 @@ class Adaptive:
 
     drafters: Any = None
     costs: Any = None
-    rate: float = 0.1
-    prior: float = 0.7
-    hysteresis: float = 0.03
-    probe: int = 32
-    watch: bool = True
-    urgency: float = 12.0
-    one_depth: bool = False
+    rate: float = option(0.1, least=0.0, most=1.0)
+    prior: float = option(0.7, least=0.0, most=1.0)
+    hysteresis: float = option(0.03, least=0.0)
+    probe: int = option(32, least=2)
+    watch: bool = option(True)
+    urgency: float = option(12.0, least=0.0)
+    one_depth: bool = option(False)
     target: Target | None = None
 
     def __post_init__(self):
-        if self.drafters is not None:
-            set_checked(self, drafters=_check_drafters(self.drafters))
-        set_checked(
-            self,
-            costs=_check_costs(self.costs),
-            rate=check_number("rate", self.rate, least=0.0, most=1.0, owner="Adaptive"),
-            prior=check_number("prior", self.prior, least=0.0, most=1.0, owner="Adaptive"),
-            hysteresis=check_number("hysteresis", self.hysteresis, least=0.0, owner="Adaptive"),
-            probe=check_int("probe", self.probe, least=2, owner="Adaptive"),
-            watch=check_flag("watch", self.watch, owner="Adaptive"),
-            urgency=check_number("urgency", self.urgency, least=0.0, owner="Adaptive"),
-            one_depth=check_flag("one_depth", self.one_depth, owner="Adaptive"),
-        )
-        if self.drafters is not None and self.costs is not None:
-            _check_count(self.costs, len(self.drafters))
+        check_options(self, "Adaptive")
+        drafters = None if self.drafters is None else _check_drafters(self.drafters)
+        costs = None if self.costs is None else _check_costs(self.costs)
+        if drafters is not None and costs is not None and len(costs[0][1]) != len(drafters):
+            raise ValueError(
+                f"Adaptive: costs of {len(costs[0][1])} drafters; must be those of the {len(drafters)} in `drafters`"
+            )
+        set_checked(self, drafters=drafters, costs=costs)
 
     # The drafters
 
@@ -154,13 +139,10 @@ class Adaptive:
             drafters = _defaults(target, draft)
         else:
             drafters = [drafter.bind(target, draft) for drafter in self.drafters]
-        drafters = _check_drafters(drafters)
         # Drafters share the captured hidden states.
         layers = {drafter.capture_layers for drafter in drafters if drafter.capture_layers}
         if len(layers) > 1:
             raise ValueError(f"Adaptive: its drafters read different layers of the target, {sorted(layers)}")
-        if self.costs is not None:
-            _check_count(self.costs, len(drafters))
         return dataclasses.replace(self, drafters=drafters, target=target)
 
     def adapt(self, needs: DraftNeeds) -> "Adaptive":
@@ -383,11 +365,8 @@ def _check_drafters(drafters: object) -> tuple[Drafter, ...]:
     if not isinstance(drafters, Sequence) or isinstance(drafters, str):
         raise TypeError(f"Adaptive(drafters={shorten(drafters)}): must be a list of drafters, or None")
     checked = tuple(Plain() if drafter is None else drafter for drafter in drafters)
-    for drafter in checked:
-        missing = [name for name in DRAFTER_PARTS if name not in dir(drafter)]
-        if isinstance(drafter, type) or missing:
-            shown = drafter.__name__ if isinstance(drafter, type) else shorten(drafter)
-            raise TypeError(f"Adaptive: drafters contains {shown}, which is not a drafter: give objects, or None")
+    for index, drafter in enumerate(checked):
+        check_drafter(f"Adaptive: drafters[{index}]", drafter)
         if hasattr(type(drafter), "branches"):
             raise ValueError("Adaptive: drafters contains a drafter that chooses among others itself")
     if not 2 <= len(checked) <= MOST:
@@ -402,14 +381,12 @@ Costs = tuple[tuple[int, tuple[float, ...]], ...]
 """Batch and costs, by ascending batch."""
 
 
-def _check_costs(costs: object) -> Costs | None:
+def _check_costs(costs: object) -> Costs:
     """The table of costs as a tuple.
 
     Raises:
       TypeError, ValueError: not such a table.
     """
-    if costs is None:
-        return None
     # Rows of (batch, costs).
     if isinstance(costs, Mapping):
         rows = list(costs.items())
@@ -427,9 +404,3 @@ def _check_costs(costs: object) -> Costs | None:
     if not table or len({len(row) for row in table.values()}) != 1:
         raise ValueError(f"Adaptive: costs={shorten(costs)}: must be one cost for each drafter in every batch")
     return tuple(sorted(table.items()))
-
-
-def _check_count(costs: Costs, count: int) -> None:
-    """Raises ValueError unless there are costs for this number of drafters."""
-    if len(costs[0][1]) != count:
-        raise ValueError(f"Adaptive: costs of {len(costs[0][1])} drafters; must be those of the {count} in `drafters`")

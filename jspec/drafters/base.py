@@ -1,14 +1,18 @@
-"""Base of drafters with a draft model: their options, checks of `bind`, and optional members."""
+"""Bases of drafters: the options, the checks and the optional members that several have in common."""
 
 import dataclasses
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.window import within
-from jspec.core.checks import check_flag, check_int
 from jspec.core.grow import Shape
-from jspec.core.types import Drafter, DraftNeeds, Target
+from jspec.core.options import check_options, option
+from jspec.core.propose import propose
+from jspec.core.types import DRAFTER_PARTS, Committed, DecodeState, Drafter, DraftNeeds, Params, Proposal, Target
 from jspec.models.draft import WindowedDraft
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 
@@ -29,6 +33,16 @@ def bound(drafter: object, part: T | None) -> T:
     return part
 
 
+def check_drafter(name: str, drafter: object) -> None:
+    """Raises TypeError unless `drafter` is one. name: of the argument, for the message."""
+    if isinstance(drafter, type):
+        raise TypeError(f"{name}={drafter.__name__} is not a drafter: give an object, not a class")
+    # Not `hasattr`, which would evaluate `capture_layers`, and that may raise before `bind`.
+    missing = [part for part in DRAFTER_PARTS if part not in dir(drafter)]
+    if missing:
+        raise TypeError(f"{name}={type(drafter).__name__} is not a drafter: it has no {', '.join(missing)}")
+
+
 def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
     """Checks the width of trees against an acceptance rule.
 
@@ -40,40 +54,81 @@ def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
         raise ValueError(f"accept='block' judges chains only: give {name} width=1, or use another rule")
 
 
-class ModelDrafter:
-    """Base of `Eagle`, `Block`, `Standalone`, `Mtp` and `FrozenKvMtp`.
+class TokenDrafter:
+    """Base of `Plain`, `Ngram` and `Suffix`, which work with any target and need no weights.
 
-    Subclasses are frozen dataclasses with some of these options, and with `target` and `model`, set by `bind`. Of the
-    optional members of drafters (`jspec.core.optional`) it has `adapt`, `shares` and `further`.
+    Subclasses are frozen dataclasses of options. Unless they override it, they have no state.
+    """
+
+    capture_layers = ()
+
+    def __post_init__(self):
+        check_options(self, type(self).__name__)
+
+    def bind(self, target: Target, draft: object) -> Self:
+        """Works with any target."""
+        return self
+
+    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Any:
+        """No state."""
+        return None
+
+    def extend(self, params: Params, s: DecodeState, committed: Committed) -> Any:
+        """No-op."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(Generic[M]):
+    """Base of the drafters with a draft model, and the options of all of them.
+
+    Of the optional members of drafters (`jspec.core.optional`) it has `adapt`, `shares`, `further` and `resume`.
+
+    depth: tokens of the longest chain, from 1 to 64.
+    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
+    num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
+    sampled: sample the drafts from the draft's own distribution, as "rejection" and "block" need.
+    target, model: the configurations of the target and of the draft; set by `bind`.
     """
 
     depth: Any
-    width: int
-    num_nodes: int | None
-    sampled: bool
-    window: int | None = None
-    keep_first: int = 0
-    target: Any = None
-    model: Any = None
+    width: int = 1
+    num_nodes: int | None = None
+    sampled: bool = option(False)
+    target: Target | None = None
+    model: M | None = None
 
-    shared_options: ClassVar[tuple[str, ...]] = ("target", "model", "sampled", "window", "keep_first")
+    shared_options: ClassVar[tuple[str, ...]] = ("target", "model", "sampled")
     """Options that must be equal for `draft` to work with the state of another drafter of the class."""
     further: ClassVar[int] = 0
     """No extra rows: as many as in the target's cache."""
+
+    def __post_init__(self):
+        name = type(self).__name__
+        check_options(self, name)
+        if self.depth is None:  # `bind` sets the depth, and so checks the number of nodes.
+            set_checked(self, width=Shape.checked(name, 1, self.width, None).width)
+        else:
+            set_checked(self, **vars(Shape.checked(name, self.depth, self.width, self.num_nodes)))
 
     @property
     def shape(self) -> Shape:
         """The shape of its trees."""
         return Shape(self.depth, self.width, self.num_nodes)
 
-    def seen(self, cache: Any) -> Any:
-        """The part of its cache visible to the draft."""
-        return within(cache, self.window, self.keep_first)
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Layers of the target read by the draft: the hidden state after the final norm.
+
+        Raises:
+          ValueError: before `bind`.
+        """
+        return (self._target.num_layers + 1,)
 
     def adapt(self, needs: DraftNeeds) -> Self:
         """Samples the drafts if the acceptance rule requires it."""
         check_needs(self, self.width, needs)
-        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
         """Whether `draft` works with the state of another one: with these options, and at least as wide."""
@@ -82,43 +137,26 @@ class ModelDrafter:
         alike = all(getattr(self, name) == getattr(other, name) for name in self.shared_options)
         return alike and self.width <= other.width
 
-    # Checks, for `__post_init__` and `bind`
+    def resume(self, state: PyTree, slots: Int[Array, " n"], length: Int[Array, " n"]) -> PyTree:
+        """Itself: the next `extend` sets all but the cache."""
+        return state
 
-    def check_shape(self, depth: int) -> None:
-        """Checks the options of trees.
+    def propose(
+        self, s: DecodeState, logits: Float[Array, "B M Vd"], path: Int[Array, "B M g"], ids: Array | None = None
+    ) -> Proposal:
+        """The children of nodes, from the draft's logits (`jspec.core.propose.propose`)."""
+        vocabulary = self._target.vocab_size
+        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
 
-        depth: tokens of the longest chain, None replaced by its default.
+    @property
+    def _target(self) -> Target:
+        return bound(self, self.target)
 
-        Raises:
-          TypeError, ValueError: as `Shape.checked`; `sampled` is not a bool.
-        """
-        name = type(self).__name__
-        # Checked values replace the given ones.
-        shape = Shape.checked(name, depth, self.width, self.num_nodes)
-        sampled = check_flag("sampled", self.sampled, owner=name)
-        set_checked(self, width=shape.width, num_nodes=shape.num_nodes, sampled=sampled)
-        if self.depth is not None:
-            set_checked(self, depth=shape.depth)
+    @property
+    def _model(self) -> M:
+        return bound(self, self.model)
 
-    def check_window(self) -> None:
-        """Checks the options of the draft's window.
-
-        Raises:
-          TypeError, ValueError: not counts of positions; first positions without a window, or more than it has.
-        """
-        name = type(self).__name__
-        window, keep_first = self.window, check_int("keep_first", self.keep_first, least=0, owner=name)
-        if window is not None:
-            window = check_int("window", window, least=1, most=2**31 - 1, owner=name)
-            if keep_first > window:
-                raise ValueError(
-                    f"{name}(window={window}, keep_first={keep_first}): must keep no more positions than the window has"
-                )
-        elif keep_first:
-            raise ValueError(
-                f"{name}(keep_first={keep_first}): requires a window; without one, a draft sees all positions"
-            )
-        set_checked(self, window=window, keep_first=keep_first)
+    # Checks, for `bind`
 
     def check_kind(self, draft: object, kind: type[T], needs: str, hint: str = 'jspec.load(..., draft="...")') -> T:
         """The configuration of the draft model, of this class or with this protocol.
@@ -133,11 +171,59 @@ class ModelDrafter:
         loaded = "none is loaded" if draft is None else f"the loaded draft is of type {type(draft).__name__}"
         raise ValueError(f"drafter {type(self).__name__} needs {needs}, but {loaded}: {hint}")
 
+    def check_width(self, tokens: int, name: str) -> None:
+        """Raises ValueError if a node has more children than the draft has tokens, called `name` in the message."""
+        if self.width > tokens:
+            raise ValueError(f"{type(self).__name__}(width={self.width}): must be at most {tokens}, {name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowedDrafter(ModelDrafter[M]):
+    """Base of the drafters whose draft has a cache that may be read within a window; further options.
+
+    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
+      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
+    keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
+      2309.17453). Sliding-window layers keep none.
+    """
+
+    window: int | None = option(None, least=1, most=2**31 - 1)
+    keep_first: int = option(0, least=0)
+
+    shared_options: ClassVar[tuple[str, ...]] = (*ModelDrafter.shared_options, "window", "keep_first")
+
+    def __post_init__(self):
+        super().__post_init__()
+        name, window, first = type(self).__name__, self.window, self.keep_first
+        if first and window is None:
+            raise ValueError(f"{name}(keep_first={first}): requires a window; without one, a draft sees all positions")
+        if window is not None and first > window:
+            raise ValueError(f"{name}(window={window}, keep_first={first}): must keep no more positions than it has")
+
+    def seen(self, cache: Any) -> Any:
+        """The part of its cache visible to the draft."""
+        return within(cache, self.window, self.keep_first)
+
+    def check_features(self, draft: Any, target: Target, name: str) -> None:
+        """Checks a draft model that reads hidden states of the target; it must have been made for such a target.
+
+        name: what the draft model is, for the message.
+
+        Raises:
+          ValueError: the target has other sizes, or no such layers; or it does not suit the options.
+        """
+        check_made_for(name, target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
+        layers, last = draft.capture_layers, target.num_layers + 1
+        if list(layers) != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
+            raise ValueError(f"the {name} reads the layers {layers}: they must ascend, from 0 to {last}")
+        self.check_width(draft.draft_vocab_size, f"the vocabulary of the {name}")
+        self.check_windowed(draft)
+
     def check_windowed(self, draft: object) -> None:
         """Checks the layers of a draft model against the window.
 
         Raises:
-          ValueError: they cannot.
+          ValueError: they cannot have one.
         """
         if self.window is None:
             return
@@ -169,14 +255,3 @@ def check_made_for(name: str, target: Target, *, vocab_size: int, hidden_size: i
     for field, size, actual in sizes:
         if size != actual:
             raise ValueError(f"the {name} was made for a target with {field} {size}, but this target has {actual}")
-
-
-def check_reads(name: str, target: Target, layers: tuple[int, ...]) -> None:
-    """Checks the layers of the target read by a draft model.
-
-    Raises:
-      ValueError: they do not ascend, or the target has no such layers.
-    """
-    last = target.num_layers + 1
-    if list(layers) != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
-        raise ValueError(f"the {name} reads the layers {layers}: they must ascend, from 0 to {last}")

@@ -3,15 +3,14 @@
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.commit import commit_rows
-from jspec.core.grow import Shape, grow, take_parents
-from jspec.core.propose import propose
+from jspec.core.grow import grow, take_parents
 from jspec.core.struct import struct
 from jspec.core.types import (
     Cache,
@@ -24,7 +23,7 @@ from jspec.core.types import (
     Proposal,
     Target,
 )
-from jspec.drafters.base import ModelDrafter, bound, check_made_for, check_reads
+from jspec.drafters.base import WindowedDrafter
 from jspec.models.block_head import BlockHead, BlockParams
 
 
@@ -38,58 +37,30 @@ class BlockState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(ModelDrafter):
+class Block(WindowedDrafter[BlockHead]):
     """Proposes with a block draft, such as DFlash or DSpark: one forward per round, whatever the depth.
 
+    A generation of a tree costs a step of the Markov head, if there is one, and no forward. Other options as of
+    `ModelDrafter` and `WindowedDrafter`.
+
     depth: tokens of the longest chain, from 1 to the block's predictions; None: all of them; an int after `bind`.
-    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64. A
-      generation of a tree costs a step of the Markov head, if there is one, and no forward.
-    num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
-    sampled: sample the drafts from the draft's own distribution, as "rejection" and "block" need.
-    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
-      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
-    keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
-      2309.17453). Sliding-window layers keep none.
-    target, model: the configurations of the target and of the draft; set by `bind`.
     """
 
     depth: Any = None
-    width: int = 1
-    num_nodes: int | None = None
-    sampled: bool = False
-    window: int | None = None
-    keep_first: int = 0
-    target: Target | None = None
-    model: BlockHead | None = None
-
-    def __post_init__(self):
-        self.check_window()
-        if self.depth is None:
-            # `bind` replaces the depth, and so checks the number of nodes.
-            Shape.checked("Block", 1, self.width, None)
-            return
-        self.check_shape(self.depth)
+    ahead: ClassVar[int] = 0
+    """No lookahead: a row depends on its position's feature alone."""
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Layers of the target read by the draft.
-
-        Raises:
-          ValueError: before `bind`.
-        """
+        """Layers of the target read by the draft; ValueError before `bind`."""
         return self._model.capture_layers
 
     def bind(self, target: Target, draft: object) -> "Block":
         """Takes the draft's configuration; it must have been made for a target of this shape."""
         draft = self.check_kind(draft, BlockHead, "a block draft")
-        check_made_for("draft", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
-        check_reads("draft", target, draft.capture_layers)
-        # Options that depend on the draft.
-        if self.width > draft.draft_vocab_size:
-            raise ValueError(f"Block(width={self.width}): the draft's vocabulary has {draft.draft_vocab_size} tokens")
+        self.check_features(draft, target, "draft")
         if self.depth is not None and self.depth > draft.depth:
             raise ValueError(f"Block(depth={self.depth}): must be at most {draft.depth}, the predictions of a block")
-        self.check_windowed(draft)
         if self.window is not None and self.window < draft.block_size:
             raise ValueError(f"Block(window={self.window}): must be at least {draft.block_size}, the rows of a block")
         depth = draft.depth if self.depth is None else self.depth
@@ -138,23 +109,6 @@ class Block(ModelDrafter):
         feature, rows = self._model.read(params.draft, committed.hidden, committed.start[:, None] + column)
         return BlockState(commit_rows(state.cache, rows, committed.start, None, committed.length, after=feature))
 
-    @property
-    def ahead(self) -> int:
-        """No lookahead: a row depends on its position's feature alone."""
-        return 0
-
-    def resume(self, state: BlockState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> BlockState:
-        """Itself: the state is the cache alone."""
-        return state
-
-    @property
-    def _target(self) -> Target:
-        return bound(self, self.target)
-
-    @property
-    def _model(self) -> BlockHead:
-        return bound(self, self.model)
-
     def _predict(
         self, params: Params, s: DecodeState, state: BlockState
     ) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
@@ -180,6 +134,5 @@ class Block(ModelDrafter):
             path = path[:, : logits.shape[1]]
         else:
             logits = jnp.broadcast_to(logits, (batch, nodes, logits.shape[2]))
-        ids, vocabulary = self._model.ids(params.draft), self._target.vocab_size
-        proposal = propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
+        proposal = self.propose(s, logits, path, self._model.ids(params.draft))
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, nodes, x.shape[2])), proposal)

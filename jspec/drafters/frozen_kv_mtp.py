@@ -9,9 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.checks import shorten
 from jspec.core.grow import grow, take_parents
-from jspec.core.propose import propose
+from jspec.core.options import option
 from jspec.core.tree import where_sequences
 from jspec.core.types import (
     Committed,
@@ -32,43 +31,19 @@ POSITIONS = ("committed", "root")
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenKvMtp(ModelDrafter):
+class FrozenKvMtp(ModelDrafter[Assistant]):
     """Proposes with an assistant. Its state is one hidden vector: the target's at the last committed row.
 
     Each generation, including the first one, is one forward. The first reads the root and this vector; the others read
     their nodes and the output of the forward before. All have the same position, attend to the same frozen prefix and
-    write nothing.
+    write nothing. Other options as of `ModelDrafter`.
 
-    depth: tokens of the longest chain, from 1 to 64.
-    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
-    num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    sampled: sample the drafts from the assistant's own distribution, as the rule "rejection" needs.
     position: one of `POSITIONS`. It may change the drafts, and so the speed, but not the output.
-    target, model: the configurations of the target and of the assistant; set by `bind`.
     """
 
     depth: int = 5
-    width: int = 1
-    num_nodes: int | None = None
-    sampled: bool = False
-    position: str = "committed"
     target: Decoder | None = None
-    model: Assistant | None = None
-
-    def __post_init__(self):
-        self.check_shape(self.depth)
-        if not isinstance(self.position, str) or self.position not in POSITIONS:
-            valid = ", ".join(map(repr, POSITIONS))
-            raise ValueError(f"FrozenKvMtp(position={shorten(self.position)}): position must be one of {valid}")
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The target's hidden state after its final norm.
-
-        Raises:
-          ValueError: before `bind`.
-        """
-        return (self._target.num_layers + 1,)
+    position: str = option("committed", choices=POSITIONS)
 
     def bind(self, target: Target, draft: object) -> "FrozenKvMtp":
         """Takes the assistant's configuration; it must have been made for a target of this shape."""
@@ -76,11 +51,7 @@ class FrozenKvMtp(ModelDrafter):
         if not isinstance(target, Decoder):
             raise ValueError(f"drafter FrozenKvMtp needs a target with a paged cache, not a {type(target).__name__}")
         draft.check_target(target)
-        if self.width > draft.candidates:
-            raise ValueError(
-                f"FrozenKvMtp(width={self.width}): width exceeds the {draft.candidates} candidate tokens of the "
-                "assistant"
-            )
+        self.check_width(draft.candidates, "the candidate tokens of the assistant")
         return dataclasses.replace(self, target=target, model=draft)
 
     def shares(self, other: Drafter) -> bool:
@@ -126,10 +97,6 @@ class FrozenKvMtp(ModelDrafter):
     def _target(self) -> Decoder:
         return bound(self, self.target)
 
-    @property
-    def _model(self) -> Assistant:
-        return bound(self, self.model)
-
     def _step(
         self, params: Params, s: DecodeState, hidden: Float[Array, "B F E"], frontier: Frontier
     ) -> tuple[Float[Array, "B M E"], Proposal]:
@@ -137,8 +104,4 @@ class FrozenKvMtp(ModelDrafter):
         position = committed if self.position == "root" else jnp.maximum(committed - 1, 0)
         before, target = take_parents(hidden, frontier), self._target
         out = self._model.apply(params, target, frontier.tokens, before, s.cache, committed, position)
-        vocabulary, ids = target.vocab_size, out.ids
-        proposal = propose(
-            s, out.logits, frontier.path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled
-        )
-        return out.hidden, proposal
+        return out.hidden, self.propose(s, out.logits, frontier.path, out.ids)

@@ -6,10 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core.checks import check_int
 from jspec.core.commit import commit_rows
-from jspec.core.grow import Shape, grow
-from jspec.core.propose import propose
+from jspec.core.grow import grow
+from jspec.core.options import option
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
 from jspec.core.types import (
@@ -23,7 +22,7 @@ from jspec.core.types import (
     Proposal,
     Target,
 )
-from jspec.drafters.base import ModelDrafter, bound, check_made_for, set_checked
+from jspec.drafters.base import ModelDrafter, check_made_for
 from jspec.drafters.eagle import Eagle
 from jspec.models import MtpHead, MtpHeads, layers
 
@@ -46,44 +45,21 @@ class MtpState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mtp(ModelDrafter):
-    """Proposes with the target's own MTP heads.
+class Mtp(ModelDrafter[MtpHeads]):
+    """Proposes with the target's own MTP heads; other options as of `ModelDrafter`.
 
     A single head is reused for each token: `bind` then returns an `Eagle`, because such a head is an EAGLE head with
-      the
-    target's hidden state as feature. Of several heads each proposes one token. All of them run in `extend`: a head
+    the target's hidden state as feature. Of several heads each proposes one token. All of them run in `extend`: a head
     absorbs the committed tokens, predicts, and passes its output and its token to the next head.
 
     depth: tokens of the longest chain, from 1 to 64; with several heads, one token each. None: a token of each head, or
       3 of a single head; an int after `bind`.
     width: maximum children of a node; 1 is a chain. Trees need heads=1.
-    num_nodes: nodes of a tree, root included; None: 32, or as many as there can be.
-    sampled: sample the drafts from the heads' own distribution, as the rule "rejection" needs.
     heads: number of heads to use; None: all, or as many as a smaller `depth`.
-    target, model: the configurations of the target and of the heads; set by `bind`.
     """
 
     depth: Any = None
-    width: int = 1
-    num_nodes: int | None = None
-    sampled: bool = False
-    heads: int | None = None
-    target: Target | None = None
-    model: MtpHeads | None = None
-
-    def __post_init__(self):
-        self.check_shape(self._chain(1))
-        if self.heads is not None:
-            set_checked(self, heads=check_int("heads", self.heads, least=1, owner="Mtp"))
-
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """The target's hidden state after its final norm.
-
-        Raises:
-          ValueError: before `bind`.
-        """
-        return (self._target.num_layers + 1,)
+    heads: int | None = option(None, least=1)
 
     def bind(self, target: Target, draft: object) -> Drafter:
         """Takes the heads' configuration; they must have been made for a target of this shape."""
@@ -123,7 +99,7 @@ class Mtp(ModelDrafter):
         def expand(carry: None, frontier: Frontier) -> tuple[None, Proposal]:
             return None, next(proposals)
 
-        return grow(s.root[:, 0], first, expand, None, Shape(self.depth)), state
+        return grow(s.root[:, 0], first, expand, None, self.shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> MtpState:
         """Every head reads the committed tokens and then the drafts of the heads before it."""
@@ -146,8 +122,7 @@ class Mtp(ModelDrafter):
             out, rows = head.read(params, self._target, tokens, feature, row, cache, prefix)
             last = layers.take_token(out, jnp.maximum(end - 1 - start, 0))
             logits = head.unembed(params, self._target, last)
-            vocabulary = self._target.vocab_size
-            proposal = propose(s, logits, drafts, width=1, vocab_size=vocabulary, sampled=self.sampled)
+            proposal = self.propose(s, logits, drafts)
             # Rows of committed tokens are permanent; those of drafts are not.
             known = jnp.maximum(jnp.maximum(end - index, 0) - start, 0)
             caches.append(commit_rows(cache, rows, start, None, jnp.where(committed.length > 0, known, 0), after=out))
@@ -169,10 +144,6 @@ class Mtp(ModelDrafter):
         """Shared rows are complete in the caches of all heads."""
         return dataclasses.replace(state, level=state.level.at[slots].set(length > 0, mode="drop"))
 
-    @property
-    def _target(self) -> Target:
-        return bound(self, self.target)
-
     def _chain(self, heads: int) -> int:
         """Tokens of the longest chain with this number of heads."""
         if self.depth is not None:
@@ -180,8 +151,7 @@ class Mtp(ModelDrafter):
         return heads if heads > 1 else 3
 
     def _heads(self) -> list[MtpHead]:
-        model = bound(self, self.model)
-        return [model.head(index, self._target) for index in range(self.depth)]
+        return [self._model.head(index, self._target) for index in range(self.depth)]
 
 
 def _prepend(

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core import tree
-from jspec.core.checks import check_int
+from jspec.core.options import option
 from jspec.core.struct import struct
-from jspec.core.types import Committed, DecodeState, DraftTree, Params, Target
+from jspec.core.types import Committed, DecodeState, DraftTree, Params
+from jspec.drafters.base import TokenDrafter
 
 MAX_MATCH = 64
 """Tokens of the longest match; the search compares one token after the other."""
@@ -26,7 +27,7 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ngram:
+class Ngram(TokenDrafter):
     """Proposes the continuation of an earlier match of a sequence's last tokens: the longest, and of those the latest.
 
     Needs no weights, and is fast when the output repeats the prompt or itself (Saxena, Prompt Lookup Decoding, 2023).
@@ -36,20 +37,10 @@ class Ngram:
     depth: tokens to propose, from 1 to 127.
     """
 
-    n: int = 3
-    depth: int = 4
-    capture_layers = ()
+    n: int = option(3, least=1, most=MAX_MATCH)
+    depth: int = option(4, least=1, most=MAX_DEPTH)
     reads_tokens_alone = True
     width = 1
-
-    def __post_init__(self):
-        for name, most in (("n", MAX_MATCH), ("depth", MAX_DEPTH)):
-            value = check_int(name, getattr(self, name), least=1, most=most, owner="Ngram")
-            object.__setattr__(self, name, value)
-
-    def bind(self, target: Target, draft: object) -> "Ngram":
-        """Works with any target."""
-        return self
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Copy:
         """No match."""

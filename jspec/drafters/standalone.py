@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow
-from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
 from jspec.core.types import (
@@ -22,7 +21,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.base import ModelDrafter, bound
+from jspec.drafters.base import WindowedDrafter
 from jspec.models.decoder import Decoder
 from jspec.models.sizes import is_padded
 
@@ -38,35 +37,22 @@ class StandaloneState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standalone(ModelDrafter):
+class Standalone(WindowedDrafter[Decoder]):
     """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
 
-    depth: tokens of the longest chain, from 1 to 64.
-    width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
-    num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    sampled: sample the drafts from the draft's own distribution, as the rule "rejection" needs.
-    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
-      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
-    keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
-      2309.17453). Sliding-window layers keep none.
-    target, model: the configurations of the target and of the draft; set by `bind`.
+    Options as of `ModelDrafter` and `WindowedDrafter`.
     """
 
     depth: int = 4
-    width: int = 1
-    num_nodes: int | None = None
-    sampled: bool = False
-    window: int | None = None
-    keep_first: int = 0
-    target: Target | None = None
-    model: Decoder | None = None
-    capture_layers = ()
+    ahead: ClassVar[int] = 0
+    """No lookahead."""
     further: ClassVar[int] = 1
     """The root has a row in this cache and none in the target's."""
 
-    def __post_init__(self):
-        self.check_shape(self.depth)
-        self.check_window()
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """None: the draft reads tokens alone."""
+        return ()
 
     def bind(self, target: Target, draft: object) -> "Standalone":
         """Takes the draft's configuration; it must be a language model with the target's vocabulary, maybe padded."""
@@ -76,9 +62,7 @@ class Standalone(ModelDrafter):
                 f"Standalone needs a draft with the target's vocabulary: the draft has {draft.vocab_size} tokens, "
                 f"the target {target.vocab_size}"
             )
-        size = min(draft.vocab_size, target.vocab_size)
-        if self.width > size:
-            raise ValueError(f"Standalone(width={self.width}): the vocabulary has {size} tokens")
+        self.check_width(min(draft.vocab_size, target.vocab_size), "the vocabulary")
         self.check_windowed(draft)
         return dataclasses.replace(self, target=target, model=draft)
 
@@ -139,22 +123,12 @@ class Standalone(ModelDrafter):
         """
         return self._model.max_length
 
-    @property
-    def ahead(self) -> int:
-        """No lookahead."""
-        return 0
-
     def resume(self, state: StandaloneState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> StandaloneState:
         """Sets the length to the shared rows."""
         return dataclasses.replace(state, length=state.length.at[slots].set(length, mode="drop"))
 
-    @property
-    def _model(self) -> Decoder:
-        return bound(self, self.model)
-
     def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
         # Rows of padding are never proposed.
-        size, vocabulary = self._model.vocab_size, bound(self, self.target).vocab_size
+        size, vocabulary = self._model.vocab_size, self._target.vocab_size
         ids = jnp.arange(size, dtype=jnp.int32) if size < vocabulary else None
-        logits = logits[:, :, :vocabulary]
-        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
+        return self.propose(s, logits[:, :, :vocabulary], path, ids)

@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jspec.core import grow, tree
-from jspec.core.checks import check_int, shorten
+from jspec.core.options import option
 from jspec.core.struct import struct
-from jspec.core.types import Committed, DecodeState, DraftNeeds, DraftTree, Params, Target
-from jspec.drafters.base import check_needs, set_checked
+from jspec.core.types import DecodeState, DraftNeeds, DraftTree, Params
+from jspec.drafters.base import TokenDrafter, check_needs
 
 MAX_MATCH = 16
 """Tokens of the longest match. The votes of all occurrences, 64 times 2^16 at most, are exact in float32."""
@@ -32,7 +32,7 @@ class Corpus:
 
 
 @dataclasses.dataclass(frozen=True)
-class Suffix:
+class Suffix(TokenDrafter):
     """Proposes a tree of continuations of earlier occurrences of a sequence's last tokens, in it and in a corpus.
 
     Needs no weights and no state. The best occurrences vote: the longest matches, of equally long ones the latest. A
@@ -48,34 +48,24 @@ class Suffix:
     num_nodes: nodes of the tree, root included; None: 32, or depth + 1 if that is more.
     """
 
-    n: int = 16
-    depth: int = 31
-    width: int = 32
-    num_nodes: int | None = None
-    capture_layers = ()
+    n: int = option(16, least=1, most=MAX_MATCH)
+    depth: int = option(31, least=1, most=grow.MAX_DEPTH)
+    width: int = option(32, least=1, most=grow.MAX_WIDTH)
+    num_nodes: int | None = option(None, least=1)
     reads_tokens_alone = True
 
     def __post_init__(self):
-        for name, most in (("n", MAX_MATCH), ("depth", grow.MAX_DEPTH), ("width", grow.MAX_WIDTH)):
-            value = check_int(name, getattr(self, name), least=1, most=most, owner="Suffix")
-            set_checked(self, **{name: value})
-        if self.num_nodes is not None:
-            nodes = check_int("num_nodes", self.num_nodes, least=1, owner="Suffix")
-            most = self._most_nodes
-            if not self.depth < nodes <= most:
-                raise ValueError(
-                    f"Suffix(depth={self.depth}, width={self.width}, num_nodes={shorten(nodes)}): num_nodes, root "
-                    f"included, must be at least depth + 1 = {self.depth + 1} and at most {most}"
-                )
-            set_checked(self, num_nodes=nodes)
+        super().__post_init__()
+        nodes, most = self.num_nodes, self._most_nodes
+        if nodes is not None and not self.depth < nodes <= most:
+            raise ValueError(
+                f"Suffix(depth={self.depth}, width={self.width}, num_nodes={nodes}): num_nodes, root included, must be "
+                f"at least depth + 1 = {self.depth + 1} and at most {most}"
+            )
 
     @property
     def _most_nodes(self) -> int:
         return 1 + self.depth * self.width
-
-    def bind(self, target: Target, draft: object) -> "Suffix":
-        """Works with any target."""
-        return self
 
     def adapt(self, needs: DraftNeeds) -> "Suffix":
         """Itself: its drafts are not sampled.
@@ -86,10 +76,6 @@ class Suffix:
         check_needs(self, self.width, needs)
         return self
 
-    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> None:
-        """No state."""
-        return None
-
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
         """The tree of each sequence; the corpus is `params.draft`, if that is one."""
         corpus = params.draft.tokens if isinstance(params.draft, Corpus) else None
@@ -98,10 +84,6 @@ class Suffix:
             return tree.chain(copy(s.root, *copies)), None
         nodes = min(max(32, self.depth + 1), self._most_nodes) if self.num_nodes is None else self.num_nodes
         return vote(s.root[:, 0], *copies, num_nodes=nodes), None
-
-    def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
-        """No-op."""
-        return None
 
 
 def continuations(

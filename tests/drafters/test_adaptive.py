@@ -525,8 +525,8 @@ def test_costs_are_interpolated_between_batches():
     ("make", "message"),
     (
         (lambda: Adaptive("eagle"), "drafters='eagle'.*must be a list of drafters"),
-        (lambda: Adaptive((None, Eagle)), "contains Eagle, which is not a drafter"),
-        (lambda: Adaptive((None, 3)), "contains 3, which is not a drafter"),
+        (lambda: Adaptive((None, Eagle)), r"drafters\[1\]=Eagle is not a drafter"),
+        (lambda: Adaptive((None, 3)), r"drafters\[1\]=int is not a drafter"),
         (lambda: Adaptive((None,)), "1 drafters; must be from 2 to 8"),
         (lambda: Adaptive((None, Ngram(), Ngram())), "contains Ngram.* twice"),
         (lambda: Adaptive((None, Adaptive((None, Ngram())))), "chooses among others itself"),
