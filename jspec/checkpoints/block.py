@@ -78,11 +78,7 @@ def matches(source: Source) -> bool:
 
 
 def read_fields(config: Fields) -> Fields:
-    """Read the fields of a draft.
-
-    Raises:
-      CheckpointError: as `Spellings.read` and `read_layer_config`.
-    """
+    """Read the fields of a draft."""
     spellings, section = SPELLINGS, config.section("dflash_config")
     if section.optional_text("projector_type") == "dspark":
         # ModelOpt states what all DSpark heads do: labels are shifted to the next token.

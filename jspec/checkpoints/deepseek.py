@@ -61,12 +61,7 @@ _SUPPORTED_OF = {
 
 
 def parse_config(config: Fields) -> Deepseek:
-    """The model that a config.json of either generation describes.
-
-    Raises:
-      CheckpointError: an unsupported architecture or option, or a key that is missing, of the wrong type or out of
-        bounds.
-    """
+    """The model that a config.json of either generation describes."""
     family = family_of(config, ARCHITECTURES)
     if family is None:
         raise unknown_family(config, ARCHITECTURES)

@@ -80,9 +80,6 @@ def read_layers(
     has_head: whether it has an LM head of its own.
     head_dim: the default; None: width / heads.
     whole_heads: whether whole heads are rotated, even if the file states another share.
-
-    Raises:
-      CheckpointError: a key is missing, of the wrong type or out of bounds, or two contradict each other.
     """
     if (width := layer.read_int("target_hidden_size", target.hidden_size)) != target.hidden_size:
         raise layer.wrong("target_hidden_size", width, f"must be {target.hidden_size}, the target's width")
@@ -107,9 +104,6 @@ def read_windows(layer: Fields) -> tuple[int | None, ...]:
 
     layer_types decides, where it has sliding layers. Otherwise all slide with `use_swa`, and with `use_sliding_window`
     those from `max_window_layers` on.
-
-    Raises:
-      CheckpointError: other kinds of layers, or no window.
     """
     full, swa = read_full_layers(layer, SLIDING, 1), layer.read_flag("use_swa", False)
     if all(full) and swa:
@@ -170,11 +164,7 @@ _OTHERS = {
 
 
 def check_class(config: Fields) -> None:
-    """Check that a class, or otherwise a model_type, has layers of a Llama or Qwen3 and a supported method.
-
-    Raises:
-      CheckpointError: names the class.
-    """
+    """Check that a class, or otherwise a model_type, has layers of a Llama or Qwen3 and a supported method."""
     key, names = "architectures", config.optional_texts("architectures") or ()
     if not names and (kind := config.optional_text("model_type")):
         key, names = "model_type", (kind,)
@@ -218,10 +208,9 @@ def read_captured(fields: Fields, target: Decoder, default: Sequence[int]) -> tu
 def _check_captured(
     fields: Fields, key: str, ids: Sequence[int], shift: int, target: Decoder, remark: str = ""
 ) -> tuple[int, ...]:
-    """Translate ids of the target's layers to `capture_layers`. shift: 0 if an id means what enters it, 1 what leaves.
+    """Translate ids of the target's layers to `capture_layers`.
 
-    Raises:
-      CheckpointError: the target does not have these layers, or they are not in order.
+    shift: 0 if an id means what enters a layer, 1 if what leaves it.
     """
     count = target.num_layers
     if list(ids) != sorted(set(ids)) or not -shift <= ids[0] <= ids[-1] <= count - shift:

@@ -71,11 +71,7 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 
 
 def read_fields(config: Fields) -> Fields:
-    """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section.
-
-    Raises:
-      CheckpointError: as `Spellings.read` and `read_layer_config`.
-    """
+    """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section."""
     nested = config.optional_text("model_type") == "eagle" and config.has("model")
     spellings = dataclasses.replace(SPELLINGS, sections=(*SPELLINGS.sections, "model")) if nested else SPELLINGS
     return read_layer_config(config, spellings.read(config), ("llama", "qwen2", "qwen3"))

@@ -67,11 +67,7 @@ class Family(Generic[C]):
     as_stored: Callable[[C, Tensors], C] = unchanged
 
     def read_params(self, config: C, tensors: Tensors) -> PyTree:
-        """The weights of a model, with the shapes of `config.param_shapes`.
-
-        Raises:
-          CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
-        """
+        """The weights of a model, with the shapes of `config.param_shapes`."""
         table = self.table(config, tensors.names())
         params = weights.read(table, tensors)
         if table.lm_head is None:

@@ -195,11 +195,7 @@ class Fields:
         return Fields(value, self.where, f"{self.name(key)}.")
 
     def optional_sections(self, key: str) -> "list[Fields] | None":
-        """The objects of a list; None if the value is a string or missing.
-
-        Raises:
-          CheckpointError: it is something else.
-        """
+        """The objects of a list; None if the value is a string or missing."""
         value = self._raw.get(key)
         if value is None or isinstance(value, str):
             return None
@@ -273,11 +269,7 @@ class Fields:
 
 
 def read_fields(path: Path) -> Fields:
-    """The values in a JSON file.
-
-    Raises:
-      CheckpointError: as `read_json`.
-    """
+    """The values in a JSON file."""
     return Fields(read_json(path), str(path))
 
 

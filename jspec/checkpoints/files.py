@@ -93,11 +93,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint.
-
-    Raises:
-      CheckpointError: the file is missing or does not hold a JSON object, see `parse_json`.
-    """
+    """The JSON object in a file of a checkpoint."""
     value = parse_json(read_bytes(path, MOST_JSON_BYTES), str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, but holds a value of type {type(value).__name__}")

@@ -39,11 +39,7 @@ _OTHERS = tuple(root + name for root in ("", "model.") for name in ("vision_towe
 
 
 def parse_config(config: Fields) -> Gemma3:
-    """Parse the text model of a config.json.
-
-    Raises:
-      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
-    """
+    """Parse the text model of a config.json."""
     text = config.section("text_config")
     text = (text if text.keys() else config).with_defaults(_DEFAULTS)
     _refuse_options(config, text)

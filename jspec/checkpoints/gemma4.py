@@ -47,9 +47,6 @@ def parse_config(config: Fields) -> Gemma4:
 
     Full layers have their own shape in `global_head_dim` and `num_global_key_value_heads`, or in `per_layer_config` if
     the file was written by a newer version of `transformers`.
-
-    Raises:
-      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
     """
     text = config.section("text_config")
     return _parse_text(config, text if text.keys() else config)
@@ -197,11 +194,7 @@ _OTHERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "
 
 
 def parse_assistant(config: Fields) -> Gemma4:
-    """The layers of an assistant of Gemma 4, as a text model.
-
-    Raises:
-      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
-    """
+    """The layers of an assistant of Gemma 4, as a text model."""
     # All layers of an assistant share keys and values with the target.
     text = config.required_section("text_config").with_defaults({"hidden_size_per_layer_input": 0})
     count = read_layer_count(text)

@@ -11,11 +11,7 @@ _OFF = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
 
 
 def read_sampling(directory: Path) -> Sampling | None:
-    """The recommended parameters; None if there are none. `do_sample` makes no difference.
-
-    Raises:
-      CheckpointError: one is invalid.
-    """
+    """The recommended parameters; None if there are none. `do_sample` makes no difference."""
     path = find_file(directory, "generation_config.json")
     if path is None:
         return None

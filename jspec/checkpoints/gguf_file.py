@@ -92,11 +92,7 @@ class GgufFile:
             self._bytes |= part._bytes
 
     def _parts(self) -> "Iterator[GgufFile]":
-        """The other files of a set, whose first one has the metadata.
-
-        Raises:
-          CheckpointError: one is missing, damaged, or of another set.
-        """
+        """The other files of a set, whose first one has the metadata."""
         options = {"least": 0, "most": _MOST_FILES}
         number, count = (
             self.metadata.read_int("split.no", 0, **options),
@@ -149,11 +145,7 @@ class _Header:
             yield key, self._value(key, self._scalar("<u4"))
 
     def tensors(self, metadata: Fields) -> Iterator[tuple[str, Entry]]:
-        """Names and tensors.
-
-        Raises:
-          CheckpointError: a tensor of an unknown type, beyond the end of the file, or at the place of another one.
-        """
+        """Names and tensors."""
         stored = [self._tensor() for _ in _counted(self._tensor_count, len(self._data) - self._at)]
         alignment = metadata.read_int("general.alignment", 32, least=8, most=2**20)
         start = -(-self._at // alignment) * alignment

@@ -190,11 +190,7 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 
 
 class GgufModel(TensorFiles):
-    """A file as a checkpoint: `config`, and its tensors.
-
-    Raises:
-      CheckpointError: the file is damaged, or of an unknown architecture.
-    """
+    """A file as a checkpoint: `config`, and its tensors."""
 
     def __init__(self, path: Path):
         self.directory, self._file = path, GgufFile(path)
@@ -294,11 +290,7 @@ def _places(file: GgufFile, row: Architecture) -> Iterator[tuple[str, tuple[str,
 
 
 def _read_config(file: GgufFile, name: str, row: Architecture) -> dict[str, Any]:
-    """The values of a config.json.
-
-    Raises:
-      CheckpointError: a key is missing, or has no meaning here.
-    """
+    """The values of a config.json."""
     # What is stated, by key.
     metadata, names = file.metadata, _KEYS | dict(row.keys)
     stated = {key.removeprefix(f"{name}."): key for key in metadata.keys() if key.startswith(f"{name}.")}

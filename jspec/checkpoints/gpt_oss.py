@@ -27,11 +27,7 @@ _DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "sl
 
 
 def parse_config(config: Fields) -> GptOss:
-    """The model that a config.json of either generation describes.
-
-    Raises:
-      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
-    """
+    """The model that a config.json of either generation describes."""
     # Options of other forwards.
     mxfp4.is_mxfp4(config)
     config = config.with_defaults(_DEFAULTS)

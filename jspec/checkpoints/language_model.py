@@ -104,11 +104,7 @@ def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:
 
 
 def read_params(config: Decoder, tensors: Tensors) -> PyTree:
-    """The weights of a configuration of any family.
-
-    Raises:
-      CheckpointError: a tensor is missing or not used, or has an unexpected shape.
-    """
+    """The weights of a configuration of any family."""
     return _family_by_config(config).read_params(config, tensors)
 
 
@@ -120,11 +116,7 @@ def _check_size(shapes: PyTree, where: str) -> None:
 
 
 def parse_config(config: Fields) -> Decoder:
-    """Parse a config.json.
-
-    Raises:
-      CheckpointError: an unsupported architecture or option, or a key missing or of the wrong type.
-    """
+    """Parse a config.json."""
     for fields in (config, config.section("text_config")):
         # Every model of `transformers` reads it.
         refuse(config.where, fields.unsupported({"is_causal": (True,)}))

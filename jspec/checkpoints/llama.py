@@ -162,11 +162,7 @@ ARCHITECTURES = {row.architecture: kind for kind, row in ROWS.items()}
 
 
 def parse_config(config: Fields) -> Llama:
-    """Parse a config.json, of either generation.
-
-    Raises:
-      CheckpointError: an unsupported architecture or option, or a key missing, of the wrong type or out of bounds.
-    """
+    """Parse a config.json, of either generation."""
     kind = family_of(config, ARCHITECTURES)
     if kind is None:
         raise unknown_family(config, ARCHITECTURES)

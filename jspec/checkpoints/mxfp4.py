@@ -32,11 +32,7 @@ _BIAS, _MOST_SCALE = 127, 252
 
 
 def is_mxfp4(config: Fields) -> bool:
-    """Whether the experts are in MXFP4.
-
-    Raises:
-      CheckpointError: another quantization method.
-    """
+    """Whether the experts are in MXFP4."""
     method = config.section("quantization_config")
     if not method.keys():
         return False

@@ -89,11 +89,7 @@ class Plan(Generic[C]):
         return self.tensors.memory(self.config.param_shapes(self.tensors.dtype))
 
     def read(self) -> Checkpoint[C]:
-        """Read the weights.
-
-        Raises:
-          CheckpointError: a tensor is missing, damaged or not used, or has an unexpected shape.
-        """
+        """Read the weights."""
         return Checkpoint(self.config, self.read_params(self.config, self.tensors), self.eos)
 
 

@@ -43,11 +43,7 @@ _LINEAR = "linear_attention"
 
 
 def parse_config(config: Fields) -> Qwen3Next:
-    """Parse the text model of a config.json.
-
-    Raises:
-      CheckpointError: an unsupported option, or a key missing, of the wrong type or out of bounds.
-    """
+    """Parse the text model of a config.json."""
     # Multimodal checkpoints have the language model in a section.
     text = config.section("text_config")
     text = text if text.keys() else config

@@ -88,11 +88,7 @@ class SafetensorFiles(TensorFiles):
         return set(self.weight_map)
 
     def rename(self, spelling: Callable[[str], str]) -> None:
-        """Give each tensor the name that `spelling` makes of its name.
-
-        Raises:
-          CheckpointError: two have one name then.
-        """
+        """Give each tensor the name that `spelling` makes of its name."""
         by_name(self.names(), spelling, self.directory)
         self._headers = {
             file: {spelling(name): entry for name, entry in header.items()} for file, header in self._headers.items()
@@ -206,11 +202,7 @@ def _read(path: Path, begin: int, size: int) -> np.ndarray:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, _Entry]]:
-    """The tensors of a file by name.
-
-    Raises:
-      CheckpointError: the file is damaged, or has a tensor of an unknown type.
-    """
+    """The tensors of a file by name."""
     try:
         with safe_open(path, "numpy") as tensors, path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -65,11 +65,7 @@ class Scheme:
 
 
 def parse_scheme(config: Fields) -> Scheme | None:
-    """Parse the quantization of a config.json; None: the matrices are not quantized.
-
-    Raises:
-      CheckpointError: another quantization method.
-    """
+    """Parse the quantization of a config.json; None: the matrices are not quantized."""
     method = config.section("quantization_config")
     if not method.keys():
         return None

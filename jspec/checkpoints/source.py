@@ -20,9 +20,6 @@ class Source:
     """The config.json of a checkpoint directory, and its tensors, opened on first use; or those of a GGUF file.
 
     name: what the caller calls it, such as a hub id, for messages; None: its path.
-
-    Raises:
-      CheckpointError: the directory, its config.json or the file is missing or damaged.
     """
 
     def __init__(self, directory: str | Path, name: str | None = None):
@@ -50,11 +47,7 @@ class Source:
 
     @cached_property
     def files(self) -> "SafetensorFiles | GgufModel | TorchFile":
-        """The tensors in model.safetensors or its shards, otherwise those in pytorch_model.bin.
-
-        Raises:
-          CheckpointError: neither exists, or a file is damaged.
-        """
+        """The tensors in model.safetensors or its shards, otherwise those in pytorch_model.bin."""
         if isinstance(files := self.safetensors, GgufModel) or files.exists():
             return files
         path = find_file(self.directory, "pytorch_model.bin")

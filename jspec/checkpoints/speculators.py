@@ -45,9 +45,6 @@ def read_layer_config(config: Fields, fields: Fields, kinds: tuple[str, ...]) ->
     """The fields of a draft with the defaults of its layers' kind; any other layout states all that matters.
 
     kinds: supported model types of a draft's layers.
-
-    Raises:
-      CheckpointError: another model type.
     """
     if not is_speculators(config):
         return fields

@@ -114,7 +114,8 @@ class DerivedFiles(TensorFiles):
 class Tensors:
     """The tensors of a checkpoint, converted to one dtype and checked against the shapes of config.json.
 
-    It records the tensors it has read, so unused ones can be reported.
+    It records the tensors it has read, so unused ones can be reported. What reads one raises CheckpointError if it is
+    missing, has another shape or type, or values that are not finite or too large for the dtype.
     """
 
     placement: Placement | None = None
@@ -145,21 +146,13 @@ class Tensors:
         return self.files.get(name)
 
     def expect(self, name: str, *shape: int) -> None:
-        """Check the shape of a tensor without reading it.
-
-        Raises:
-          CheckpointError: it is missing, or has another shape.
-        """
+        """Check the shape of a tensor without reading it."""
         stored = self.files.shape(name)
         if stored != shape:
             raise CheckpointError(f"{self.directory}: {name} has shape {stored}, but config.json implies {shape}")
 
     def stored(self, name: str, *shape: int) -> np.ndarray:
-        """Weights as stored.
-
-        Raises:
-          CheckpointError: they are missing, have another shape, are not in floating point or are not finite.
-        """
+        """Weights as stored."""
         self.expect(name, *shape)
         return self._checked(name, self.get(name))
 
@@ -173,11 +166,7 @@ class Tensors:
         return tensor
 
     def integers(self, name: str, *shape: int) -> np.ndarray:
-        """Read a tensor of integers, such as token ids, in int64.
-
-        Raises:
-          CheckpointError: it is missing, has another shape, or has values that are no 64-bit integers.
-        """
+        """Read a tensor of integers, such as token ids, in int64."""
         self.expect(name, *shape)
         tensor = self.get(name)
         if tensor.dtype.kind not in "iu" or (tensor.dtype == np.uint64 and (tensor >> np.uint64(63)).any()):
@@ -185,11 +174,7 @@ class Tensors:
         return tensor.astype(np.int64)
 
     def marks(self, name: str, *shape: int) -> np.ndarray:
-        """Read a tensor of bools; they may be stored as integers 0 and 1.
-
-        Raises:
-          CheckpointError: it is missing, has another shape, or has other values.
-        """
+        """Read a tensor of bools; they may be stored as integers 0 and 1."""
         self.expect(name, *shape)
         tensor = self.get(name)
         if tensor.dtype.kind not in "biu" or (tensor.dtype.kind != "b" and ((tensor < 0) | (tensor > 1)).any()):
@@ -200,9 +185,6 @@ class Tensors:
         """One tensor in the chosen dtype; `Deferred` if its parts can be read, whose values are then checked.
 
         shape: its shape as stored.
-
-        Raises:
-          CheckpointError: as in `stored`, or a value is too large for the chosen dtype.
         """
         if not self.defers(name):
             tensor = self._converted(name, self.stored(name, *shape))
@@ -341,11 +323,7 @@ class Tensors:
         self.asked |= {name for name in self.names() if name.startswith(prefixes)}
 
     def compare_head(self, embedding: str, *shape: int) -> None:
-        """Compare the LM head of a tied checkpoint, if it has one, with the embedding, of this shape.
-
-        Raises:
-          CheckpointError: they differ.
-        """
+        """Compare the LM head of a tied checkpoint, if it has one, with the embedding, of this shape."""
         if HEAD not in self.names():
             return
         if not np.array_equal(self.stored(HEAD, *shape), self.stored(embedding, *shape)):

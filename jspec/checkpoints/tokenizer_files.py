@@ -28,11 +28,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
-    """Read the files of a directory; None if it has no tokenizer.
-
-    Raises:
-      CheckpointError: a damaged file, or a tokenizer in an unsupported format.
-    """
+    """Read the files of a directory; None if it has no tokenizer."""
     path = find_file(directory, "tokenizer.json")
     if path is None:
         if find_file(directory, "tokenizer.model") is not None:

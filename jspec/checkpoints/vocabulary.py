@@ -23,9 +23,6 @@ def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int
     """Read the sizes of a draft's vocabulary, as fields of its configuration: those without padding.
 
     has_head: whether it has an LM head of its own; otherwise it proposes all tokens of the target.
-
-    Raises:
-      CheckpointError: the target's vocabulary is another one, or the draft's not part of it.
     """
     stored, count = config.read_int("vocab_size"), target.vocab_size
     check_padding(config.where, stored, count)

@@ -16,7 +16,7 @@ from block_files import DRAFTS, TARGET, V, load, random_draft
 from eagle_files import edit, write
 from hostile import TOKENIZER
 from safetensors.numpy import load_file
-from scaled_files import assert_close_in_int8
+from scaled_files import assert_close_in_int8, equal
 
 import jspec
 from jspec.checkpoints import block, drafts, language_model
@@ -34,12 +34,6 @@ START = 9
 def draft(tmp_path):
     """A function that writes a random draft."""
     return partial(block_files.make_draft, tmp_path / "draft")
-
-
-def equal(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
-        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
-    )
 
 
 @partial(jax.jit, static_argnums=0)

@@ -13,6 +13,7 @@ import pytest
 import toy
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
+from scaled_files import equal
 
 from jspec.checkpoints import files, language_model, llama, tensors
 from jspec.checkpoints.fields import Fields
@@ -33,12 +34,6 @@ def edit_config(directory, **changes):
     path = directory / "config.json"
     raw = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
-
-
-def equal(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
-        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
-    )
 
 
 @pytest.mark.parametrize("max_shard_bytes", [None, 10_000, 1])

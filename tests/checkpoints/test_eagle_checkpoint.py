@@ -14,7 +14,7 @@ import pytest
 import toy
 from eagle_files import HEADS, TARGET, V, load, random_head, write
 from safetensors.numpy import load_file
-from scaled_files import assert_close_in_int8
+from scaled_files import assert_close_in_int8, equal
 
 import jspec
 from jspec.checkpoints import drafts, eagle, language_model
@@ -29,12 +29,6 @@ from jspec.models import EagleHead, Llama, LlamaParams
 def head(tmp_path):
     """A function that writes a random head."""
     return partial(eagle_files.make_head, tmp_path / "head")
-
-
-def equal(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
-        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
-    )
 
 
 def random_inputs(version, count=9):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import toy
 from gguf import GGMLQuantizationType as Kind
-from scaled_files import EXPERTS, expert_weights, values
+from scaled_files import EXPERTS, PROMPTS, assert_same_values, equal, expert_weights, values
 
 import jspec
 from jspec.checkpoints import language_model
@@ -53,13 +53,6 @@ MODELS = {
     "gemma3": (GEMMA3, lambda: families.params("gemma3")),
     **{kind: (config, partial(random_params, config)) for kind, config in VARIANTS.items()},
 }
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-
-
-def equal(left, right):
-    return jax.tree.structure(left) == jax.tree.structure(right) and jax.tree.all(
-        jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), left, right)
-    )
 
 
 def all_experts():
@@ -87,11 +80,8 @@ def test_a_file_is_read_as_its_directory(stored, architecture):
     for name, value in vars(expected.target).items():
         stored_as = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
         assert getattr(read.target, name) == stored_as, name
-    for (place, left), (_, right) in zip(values(read.params), values(expected.params), strict=True):
-        # 1 is added to some norms and subtracted again.
-        np.testing.assert_allclose(
-            left, right, atol=1e-6 * (left.ndim == 1), rtol=0, err_msg=jax.tree_util.keystr(place)
-        )
+    # 1 is added to some norms and subtracted again.
+    assert_same_values(read.params, expected.params, atol=1e-6, rtol=0)
     assert read.tokenizer is None and read.eos == ()
 
 
@@ -172,8 +162,7 @@ def test_eight_and_four_bits_are_kept_exactly(stored, kind, stored_as):
     assert len(matrices) == 4 * LLAMA.num_layers
     assert {leaf.narrow.dtype for leaf in matrices} == {np.dtype(stored_as)}
     assert {(leaf.shape[-2], leaf.group) for leaf in matrices} == {(32, None), (64, 32)}
-    for (place, left), (_, right) in zip(values(narrow.params), values(wide.params), strict=True):
-        np.testing.assert_array_equal(left, right, err_msg=jax.tree_util.keystr(place))
+    assert_same_values(narrow.params, wide.params)
     outputs = [jspec.generate(model, PROMPTS, max_new_tokens=8).tokens for model in (narrow, wide)]
     assert outputs[0] == outputs[1]
 

@@ -4,12 +4,11 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oss
 import pytest
 from safetensors.numpy import load_file, save_file
-from scaled_files import values
+from scaled_files import assert_same_logits, assert_same_rounds, assert_same_values, damaged
 
 import jspec
 from jspec.checkpoints import language_model
@@ -68,11 +67,6 @@ def experts(params):
     return [matrix for layer in params.layers for matrix in (layer.experts.gate_up, layer.experts.down)]
 
 
-def assert_same_values(got, expected):
-    for (path, x), (_, y) in zip(values(got), values(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), jax.tree_util.keystr(path))
-
-
 def test_weights_are_those_that_were_stored(stored):
     """Experts have 4 bits, and 8 for the scale of each block; everything else is as in the other checkpoint."""
     got, expected = (language_model.load(stored / kind, dtype="float32").params for kind in ("narrow", "wide"))
@@ -88,17 +82,7 @@ def test_weights_are_those_that_were_stored(stored):
 
 
 def test_logits_are_those_of_the_widened_weights(stored):
-    loaded = [jspec.load(stored / kind, dtype="float32") for kind in ("narrow", "wide")]
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 9)), jnp.int32)
-    config = loaded[0].target
-
-    @jax.jit
-    def logits(params):
-        cache = config.init_cache(params, 2, 16, 4)
-        return config.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
-
-    got, expected = (np.asarray(logits(each.params.target)) for each in loaded)
-    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
+    assert_same_logits(*(jspec.load(stored / kind, dtype="float32") for kind in ("narrow", "wide")))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -126,13 +110,9 @@ def test_memory_is_that_of_the_weights(stored, weights):
 
 @pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
-    prompts, drafter = [[1, 2, 3] * 5, list(range(1, 40))], jspec.Ngram(depth=3)
-    narrow, wide = (jspec.load(stored / kind, dtype="float32") for kind in ("narrow", "wide"))
-    outs = [jspec.generate(model, prompts, drafter=drafter, max_new_tokens=24) for model in (narrow, wide)]
-    plain = jspec.generate(narrow, prompts, drafter=None, max_new_tokens=24)
-    assert outs[0].tokens == outs[1].tokens == plain.tokens
-    np.testing.assert_array_equal(outs[0].stats.rounds, outs[1].stats.rounds)
-    assert outs[0].stats.accept_length > 1.1
+    models = (jspec.load(stored / kind, dtype="float32") for kind in ("narrow", "wide"))
+    prompts = [[1, 2, 3] * 5, list(range(1, 40))]
+    assert_same_rounds(*models, prompts, jspec.Ngram(depth=3), above=1.1, max_new_tokens=24)
 
 
 @pytest.mark.slow
@@ -170,19 +150,14 @@ DAMAGE = {
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damaged_experts_are_errors(stored, tmp_path, case):
     name, change, message = DAMAGE[case]
-    tensors = load_file(stored / "narrow" / "model.safetensors")
-    changed = change(tensors.pop(name))
-    save_file(tensors | ({} if changed is None else {name: changed}), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((stored / "narrow" / "config.json").read_text())
+    changed = change(load_file(stored / "narrow" / "model.safetensors")[name])
     with pytest.raises(CheckpointError, match=message):
-        language_model.load(tmp_path)
+        language_model.load(damaged(stored / "narrow", tmp_path, {name: changed}))
 
 
 def test_values_that_a_dtype_cannot_hold(stored, tmp_path):
-    tensors = load_file(stored / "narrow" / "model.safetensors")
-    tensors[GATE_UP + "_scales"] = np.full_like(tensors[GATE_UP + "_scales"], 150)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((stored / "narrow" / "config.json").read_text())
+    scales = load_file(stored / "narrow" / "model.safetensors")[GATE_UP + "_scales"]
+    damaged(stored / "narrow", tmp_path, {GATE_UP + "_scales": np.full_like(scales, 150)})
     with pytest.raises(CheckpointError, match="values that are infinite in float16: choose another dtype"):
         jspec.load(tmp_path, weights="wide", dtype="float16")
 

@@ -1,14 +1,24 @@
 """Checkpoints of 4-bit matrices in words: read like the values that were packed, refused if they do not fit."""
 
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from safetensors.numpy import save_file
-from scaled_files import MODELS, is_linear, load_file, values
+from scaled_files import (
+    MODELS,
+    PROMPTS,
+    assert_same_logits,
+    assert_same_rounds,
+    assert_same_values,
+    assert_stored_bytes_are_counted,
+    damaged,
+    is_linear,
+    load_file,
+)
 
 import jspec
 from jspec.checkpoints import language_model
@@ -122,14 +132,7 @@ def configure(path, method):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """A function that writes a pair of checkpoints once."""
-    made = {}
-
-    def pair(model, form):
-        if (model, form) not in made:
-            made[model, form] = store(tmp_path_factory.mktemp(model), model, form)
-        return made[model, form]
-
-    return pair
+    return functools.cache(lambda model, form: store(tmp_path_factory.mktemp(model), model, form))
 
 
 @pytest.mark.slow(unless=("experts-awq", "llama-compressed", "llama-gptq", "experts-gptq"))
@@ -140,8 +143,7 @@ def stored(tmp_path_factory):
 def test_weights_are_those_that_were_packed(stored, model, form):
     path = stored(model, form)
     got, expected = (jspec.load(path / kind).params.target for kind in ("narrow", "wide"))
-    for (name, x), (_, y) in zip(values(got), values(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), jax.tree_util.keystr(name))
+    assert_same_values(got, expected)
     matrices = [leaf for leaf in jax.tree.leaves(got, is_leaf=is_matrix) if is_matrix(leaf)]
     assert len(matrices) >= 8
     for leaf in matrices:
@@ -160,29 +162,14 @@ def test_weights_are_those_that_were_packed(stored, model, form):
 
 @pytest.mark.parametrize("form", ("compressed_zeros", "awq"))
 def test_logits_are_those_of_the_widened_weights(stored, form):
-    loaded = [jspec.load(stored("llama", form) / kind) for kind in ("narrow", "wide")]
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, toy.TARGET.vocab_size, (2, 9)), jnp.int32)
-
-    @jax.jit
-    def logits(params):
-        cache = loaded[0].target.init_cache(params, 2, 16, 4)
-        return loaded[0].target.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
-
-    got, expected = (np.asarray(logits(each.params.target)) for each in loaded)
-    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
+    assert_same_logits(*(jspec.load(stored("llama", form) / kind) for kind in ("narrow", "wide")))
 
 
 @pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
-    path = stored("llama", "gptq")
-    options = {"max_new_tokens": 20, "page_size": 16}
-    prompts = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-    narrow, wide = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
-    plain = jspec.generate(narrow, prompts, drafter=None, **options)
-    runs = [jspec.generate(model, prompts, drafter=jspec.Standalone(depth=3), **options) for model in (narrow, wide)]
-    assert runs[0].tokens == runs[1].tokens == plain.tokens
-    np.testing.assert_array_equal(runs[0].stats.rounds, runs[1].stats.rounds)
-    assert runs[0].stats.accept_length > 2
+    path, drafter = stored("llama", "gptq"), jspec.Standalone(depth=3)
+    models = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
+    assert_same_rounds(*models, PROMPTS, drafter, above=2, max_new_tokens=20, page_size=16)
 
 
 def test_other_weights_can_be_chosen(stored):
@@ -195,15 +182,7 @@ def test_other_weights_can_be_chosen(stored):
 
 
 def test_memory_counts_packed_values(stored, monkeypatch):
-    from jspec.loading import memory
-
-    path = stored("llama", "awq") / "narrow"
-    size = memory.tree_bytes(jspec.load(path).params)
-    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size, 10**9))
-    jspec.load(path)
-    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size - 1, 10**9))
-    with pytest.raises(ValueError, match="do not fit"):
-        jspec.load(path)
+    assert_stored_bytes_are_counted(stored("llama", "awq") / "narrow", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +208,7 @@ def test_memory_counts_packed_values(stored, monkeypatch):
     ids=str,
 )
 def test_other_methods_are_refused(stored, tmp_path, method):
-    for file in (stored("llama", "awq") / "narrow").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    configure(tmp_path / "config.json", method)
+    damaged(stored("llama", "awq") / "narrow", tmp_path, quantization_config=method)
     with pytest.raises(CheckpointError, match=r"quantization_config=.*is not supported; must have quant_method='fp8'"):
         jspec.load(tmp_path)
 
@@ -249,9 +226,8 @@ ROTATED = {"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "
     ],
 )
 def test_keys_of_other_forwards_are_refused(stored, tmp_path, form, key, value):
-    for file in (stored("llama", form) / "narrow").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    method = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    damaged(stored("llama", form) / "narrow", tmp_path)
+    method = FORMATS[form]
     for harmless in (
         {"sparsity_config": {"format": "dense"}, "transform_config": {}},
         {"dynamic": {}, "lm_head": True},
@@ -302,18 +278,10 @@ LAYER, WORDS = "model.layers.0.self_attn.o_proj", np.full((8, 8), -1, np.int32)
     ids=lambda part: part if isinstance(part, str) else None,
 )
 def test_damaged_checkpoints_are_refused(stored, tmp_path, form, change, message):
-    source = stored("llama", form) / "narrow"
-    tensors = load_file(source / "model.safetensors")
-    for name, value in change.items():
-        assert name in tensors or ".7." in name
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    source, (name,) = stored("llama", form) / "narrow", change
+    assert name in load_file(source / "model.safetensors") or ".7." in name
     with pytest.raises(CheckpointError, match=message):
-        jspec.load(tmp_path)
+        jspec.load(damaged(source, tmp_path, change))
 
 
 def test_zero_points_that_leave_8_bits_are_refused(stored, tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints that store 8-bit matrices with scales: linear layers keep them as they are, or are widened."""
 
+import functools
 import json
 
 import jax
@@ -7,16 +8,24 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import toy
 from safetensors.numpy import save_file
-from scaled_files import MODELS, is_linear, load_file, values
+from scaled_files import (
+    MODELS,
+    PROMPTS,
+    assert_same_logits,
+    assert_same_rounds,
+    assert_same_values,
+    assert_stored_bytes_are_counted,
+    damaged,
+    is_linear,
+    load_file,
+)
 
 import jspec
 from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.quantized import Quantized, is_matrix, quantize
 
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -70,15 +79,7 @@ def store(path, model, form, head=False):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """A function that writes a pair of checkpoints once."""
-    made = {}
-
-    def pair(model, form, head=False):
-        key = (model, form, head)
-        if key not in made:
-            made[key] = store(tmp_path_factory.mktemp(model), *key)
-        return made[key]
-
-    return pair
+    return functools.cache(lambda model, form, head=False: store(tmp_path_factory.mktemp(model), model, form, head))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -87,8 +88,7 @@ def test_linear_layers_are_those_stored(stored, model, form):
     path = stored(model, form, head=form == "channels")
     got = jspec.load(path / "narrow").params.target
     expected = jspec.load(path / "wide").params.target
-    for (name, x), (_, y) in zip(values(got), values(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), jax.tree_util.keystr(name))
+    assert_same_values(got, expected)
     found = jax.tree_util.tree_leaves_with_path(got, is_leaf=is_matrix)
     narrow = {path[-1].name: leaf for path, leaf in found if is_matrix(leaf)}
     fields = {"llama": {"qkv"}, "experts": {"qkv"}, "latents": {"down_projection", "query"}}[model]
@@ -105,29 +105,14 @@ def test_linear_layers_are_those_stored(stored, model, form):
 @pytest.mark.parametrize("form", ("blocks", "channels"))
 @pytest.mark.parametrize("model", ("llama", "experts", "latents"))
 def test_logits_are_those_of_the_widened_weights(stored, model, form):
-    config, _ = MODELS[model]
-    loaded = [jspec.load(stored(model, form) / kind) for kind in ("narrow", "wide")]
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (2, 9)), jnp.int32)
-
-    @jax.jit
-    def logits(params):
-        cache = loaded[0].target.init_cache(params, 2, 16, 4)
-        return loaded[0].target.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
-
-    got, expected = (np.asarray(logits(each.params.target)) for each in loaded)
-    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
+    assert_same_logits(*(jspec.load(stored(model, form) / kind) for kind in ("narrow", "wide")))
 
 
 @pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
-    path = stored("llama", "blocks")
-    options = {"max_new_tokens": 20, "page_size": 16}
-    narrow, wide = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
-    plain = jspec.generate(narrow, PROMPTS, drafter=None, **options)
-    runs = [jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3), **options) for model in (narrow, wide)]
-    assert runs[0].tokens == runs[1].tokens == plain.tokens
-    np.testing.assert_array_equal(runs[0].stats.rounds, runs[1].stats.rounds)
-    assert runs[0].stats.accept_length > 2
+    path, drafter = stored("llama", "blocks"), jspec.Standalone(depth=3)
+    models = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
+    assert_same_rounds(*models, PROMPTS, drafter, above=2, max_new_tokens=20, page_size=16)
 
 
 @pytest.mark.parametrize("form", ("blocks", "int8"))
@@ -148,14 +133,7 @@ def test_other_weights_can_be_chosen(stored, form):
 
 
 def test_memory_counts_what_is_stored(stored, monkeypatch):
-    from jspec.loading import memory
-
-    size = memory.tree_bytes(jspec.load(stored("experts", "blocks") / "narrow").params)
-    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size, 10**9))
-    jspec.load(stored("experts", "blocks") / "narrow")
-    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size - 1, 10**9))
-    with pytest.raises(ValueError, match="do not fit"):
-        jspec.load(stored("experts", "blocks") / "narrow")
+    assert_stored_bytes_are_counted(stored("experts", "blocks") / "narrow", monkeypatch)
 
 
 def test_exact_forwards_refuse_them_before_they_are_read(stored):
@@ -186,52 +164,42 @@ def group(**changes):
     ids=lambda method: "-".join(map(str, [*method][:3])),
 )
 def test_other_methods_are_refused(stored, tmp_path, method):
-    source = stored("llama", "channels") / "narrow"
-    raw = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": method}))
-    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    damaged(stored("llama", "channels") / "narrow", tmp_path, quantization_config=method)
     with pytest.raises(CheckpointError, match=r"quantization_config=.*is not supported; must have quant_method='fp8'"):
         jspec.load(tmp_path)
+
+
+NAN = np.full((32, 32), np.nan, ml_dtypes.float8_e4m3fn)
+EXPERT = "mlp.experts.1.up_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("form", "model", "change", "message"),
     (
-        ("blocks", "llama", {"layers.0.self_attn.o_proj.weight_scale_inv": None}, "weight_scale_inv' is missing"),
-        ("channels", "llama", {"layers.0.self_attn.o_proj.weight_scale": np.ones((3, 1), "f4")}, r"has shape \(3, 1\)"),
-        ("channels", "llama", {"layers.1.mlp.up_proj.weight_scale": np.full((64, 1), np.nan, "f4")}, "are NaN or inf"),
-        ("channels", "llama", {"layers.1.self_attn.q_proj.weight": "nan"}, "q_proj.weight has values that are NaN"),
-        ("blocks", "experts", {"layers.0.mlp.experts.1.up_proj.weight": "wide"}, "must all have 8 bits, or none"),
+        ("blocks", "llama", {"self_attn.o_proj.weight_scale_inv": None}, "weight_scale_inv' is missing"),
+        ("channels", "llama", {"self_attn.o_proj.weight_scale": np.ones((3, 1), "f4")}, r"has shape \(3, 1\)"),
+        ("channels", "llama", {"mlp.up_proj.weight_scale": np.full((64, 1), np.nan, "f4")}, "are NaN or inf"),
+        ("channels", "llama", {"self_attn.k_proj.weight": NAN}, "k_proj.weight has values that are NaN"),
+        (
+            "blocks",
+            "experts",
+            {EXPERT: np.ones((24, 32), "f4"), f"{EXPERT}_scale_inv": None},
+            "must all have 8 bits, or",
+        ),
     ),
 )
 def test_damaged_checkpoints_are_refused(stored, tmp_path, form, model, change, message):
+    tensors = {f"model.layers.0.{name}": value for name, value in change.items()}
     source = stored(model, form) / "narrow"
-    tensors = load_file(source / "model.safetensors")
-    for name, value in change.items():
-        name = f"model.{name}"
-        old = tensors.pop(name)
-        if isinstance(value, str):
-            tensors[name] = old.astype(np.float32)
-            if value == "nan":
-                tensors[name] = tensors[name] * np.float32(np.nan)
-                tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-            else:
-                tensors.pop(name + "_scale_inv")
-        elif value is not None:
-            tensors[name] = value
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert tensors.keys() <= load_file(source / "model.safetensors").keys()
     with pytest.raises(CheckpointError, match=message):
-        jspec.load(tmp_path)
+        jspec.load(damaged(source, tmp_path, tensors))
 
 
 def test_a_part_that_is_stored_wide_widens_the_others(stored, tmp_path):
-    source = stored("llama", "channels")
-    tensors, name = load_file(source / "narrow" / "model.safetensors"), "model.layers.0.self_attn.k_proj.weight"
-    tensors[name] = load_file(source / "wide" / "model.safetensors")[name]
-    del tensors[name + "_scale"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((source / "narrow" / "config.json").read_bytes())
+    source, name = stored("llama", "channels"), "model.layers.0.self_attn.k_proj.weight"
+    wide = load_file(source / "wide" / "model.safetensors")[name]
+    damaged(source / "narrow", tmp_path, {name: wide, f"{name}_scale": None})
     first, second = jspec.load(tmp_path).params.target.layers
     expected = jspec.load(source / "wide").params.target.layers[0]
     np.testing.assert_array_equal(first.qkv, expected.qkv)

@@ -1,13 +1,19 @@
 """Models that are stored with scaled matrices, and what is read from their files."""
 
 import dataclasses
+import json
 
 import deepseek
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 import toy
+from safetensors.numpy import save_file
 
+import jspec
 from jspec.checkpoints.safetensors_file import SafetensorFiles
+from jspec.loading import memory
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.quantized import is_matrix, widen
 from jspec.models.router import Router
@@ -31,6 +37,7 @@ def expert_weights():
     return dataclasses.replace(made, layers=(first, *others))
 
 
+PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 MODELS = {
     "llama": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
     "experts": (EXPERTS, expert_weights),
@@ -51,6 +58,61 @@ def is_linear(name):
 
 def values(params):
     return jax.tree_util.tree_leaves_with_path(jax.tree.map(widen, params, is_leaf=is_matrix))
+
+
+def equal(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
+    )
+
+
+def assert_same_values(got, expected, **tolerance):
+    """Weights, widened where they are quantized, are equal. tolerance: of vectors."""
+    for (path, x), (_, y) in zip(values(got), values(expected), strict=True):
+        bounds = tolerance if tolerance and x.ndim == 1 else {"rtol": 0, "atol": 0}
+        np.testing.assert_allclose(x, y, **bounds, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_same_logits(narrow, wide):
+    """Quantized weights give the logits of the widened ones."""
+    config = narrow.target
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (2, 9)), jnp.int32)
+
+    @jax.jit
+    def logits(params):
+        cache = config.init_cache(params, 2, 16, 4)
+        return config.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
+
+    got, expected = (np.asarray(logits(model.params.target)) for model in (narrow, wide))
+    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
+
+
+def assert_same_rounds(narrow, wide, prompts, drafter, *, above, **options):
+    """Quantized weights give the drafted tokens and rounds of the widened ones. above: a bound of the accept length."""
+    plain = jspec.generate(narrow, prompts, drafter=None, **options)
+    runs = [jspec.generate(model, prompts, drafter=drafter, **options) for model in (narrow, wide)]
+    assert runs[0].tokens == runs[1].tokens == plain.tokens
+    np.testing.assert_array_equal(runs[0].stats.rounds, runs[1].stats.rounds)
+    assert runs[0].stats.accept_length > above
+
+
+def assert_stored_bytes_are_counted(directory, monkeypatch):
+    """A model loads if its weights as they are stored just fit, and not with a byte less."""
+    size = memory.tree_bytes(jspec.load(directory).params)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size, 10**9))
+    jspec.load(directory)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size - 1, 10**9))
+    with pytest.raises(ValueError, match="do not fit"):
+        jspec.load(directory)
+
+
+def damaged(source, directory, tensors=None, **config):
+    """A copy of a checkpoint with other tensors, removed by None, and other keys of config.json."""
+    raw = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | config))
+    stored = load_file(source / "model.safetensors") | (tensors or {})
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, directory / "model.safetensors")
+    return directory
 
 
 def assert_close_in_int8(narrow, wide):

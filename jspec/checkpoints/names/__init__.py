@@ -45,11 +45,7 @@ def flatten_params(names: str, params: PyTree) -> dict[str, Any]:
 
 
 def translate(names: str, config: Decoder, arrays: Mapping[str, Array]) -> Named:
-    """Arrays under their Hugging Face names, from those by path.
-
-    Raises:
-      CheckpointError: a leaf is missing, not used, or of another shape or dtype; the message has its path.
-    """
+    """Arrays under their Hugging Face names, from those by path."""
     library = LIBRARIES[names]
     leaves = library.leaves(arrays, config)
     named = read(leaves, library.layouts[type(config)](config))
