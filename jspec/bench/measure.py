@@ -1,7 +1,6 @@
 """Measures one case: rounds of a mode at a batch and a context, timed from the host."""
 
 import dataclasses
-import functools
 import math
 import statistics
 import time
@@ -16,7 +15,6 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
-from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, groups, stopping
 from jspec.core.grow import Shape
 from jspec.core.loop import fastest
@@ -29,8 +27,6 @@ from jspec.loading import memory
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
-FROM_HOST = ("stepped", "unfolded")
-"""Modes with a call from the host for each round: a chain in one program, or with its seed in a separate program."""
 FIRST_TOKENS = 3
 """Timed prefills per case, after a warm-up."""
 
@@ -38,7 +34,6 @@ Progress = Callable[[str], object]
 """Called with the name of the current step."""
 Rounds = Callable[[DecodeState, Int[Array, ""]], DecodeState]
 """Runs rounds from a state up to a round index."""
-Seed = Callable[[DecodeState], DecodeState]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +108,7 @@ class CaseResult:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCase:
-    """The programs of a case. rounds: for modes of `FROM_HOST`, one call per round."""
+    """The programs of a case."""
 
     prefill: Callable[[], DecodeState]
     rounds: Rounds
@@ -168,20 +163,20 @@ def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Pr
     # Compile.
     method = method_of(setup, drafter)
     report("compiling")
-    compiled = _compile(setup, result, method)
+    compiled = compile_case(setup, result, method)
     if compiled is None:
         return
     # Time prefill, rounds and phases.
     report("first token")
     result.first_token_seconds = machine.seconds_of(compiled.prefill, repeats=FIRST_TOKENS, burst=0)
     report("rounds")
-    s = _time_rounds(setup, result, compiled.rounds, compiled.prefill())
-    if setup.split and result.mode not in FROM_HOST:
+    s = time_rounds(setup, result, compiled.rounds, compiled.prefill())
+    if setup.split:
         report("phases")
         result.phase_seconds, _ = time_phases(setup.params, s, Phases(method), setup.rounds, setup.repeats)
 
 
-def _compile(setup: BenchSetup, result: CaseResult, method: Method) -> CompiledCase | None:
+def compile_case(setup: BenchSetup, result: CaseResult, method: Method) -> CompiledCase | None:
     """Compiles the programs of a case; None if they do not fit the device's memory."""
     # The caches alone, before anything of this size is traced.
     sizes = groups.batch_of(setup.placement, result.batch), result.capacity, setup.page_size
@@ -205,23 +200,16 @@ def _compile(setup: BenchSetup, result: CaseResult, method: Method) -> CompiledC
     prefill = lowered.compile()
     result.compile_seconds["prefill"] = time.perf_counter() - began
 
-    # The loop, and the seed where it is a separate program.
+    # The loop.
     began = time.perf_counter()
     rounds = lower_rounds(setup, method, state).compile()
     result.compile_seconds["decode"] = time.perf_counter() - began
-    programs = {"prefill": prefill, "decode": rounds}
-    if isinstance(method.drafter, Unfolded):
-        programs["seed"] = seed.lower(setup.params, state, drafter=method.drafter).compile()
-
     # Workspaces are known after compilation.
-    for name, program in programs.items():
+    for name, program in (("prefill", prefill), ("decode", rounds)):
         result.problem = too_large(setup, result, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
         if result.problem:
             return None
-    start, run = partial(prefill, setup.params, prompt), partial(rounds, setup.params)
-    if result.mode in FROM_HOST:
-        run = partial(from_host, run, partial(programs["seed"], setup.params) if "seed" in programs else None)
-    return CompiledCase(start, run)
+    return CompiledCase(partial(prefill, setup.params, prompt), partial(rounds, setup.params))
 
 
 def method_of(setup: BenchSetup, drafter: Drafter) -> Method:
@@ -240,20 +228,6 @@ def lower_rounds(setup: BenchSetup, method: Method, state: PyTree) -> Lowered:
     """The program of the rounds, lowered. state: or its shapes."""
     until = jax.ShapeDtypeStruct((), jnp.int32)
     return fastest(setup.params, state, method).lower(setup.params, state, until, method=method)
-
-
-def from_host(rounds: Rounds, seed: Seed | None, s: DecodeState, until: Int[Array, ""] | int) -> DecodeState:
-    """The first `until` rounds, one call of `rounds` each, after a call of `seed` if there is one."""
-    for index in range(int(until)):
-        s = s if seed is None else seed(s)
-        s = rounds(s, _device_int(index + 1))
-    return s
-
-
-@functools.cache
-def _device_int(value: int) -> Int[Array, ""]:
-    """An integer on the device. Cached, to time no transfer."""
-    return jnp.int32(value)
 
 
 def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
@@ -283,7 +257,7 @@ def prompts_of(setup: BenchSetup, result: CaseResult) -> Prompts:
     return Prompts(jnp.asarray(ids), length, limit, keys, stopping.init(None, batch))
 
 
-def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:
+def time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:
     """Times the same rounds repeatedly; returns the state before them."""
     # The same rounds each time, from one state.
     before = _copy_small(s)

@@ -2,59 +2,51 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.bench.measure import FROM_HOST
-from jspec.bench.presets import PRESETS
+from jspec.bench.presets import DRAFTS, PRESETS
 from jspec.cache.narrow import KV_FORMATS
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.checkpoints.files import DTYPES
 from jspec.core.accept import Imposed
 from jspec.core.options import check_options, option, typed
 from jspec.core.types import Drafter
-from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Standalone
+from jspec.drafters import DRAFTERS
 from jspec.models.quantized import BLOCKS, FORMATS, WIDE
 
 MODES = ("plain", "chain", "tree")
-_CHAINS = (*MODES[1:], *FROM_HOST)
-DRAFTERS: Mapping[str, type[Any]] = {
-    "eagle": Eagle,
-    "block": Block,
-    "standalone": Standalone,
-    "frozen-kv-mtp": FrozenKvMtp,
-    "mtp": Mtp,
-}
 SHAPE = ("depth", "width", "num_nodes", "tokens_per_round")
 WINDOW = ("window", "keep_first")
-_OF_MODES: Mapping[str, tuple[Any, tuple[str, ...]]] = {
-    "drafter": (None, _CHAINS),
-    "window": (None, _CHAINS),
-    "keep_first": (None, _CHAINS),
-    "depth": (5, _CHAINS),
-    "tokens_per_round": (3.0, _CHAINS),
-    "width": (8, ("tree",)),
-    "num_nodes": (32, ("tree",)),
+_OF_DRAFTS = {
+    "drafter": None,
+    "window": None,
+    "keep_first": None,
+    "depth": 5,
+    "tokens_per_round": 3.0,
+    "width": 8,
+    "num_nodes": 32,
 }
-"""Options of drafts -> their default, and the modes that use them."""
+"""Option of drafts -> its default."""
+_OF_TREES = ("width", "num_nodes")
+"""Those of trees alone; modes other than plain and tree are chains."""
 BATCH, COUNT = {"least": 1, "most": 2**20}, {"least": 1, "most": 2**31 - 1}
 """Bounds. What fits into the memory is less."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """The model and the modes that are measured. What is None gets its default when the value is made.
+    """The subject of a measurement and its modes. None becomes the default of an option.
 
     Raises:
-      ValueError, TypeError: a value out of bounds, or values that contradict each other.
+      ValueError, TypeError: a value out of bounds, or contradictory values.
     """
 
     preset: str | None = option(None, "the shapes of this model, with random weights", choices=tuple(PRESETS))
     drafter: str | None = option(
         None,
         "default: the one that --draft is for, or the first of these that the preset has a draft for",
-        choices=tuple(DRAFTERS),
+        choices=tuple(DRAFTS),
     )
     mode: tuple[str, ...] = option(MODES, "how rounds run (default: plain chain tree)", choices=MODES)
     depth: int | None = option(None, "length of the longest chain (default: 5)", bounds=COUNT)
@@ -114,13 +106,12 @@ class SubjectOptions:
             object.__setattr__(self, name, value)
 
     def _check_modes(self) -> None:
-        """Fills in defaults of options of drafts, which must be of use to one of the modes."""
-        for name, (default, users) in _OF_MODES.items():
-            value = getattr(self, name)
-            if value is not None and not set(users) & set(self.mode):
-                raise ValueError(
-                    f"{typed(self, name)}: requires --mode {' or '.join(users)}, but --mode is {' '.join(self.mode)}"
-                )
+        """Fills in defaults of options of drafts; each must be of use to one of the modes."""
+        for name, default in _OF_DRAFTS.items():
+            value, trees = getattr(self, name), name in _OF_TREES
+            if value is not None and not any(mode == "tree" if trees else mode != "plain" for mode in self.mode):
+                users = "tree" if trees else "chain or tree"
+                raise ValueError(f"{typed(self, name)}: requires --mode {users}, but --mode is {' '.join(self.mode)}")
             self._fill(**{name: default if value is None else value})
 
     def _check_shape(self) -> None:
@@ -135,7 +126,7 @@ class SubjectOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseOptions(SubjectOptions):
-    """The rounds that are measured; empty batches and contexts get their defaults, which depend on the preset.
+    """The rounds of a measurement. Empty batches and contexts get the defaults of the preset.
 
     Raises:
       ValueError, TypeError: as `SubjectOptions`.
@@ -200,21 +191,11 @@ class BenchOptions(RunOptions, CaseOptions):
       ValueError, TypeError: as `SubjectOptions`.
     """
 
-    mode: tuple[str, ...] = option(
-        MODES,
-        "how rounds run (default: plain chain tree). stepped is a chain in which the host calls each round; unfolded, "
-        "for frozen-kv-mtp, is one in which it also calls the seed before each round",
-        choices=(*MODES, *FROM_HOST),
-    )
     repeats: int = option(5, "repetitions of each measurement", least=1, most=10_000)
     no_split: bool = option(False, "do not time the phases, which takes half of the time")
 
     def __post_init__(self):
         super().__post_init__()
-        # Several devices.
-        for name, devices in devices_of(self).items():
-            if "unfolded" in self.mode:
-                raise ValueError(f"--mode unfolded: runs on one device; leave it out with --{name} {devices}")
         for batch in self.batch:
             if batch % self.data:
                 raise ValueError(f"--batch {batch}: must be a multiple of --data {self.data}")
@@ -226,9 +207,9 @@ def devices_of(options: SubjectOptions) -> dict[str, int]:
 
 
 def drafter_of(mode: str, name: str, options: SubjectOptions) -> Drafter | None:
-    """The drafter of a mode in the shape that is asked for, not bound yet; None: plain decoding.
+    """The drafter of a mode in the requested shape, not bound yet; None: plain decoding.
 
-    name: in `DRAFTERS`.
+    name: in `DRAFTS`.
     """
     if mode == "plain":
         return None
@@ -237,13 +218,14 @@ def drafter_of(mode: str, name: str, options: SubjectOptions) -> Drafter | None:
 
 
 def window_of(drafter: str, options: SubjectOptions) -> dict[str, int]:
-    """The options of the draft's window that are set.
+    """The options of the draft's window with a value.
 
     Raises:
       ValueError: the drafter has no window.
     """
     values = {name: value for name in WINDOW if (value := getattr(options, name)) is not None}
+    fields = {field.name for field in dataclasses.fields(DRAFTERS[drafter])}  # pyright: ignore[reportArgumentType]
     for name in values:
-        if "window" not in (field.name for field in dataclasses.fields(DRAFTERS[drafter])):
+        if "window" not in fields:
             raise ValueError(f"{typed(options, name)}: the drafter {drafter} has no window")
     return values

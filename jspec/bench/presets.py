@@ -10,11 +10,20 @@ from jspec.core import package
 from jspec.models import Assistant, BlockHead, Deepseek, EagleHead, GptOss, Llama, MtpHeads, Qwen3Next
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
 
 _DIRECTORY = package.ASSETS / "presets"
 """A directory per target, with its config.json."""
 DRAFT_VOCAB_SIZE = 32_000
 """Draft vocabulary of the published EAGLE-3 heads for these targets."""
+DRAFTS = {
+    "eagle": "EAGLE head",
+    "block": "block draft",
+    "standalone": "smaller model of its vocabulary",
+    "frozen-kv-mtp": "assistant",
+    "mtp": "MTP heads",
+}
+"""Drafter -> its kind of draft model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,23 @@ class Preset:
         """A block draft for targets with an EAGLE-3 head."""
         return None if self.head is None else block_draft(self.target, self.head)
 
+    @property
+    def drafts(self) -> dict[str, Draft | None]:
+        """Drafter -> its draft model, or None."""
+        drafts = self.head, self.block, self.standalone, self.assistant, self.mtp
+        return dict(zip(DRAFTS, drafts, strict=True))
+
+
+_LAYER = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length"),
+    *("rms_norm_eps", "rope"),
+)
+"""What a draft has in common with the layers that it is made after."""
+
+
+def _fields(model: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in names}
+
 
 def mtp_heads(target: Deepseek | Qwen3Next, count: int = 1) -> MtpHeads:
     """The heads of a target's checkpoint, each a layer of its family."""
@@ -52,24 +78,15 @@ def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB
 
     draft_vocab_size: at most the target's.
     """
-    # One layer of the target's shape; it reads an early, a middle and a late layer.
     count = target.num_layers
     return EagleHead(
         version=3,
-        vocab_size=target.vocab_size,
         draft_vocab_size=min(draft_vocab_size, target.vocab_size),
-        hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
         num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_length=target.max_length,
         capture_layers=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
-        rms_norm_eps=target.rms_norm_eps,
         # A head of the target rotates all dimensions.
-        rope=dataclasses.replace(target.rope, share=1.0),
+        **{**_fields(target, *_LAYER), "rope": dataclasses.replace(target.rope, share=1.0)},
     )
 
 
@@ -84,16 +101,8 @@ def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
     # Five layers; the mask is the last token of the vocabulary.
     spread = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
     return BlockHead(
-        vocab_size=head.vocab_size,
         draft_vocab_size=head.vocab_size,
-        hidden_size=head.hidden_size,
-        target_hidden_size=head.target_hidden_size,
-        intermediate_size=head.intermediate_size,
         num_layers=5,
-        num_heads=head.num_heads,
-        num_kv_heads=head.num_kv_heads,
-        head_dim=head.head_dim,
-        max_length=head.max_length,
         capture_layers=spread if count >= 8 else head.capture_layers,
         block_size=7,
         mask_token=head.vocab_size - 1,
@@ -102,8 +111,7 @@ def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
         causal=(False,) * 5,
         markov="vanilla",
         markov_rank=min(256, head.hidden_size),
-        rms_norm_eps=head.rms_norm_eps,
-        rope=head.rope,
+        **_fields(head, "target_hidden_size", *_LAYER),
     )
 
 
@@ -130,16 +138,8 @@ def gemma4_assistant(
 
 def gpt_oss_head(target: GptOss) -> EagleHead:
     """The EAGLE-3 head of gpt-oss in SpecForge's configuration: dense, and six times as wide as the stream."""
-    shape = Llama(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=6 * target.hidden_size,
-        num_layers=target.num_layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_length=4096,
-    )
+    same = _fields(target, "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    shape = Llama(intermediate_size=6 * target.hidden_size, max_length=4096, **same)
     return eagle_head(shape)
 
 

@@ -1,7 +1,7 @@
 """The model of a measurement: a checkpoint, or a preset with random weights, on one device or several."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -10,28 +10,18 @@ from jspec.bench import weights
 from jspec.bench.measure import BenchSetup
 from jspec.bench.measurement import Scalar
 from jspec.bench.options import CaseOptions, SubjectOptions, devices_of, drafter_of, window_of
-from jspec.bench.presets import PRESETS, Preset, eagle_head
-from jspec.bench.unfolded import Unfolded
+from jspec.bench.presets import DRAFTS, PRESETS, eagle_head
 from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.plan import splits_draft
 from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Drafter, Params
 from jspec.core.xla_options import prepare_collectives
-from jspec.drafters import FrozenKvMtp, Plain
+from jspec.drafters import Plain
 from jspec.loading.model import Model
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
 from jspec.models.quantized import check_split_groups, quantize_shapes
-
-_DRAFT_NAMES = {
-    "eagle": "EAGLE head",
-    "block": "block draft",
-    "standalone": "smaller model of its vocabulary",
-    "frozen-kv-mtp": "assistant",
-    "mtp": "MTP heads",
-}
-"""Drafter -> its kind of draft model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +71,8 @@ def drafters_of(options: SubjectOptions, subject: Subject) -> dict[str, Drafter]
 
 
 def _drafter(mode: str, options: SubjectOptions, subject: Subject) -> Drafter:
-    name = _drafter_name(options, subject)
-    drafter = drafter_of(mode, name, options)
-    if drafter is None:
-        return Plain()
-    if mode == "unfolded" and not isinstance(drafter, FrozenKvMtp):
-        raise ValueError(f"--mode unfolded: requires the drafter frozen-kv-mtp, not {name}")
-    bound = drafter.bind(subject.target, subject.draft)
-    return Unfolded(bound) if isinstance(bound, FrozenKvMtp) and mode == "unfolded" else bound
+    drafter = drafter_of(mode, _drafter_name(options, subject), options)
+    return Plain() if drafter is None else drafter.bind(subject.target, subject.draft)
 
 
 def _drafter_name(options: SubjectOptions, subject: Subject) -> str:
@@ -136,14 +120,12 @@ def _shaped(options: SubjectOptions) -> Subject:
     assert options.preset is not None
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
     # The draft of the drafter, or the first there is.
-    drafts = _drafts(preset)
+    drafts = preset.drafts
     drafter = options.drafter or next(name for name, draft in drafts.items() if draft)
     draft = drafts[drafter]
     if draft is None:
-        others = ", ".join(name for name, other in PRESETS.items() if _drafts(other)[drafter])
-        raise ValueError(
-            f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
-        )
+        others = ", ".join(name for name, other in PRESETS.items() if other.drafts[drafter])
+        raise ValueError(f"--drafter {drafter}: {options.preset} has no {DRAFTS[drafter]}; those that do: {others}")
     # Split the target over devices.
     devices = devices_of(options)
     target, placement = preset.target, make_placement(devices.get("tensor"), None, jax.devices(), devices.get("data"))
@@ -171,14 +153,3 @@ def _with_draft(
     if placement is not None and placement.draft:
         check_split_groups(shapes, placement.size)
     return Subject(name, target, draft, Params(params, shapes), placement)
-
-
-def _drafts(preset: Preset) -> Mapping[str, Draft | None]:
-    """Drafter -> its draft model, or None."""
-    return {
-        "eagle": preset.head,
-        "block": preset.block,
-        "standalone": preset.standalone,
-        "frozen-kv-mtp": preset.assistant,
-        "mtp": preset.mtp,
-    }

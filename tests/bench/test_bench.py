@@ -18,10 +18,8 @@ import jspec
 from jspec import cli
 from jspec.bench import machine, phases, report, weights
 from jspec.bench import subject as subjects
-from jspec.bench.measure import from_host
 from jspec.bench.options import BenchOptions
 from jspec.bench.presets import PRESETS, eagle_head
-from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, stopping
 from jspec.core.loop import decode
 from jspec.core.method import Method
@@ -318,12 +316,12 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
         ("--mode plain chain --num-nodes 9", "--num-nodes 9: requires --mode tree, but --mode is plain chain"),
         (
             "--mode plain --depth 3",
-            "--depth 3: requires --mode chain or tree or stepped or unfolded, but --mode is plain",
+            "--depth 3: requires --mode chain or tree, but --mode is plain",
         ),
         ("--preset tiny-gemma-4 --draft-window 9", "--draft-window 9: the drafter frozen-kv-mtp has no window"),
         ("--keep-first 2", "--keep-first 2: requires a window"),
-        ("--mode plain --draft-window 9", "--draft-window 9: requires --mode chain or tree or stepped or unfolded"),
-        ("--mode plain --drafter eagle", "--drafter eagle: requires --mode chain or tree or stepped or unfolded"),
+        ("--mode plain --draft-window 9", "--draft-window 9: requires --mode chain or tree"),
+        ("--mode plain --drafter eagle", "--drafter eagle: requires --mode chain or tree"),
         ("--tokens-per-round 7", "--tokens-per-round 7: must be at most 6 with --depth 5"),
         ("--tokens-per-round 0.5", "--tokens-per-round 0.5: must be from 1, which is the bonus token, to 1000"),
         ("--width 1", "--width 1: a tree must have a width of at least 2"),
@@ -348,33 +346,6 @@ def test_a_preset_without_a_smaller_model_names_those_that_have_one(capsys):
     assert others.strip().split(", ") == [name for name, preset in PRESETS.items() if preset.standalone]
     status, _, err = run(capsys, "--preset", "gemma-4-31b", "--drafter", "eagle")
     assert status == 2 and "gemma-4-31b has no EAGLE head; those that do: llama-3.1-8b" in err
-
-
-@pytest.mark.slow
-def test_an_unfolded_seed_changes_no_token():
-    """Nor how many each round appends."""
-    drafter = toy.bound_drafters()["frozen_kv_mtp"]
-    both = toy.assistant_params()
-    expected = toy.run(drafter, both, toy.start(drafter, both))
-    unfolded = Unfolded(drafter)
-    run = partial(decode, both, method=Method(toy.TARGET, unfolded, accept.greedy))
-    s = from_host(lambda s, until: run(s, until), partial(seed, both, drafter=unfolded), toy.start(unfolded, both), 12)
-    assert toy.generated(s) == toy.generated(expected)
-    toy.assert_same(s.stats, expected.stats)
-    with pytest.raises(ValueError, match="must be a bound chain that is not sampled"):
-        Unfolded(FrozenKvMtp())
-
-
-@pytest.mark.slow
-def test_rounds_that_the_host_calls(capsys):
-    sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
-    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "stepped", "unfolded", *sizes)
-    assert status == 0
-    lines = [line.split() for line in out.splitlines()[2:]]
-    assert [line[0] for line in lines] == ["stepped", "unfolded"]
-    assert all(line[5] == "2.00" and line[6:11] == ["-"] * 5 for line in lines), "no split"
-    status, _, err = run(capsys, "--preset", "tiny", "--mode", "unfolded")
-    assert status == 2 and "--mode unfolded: requires the drafter frozen-kv-mtp, not eagle" in err
 
 
 @pytest.mark.slow
