@@ -228,7 +228,8 @@ class Answer:
         if reason == "stop" and reply is not None and reply.called:
             reason = "tool_calls"
         # What is said about each token.
-        texts = self._choices[index].texts.push(piece.tokens) if self._counts_characters else []
+        counts = self._call.return_token_origins or (self._call.logprobs is not None and not self._chat)
+        texts = self._choices[index].texts.push(piece.tokens) if counts else []
         choice: dict[str, Any] = {"index": index, **said, "logprobs": self._logprobs(piece, [at for at, _ in texts])}
         choice |= {"finish_reason": reason, "stop_reason": stopped_by}
         if self._call.return_token_ids:
@@ -237,10 +238,6 @@ class Answer:
             pairs = zip(texts, piece.origin or [], strict=True)
             choice["token_origins"] = [{"text": text, "depth": depth} for (_, text), depth in pairs]
         return choice
-
-    @property
-    def _counts_characters(self) -> bool:
-        return self._call.return_token_origins or (self._call.logprobs is not None and not self._chat)
 
     def _about(self, prompt: list[int], scores: Scores | None) -> dict[str, object]:
         """The ids of a prompt and its log-probabilities, if they are asked for."""

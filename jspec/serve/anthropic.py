@@ -1,12 +1,12 @@
 """Anthropic's messages as chats, and errors in Anthropic's format."""
 
 import json
-from typing import Any
 
 from jspec.core.checks import check_flag, check_text
-from jspec.serve.fields import REQUIRED, ApiError, Fields, check_object, check_whole, read_object, row, unsupported
+from jspec.serve.checks import check_any, check_items, check_object, check_one, check_whole
+from jspec.serve.fields import REQUIRED, ApiError, Table, hint, read_object, read_variant, row, take_fields, unsupported
 from jspec.serve.messages import read_text
-from jspec.serve.translation import Json, Translation, check_any, check_items, check_one
+from jspec.serve.translation import Json, Translation
 
 _KINDS = {
     **{400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"},
@@ -14,7 +14,7 @@ _KINDS = {
 }
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_HINTS = {"cache_control": row(check_any), "citations": row(check_any)}
+_HINTS = {"cache_control": hint(check_any), "citations": hint(check_any)}
 """Fields of a block which cannot change the text: the prefix cache needs no marks."""
 
 
@@ -25,48 +25,33 @@ def error_body(error: ApiError) -> Json:
     return {**body, "type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _check_thinking(name: str, value: object) -> Json:
-    display = row(check_one, of=("summarized", "omitted"))
-    table = {"type": row(check_one, REQUIRED, of=("enabled", "adaptive", "disabled")), "display": display}
-    return read_object(name, value, {**table, "budget_tokens": row(check_any)})
-
-
-def _check_output(name: str, value: object) -> Json:
-    return read_object(name, value, {"format": row(_check_format), "effort": row(check_text)})
-
-
-def _check_format(name: str, value: object) -> Json:
-    """The `response_format` of a chat."""
-    table = {"type": row(check_one, REQUIRED, of=("json_schema",)), "schema": row(check_any)}
-    return {"type": "json_schema", "json_schema": {"schema": read_object(name, value, table)["schema"]}}
-
-
-def _check_metadata(name: str, value: object) -> Json:
-    return read_object(name, value, {"user_id": row(check_text)})
+_PARALLEL = {"disable_parallel_tool_use": row(check_flag, False)}
 
 
 def _check_tool_choice(name: str, value: object) -> Json:
     """Fields of a chat."""
-    table = {"type": row(check_one, REQUIRED, of=(*_CHOICES, "tool")), "name": row(check_text)}
-    choice = read_object(name, value, {**table, "disable_parallel_tool_use": row(check_flag, False)})
-    if (choice["type"] == "tool") != (choice["name"] is not None):
-        raise ApiError(f"{name}.name: must be given with the type 'tool', and only there", param=f"{name}.name")
-    named = {"type": "function", "function": {"name": choice["name"]}}
-    return {
-        "tool_choice": _CHOICES.get(choice["type"], named),
-        "parallel_tool_calls": not choice["disable_parallel_tool_use"],
-    }
+    tables = {**dict.fromkeys(_CHOICES, _PARALLEL), "tool": {"name": row(check_text, REQUIRED), **_PARALLEL}}
+    kind, choice = read_variant(name, value, tables)
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    parallel = not choice["disable_parallel_tool_use"]
+    return {"tool_choice": _CHOICES.get(kind, named), "parallel_tool_calls": parallel}
 
 
+_FORMAT = {"type": row(check_one, REQUIRED, of=("json_schema",)), "schema": row(check_any)}
+_THINKING = {
+    "type": row(check_one, REQUIRED, of=("enabled", "adaptive", "disabled")),
+    "display": row(check_one, of=("summarized", "omitted")),
+    "budget_tokens": row(check_any),
+}
 _FIELDS = {
     "messages": row(check_items, REQUIRED),
     "max_tokens": row(check_whole, least=1),
-    "metadata": row(_check_metadata),
-    "output_config": row(_check_output, {}),
+    "metadata": row({"user_id": hint(check_text)}),
+    "output_config": row({"format": row(_FORMAT), "effort": row(check_text)}, {}),
     "stop_sequences": row(check_items),
     "stream": row(check_flag, False),
     "system": row(read_text, hints=_HINTS),
-    "thinking": row(_check_thinking, {}),
+    "thinking": row(_THINKING, {}),
     "tool_choice": row(_check_tool_choice, {}),
     "tools": row(check_items, []),
     **_HINTS,
@@ -92,11 +77,11 @@ class Messages(Translation):
     """
 
     def __init__(self, body: Json, *, counts: bool = False):
-        fields = Fields(body)
-        values = fields.read(_FIELDS)
+        values, others = take_fields("", body, _FIELDS)
         if values["max_tokens"] is None and not counts:
             raise ApiError("max_tokens: is required", param="max_tokens")
-        names, thinking, messages = dict(_NAMES), values["thinking"], []
+        names, thinking, output, messages = dict(_NAMES), values["thinking"], values["output_config"], []
+        form = output.get("format") and {"type": "json_schema", "json_schema": {"schema": output["format"]["schema"]}}
         if values["system"]:
             names["messages[0]"] = "system"
             messages.append({"role": "system", "content": values["system"]})
@@ -113,12 +98,12 @@ class Messages(Translation):
             "stop": values["stop_sequences"],
             "tools": [_make_tool(i, tool, names) for i, tool in enumerate(values["tools"])],
             "continue_final_message": continues or None,
-            "response_format": values["output_config"].get("format"),
-            "reasoning_effort": "none" if thinking.get("type") == "disabled" else values["output_config"].get("effort"),
+            "response_format": form,
+            "reasoning_effort": "none" if thinking.get("type") == "disabled" else output.get("effort"),
             "thinking_token_budget": thinking.get("budget_tokens"),
             "include_reasoning": thinking.get("display") != "omitted",
         }
-        super().__init__(chat, fields.rest(), names, values["stream"])
+        super().__init__(chat, others, names, values["stream"])
         self._message: Json = {"type": "message", "role": "assistant", "stop_reason": None, "stop_sequence": None}
         self._content: list[Json] = []
         self._said: list[str] = []
@@ -212,31 +197,25 @@ def _make_tool(index: int, tool: object, names: dict[str, str]) -> object:
 
 def _read_message(name: str, value: object) -> list[Json]:
     """The messages of a chat for one message: results of tools come first."""
-    fields = Fields(value, name)
-    role = fields.require("role", check_one, of=("user", "assistant", "system"))
-    content = fields.require("content", check_any)
-    fields.end()
+    fields = read_object(name, value, _MESSAGE)
+    role, content = fields["role"], fields["content"]
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     # Each type of block belongs to one role.
     results, texts, thoughts, calls = [], [], [], []
-    for i, block in enumerate(content):
-        path, kind = f"{name}.content[{i}]", block.get("type") if isinstance(block, dict) else None
-        valid = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}.get(role, ("text",))
-        if isinstance(block, dict) and kind not in valid:
-            raise unsupported(f"{path}.type", kind, valid, f" with the role {role!r}")
-        read = read_object(path, block, _BLOCKS[kind or "text"])
+    for i, item in enumerate(content):
+        kind, block = read_variant(f"{name}.content[{i}]", item, _BLOCKS[role], reason=f" with the role {role!r}")
         if kind == "text":
-            texts.append(read["text"])
+            texts.append(block["text"])
         elif kind == "thinking":
-            thoughts.append(read["thinking"])
+            thoughts.append(block["thinking"])
         elif kind == "tool_use":
-            function = {"name": read["name"], "arguments": json.dumps(read["input"], ensure_ascii=False)}
-            calls.append({"id": read["id"], "type": "function", "function": function})
+            function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+            calls.append({"id": block["id"], "type": "function", "function": function})
         else:
             # A chat has no field for errors.
-            text = f"Error: {read['content']}" if read["is_error"] else read["content"]
-            results.append({"role": "tool", "tool_call_id": read["tool_use_id"], "content": text})
+            text = f"Error: {block['content']}" if block["is_error"] else block["content"]
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
     if results and not texts:
         return results
     message: Json = {"role": role, "content": "\n".join(texts) if texts or not (calls or thoughts) else None}
@@ -244,18 +223,20 @@ def _read_message(name: str, value: object) -> list[Json]:
     return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
-_BLOCKS: dict[str, dict[str, Any]] = {
-    "text": {"text": row(check_text, REQUIRED)},
-    "thinking": {"thinking": row(check_text, REQUIRED), "signature": row(check_text)},
-    "tool_use": {
-        **{"id": row(check_text, REQUIRED), "name": row(check_text, REQUIRED), "input": row(check_object, REQUIRED)},
-        "caller": row(check_any),
-    },
-    "tool_result": {
-        "tool_use_id": row(check_text, REQUIRED),
-        "content": row(read_text, "", hints=_HINTS),
-        "is_error": row(check_flag, False),
-    },
+_TEXT: dict[str, Table] = {"text": {"text": row(check_text, REQUIRED), **_HINTS}}
+_THOUGHT = {"thinking": row(check_text, REQUIRED), "signature": hint(check_text), **_HINTS}
+_CALL = {
+    **{"id": row(check_text, REQUIRED), "name": row(check_text, REQUIRED), "input": row(check_object, REQUIRED)},
+    **{"caller": hint(check_any), **_HINTS},
 }
-_BLOCKS = {kind: {"type": row(check_text), **_HINTS, **table} for kind, table in _BLOCKS.items()}
-"""Type of a block -> its fields."""
+_RESULT = {
+    **{"tool_use_id": row(check_text, REQUIRED), "content": row(read_text, "", hints=_HINTS)},
+    **{"is_error": row(check_flag, False), **_HINTS},
+}
+_BLOCKS: dict[str, dict[str, Table]] = {
+    "user": {**_TEXT, "tool_result": _RESULT},
+    "assistant": {**_TEXT, "thinking": _THOUGHT, "tool_use": _CALL},
+    "system": _TEXT,
+}
+"""Role -> type of a block -> its fields."""
+_MESSAGE = {"role": row(check_one, REQUIRED, of=tuple(_BLOCKS)), "content": row(check_any, REQUIRED)}

@@ -43,7 +43,6 @@ from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
 from jspec.serve.responses import Responses
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
-from jspec.serve.tokens import TokenService
 from jspec.serve.tools import Dialect
 from jspec.serve.translation import Api, Translation, naming_fields_of
 from jspec.serve.work import Result, Work
@@ -104,7 +103,6 @@ class Service:
         told = f"{package.VERSION} {jax.__version__} {engine!r}"
         self._fingerprint = f"fp_{hashlib.blake2b(told.encode(), digest_size=5).hexdigest()}"
         self._vocab_size = engine.model.target.vocab_size
-        self._tokens = TokenService(self.tokenizer, self._names, self._dialect, limits, self._vocab_size)
         # Requests in flight; `stop` cancels them.
         self._live: set[Handle] = set()
         # Threads before a request reaches the engine, and one for scores, which wait there.
@@ -121,7 +119,7 @@ class Service:
             "/version": lambda request: {"version": package.VERSION},
             "/v1/models": lambda request: {"object": "list", "data": [self._card()]},
             "/v1/models/{name:path}": lambda request: self._card(request.path_params["name"]),
-            "/tokenizer_info": lambda request: self._tokens.info(),
+            "/tokenizer_info": self._tokenizer_info,
         }
         gets: dict[str, Endpoint] = {path: functools.partial(_give, value) for path, value in values.items()}
         gets["/metrics"] = self._metrics
@@ -131,8 +129,8 @@ class Service:
             "/v1/responses": functools.partial(self._complete, openai.read_chat, Responses),
             "/v1/messages": functools.partial(self._complete, openai.read_chat, Messages),
             "/v1/messages/count_tokens": functools.partial(self._convert, self._count_tokens),
-            "/tokenize": functools.partial(self._convert, self._tokens.encode),
-            "/detokenize": functools.partial(self._convert, self._tokens.decode),
+            "/tokenize": functools.partial(self._convert, self._tokenize),
+            "/detokenize": functools.partial(self._convert, self._detokenize),
         }
         unguarded = () if self._guards_all else POLLED
         if self.has_page:
@@ -263,6 +261,29 @@ class Service:
     def _count_tokens(self, body: dict[str, Any]) -> object:
         _, (ids,), _ = self._prompts(openai.read_chat, functools.partial(Messages, counts=True), body)
         return {"input_tokens": len(ids)}
+
+    def _tokenize(self, body: dict[str, Any]) -> object:
+        fields = openai.read_tokenize(body, vocab_size=self._vocab_size, limits=self._limits)
+        most = self._limits.context
+        # A text or a chat.
+        if (messages := fields["messages"]) is None:
+            prompts.check_length("prompt", self.tokenizer, fields["prompt"], most)
+            ids = self.tokenizer.encode(fields["prompt"], special=fields["add_special_tokens"])
+        else:
+            template, messages = openai.make_template(fields), self._dialect.spelled(messages)
+            ids = prompts.chat_ids(self.tokenizer, messages, template, most)
+        # The ids, and how they are written.
+        strings = [self._names.text(i) for i in ids] if fields["return_token_strs"] else None
+        return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": strings}
+
+    def _detokenize(self, body: dict[str, Any]) -> object:
+        ids = openai.read_detokenize(body, vocab_size=self._vocab_size, limits=self._limits)
+        return {"prompt": self.tokenizer.decode(ids)}
+
+    def _tokenizer_info(self, request: Request) -> object:
+        # Roles that the tokenizer has not are null.
+        roles = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | dict(self.tokenizer.special_roles)
+        return {**roles, "chat_template": self.tokenizer.templates.get("default")}
 
     async def _complete(self, read: Callable[..., Call], api: Api | None, request: Request) -> Response:
         call, ids, translation = await self._read(request, functools.partial(self._prompts, read, api))

@@ -2,16 +2,17 @@
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from jspec.core.checks import check_int
+from jspec.serve.checks import any_of, check_any, check_items
+from jspec.text.grammar.keywords import same
 
 _LOG = logging.getLogger("jspec.serve")
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The id of the request that is being answered."""
+"""The id of the current request."""
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -45,129 +46,134 @@ class ApiError(Exception):
 
 def unsupported(name: str, value: object, valid: Iterable[str], reason: str = "") -> ApiError:
     """An error for an unknown word. valid: the known ones. reason: where these are valid."""
-    *words, last = map(repr, valid)
-    listed = f"{', '.join(words)} or {last}" if words else last
-    return ApiError(f"{name}={str(value)[:40]!r}: not supported by this server{reason}; must be {listed}", param=name)
+    return ApiError(
+        f"{name}={str(value)[:40]!r}: not supported by this server{reason}; must be {any_of(valid)}", param=name
+    )
 
 
 class Row(NamedTuple):
     """A field in a table of fields.
 
-    check: called with the name of the field, its value and the bounds.
+    check: called with the name of the field, its value and the bounds; or the table of an object, or a list with the
+      table of its items.
     default: its value where it is absent or null; `REQUIRED`: it must be there.
     bounds: of the check; a text is the name of a limit.
     """
 
-    check: Callable[..., Any]
+    check: "Callable[..., Any] | Table | list[Table]"
     default: Any
     bounds: Mapping[str, Any]
 
 
+Table: TypeAlias = Mapping[str, Row]
 REQUIRED: Any = object()
 
 
-def row(check: Callable[..., Any], default: Any = None, **bounds: Any) -> Row:
+def row(check: "Callable[..., Any] | Table | list[Table]", default: Any = None, **bounds: Any) -> Row:
     """A `Row`."""
     return Row(check, default, bounds)
 
 
-class Fields:
-    """The fields of a JSON object, taken one by one; the others are refused in the end. `null` is none.
+def hint(check: Callable[..., Any], **bounds: Any) -> Row:
+    """A field without effect: its value is checked, and then None."""
 
-    where: the path of the object, which begins the names of its fields.
+    def run(name: str, value: object, **bounds: Any) -> None:
+        check(name, value, **bounds)
+
+    return Row(run, None, bounds)
+
+
+def refused(*neutral: object) -> Row:
+    """A field without support, except for values without effect."""
+    return Row(_check_neutral, None, {"neutral": neutral})
+
+
+def _check_neutral(name: str, value: object, *, neutral: Sequence[object]) -> None:
+    if not any(same(value, one) for one in neutral):
+        valid = "".join(f" or {one!r}" for one in neutral)
+        message = f"{name}: not supported by this server; must be omitted{valid}"
+        raise ApiError(message, param=name, code="unsupported_field")
+
+
+def take_fields(
+    where: str, body: object, table: Table, limits: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checked values of the fields of a table, and the other fields. `null` is none.
+
+    where: the path of the object; it begins the names of its fields.
+    limits: by name, for the bounds.
     """
-
-    def __init__(self, body: object, where: str = ""):
-        if not isinstance(body, dict):
-            raise ApiError(f"{where or 'body'}: must be a JSON object", param=where or None)
-        self._where = where and f"{where}."
-        self._left = {name: value for name, value in body.items() if value is not None}
-        self._known: list[str] = []
-
-    def take(self, name: str, check: Callable[..., Any], default: Any = None, **bounds: Any) -> Any:
-        """The checked value of a field; `default` if it is absent or null."""
-        self._known.append(name)
-        value = self._left.pop(name, None)
-        return default if value is None else checked(self._where + name, check, value, **bounds)
-
-    def require(self, name: str, check: Callable[..., Any], **bounds: Any) -> Any:
-        """The same for a required field."""
-        value = self.take(name, check, **bounds)
-        if value is None:
-            raise ApiError(f"{self._where}{name}: is required", param=self._where + name)
-        return value
-
-    def read(self, table: Mapping[str, Row], limits: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """The checked values of all fields of a table. limits: by name, for the bounds."""
-        values = {}
-        for name, (check, default, bounds) in table.items():
-            bounds = {key: limits[bound] if isinstance(bound, str) else bound for key, bound in bounds.items()}
-            if default is REQUIRED:
-                values[name] = self.require(name, check, **bounds)
-            else:
-                values[name] = self.take(name, check, default, **bounds)
-        return values
-
-    def rest(self) -> dict[str, Any]:
-        """The other fields, for another reader."""
-        left, self._left = self._left, {}
-        return left
-
-    def end(
-        self, refused: Mapping[str, tuple[object, ...]] = MappingProxyType({}), *, ignore_unknown: bool = False
-    ) -> None:
-        """Refuses the other fields; an unknown one with the closest of the taken ones.
-
-        refused: unsupported fields -> values which ask for nothing and are allowed.
-        ignore_unknown: logs unknown fields instead.
-        """
-        for name, value in self._left.items():
-            # Unknown: suggest the closest name.
-            param = self._where + name
-            if name not in refused and ignore_unknown:
-                _LOG.warning("jspec: ignored the unknown field %r", param[:200])
-                continue
-            if name not in refused:
-                close = difflib.get_close_matches(name[:64], self._known, 1)
-                hint = f"; did you mean {self._where}{close[0]}?" if close else ""
-                raise ApiError(f"{param[:200]}: unknown field{hint}", param=param, code="unknown_field")
-            # Known but unsupported: only values without an effect may be sent.
-            neutral = refused[name]
-            if not any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral):
-                raise ApiError(
-                    f"{param}: not supported by this server; must be omitted" + "".join(f" or {v!r}" for v in neutral),
-                    param=param,
-                    code="unsupported_field",
-                )
+    if not isinstance(body, dict):
+        raise ApiError(f"{where or 'body'}: must be a JSON object", param=where or None)
+    values, rest, prefix = {}, present(body), where and f"{where}."
+    for name, (check, default, bounds) in table.items():
+        path, value = f"{prefix}{name}", rest.pop(name, None)
+        if value is None and default is REQUIRED:
+            raise ApiError(f"{path}: is required", param=path)
+        bounds = {key: limits[bound] if isinstance(bound, str) else bound for key, bound in bounds.items()}
+        values[name] = default if value is None else _checked(path, check, value, bounds)
+    return values, rest
 
 
 def read_object(
-    name: str, value: object, table: Mapping[str, Row], refused: Mapping[str, tuple[object, ...]] = MappingProxyType({})
+    where: str,
+    body: object,
+    table: Table,
+    limits: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    ignore_unknown: bool = False,
 ) -> dict[str, Any]:
-    """The checked values of an object inside a request. refused: as in `Fields.end`."""
-    fields = Fields(value, name)
-    values = fields.read(table)
-    fields.end(refused)
+    """The checked values of an object. Other fields are refused, with the name of the closest one of the table.
+
+    where, limits: as in `take_fields`.
+    ignore_unknown: logs unknown fields instead.
+    """
+    values, rest = take_fields(where, body, table, limits)
+    for name in rest:
+        path = f"{where and where + '.'}{name}"
+        if ignore_unknown:
+            _LOG.warning("jspec: ignored the unknown field %r", path[:200])
+            continue
+        known = [field for field, (check, *_) in table.items() if check is not _check_neutral]
+        close = difflib.get_close_matches(name[:64], known, 1)
+        meant = f"; did you mean {path.removesuffix(name)}{close[0]}?" if close else ""
+        raise ApiError(f"{path[:200]}: unknown field{meant}", param=path, code="unknown_field")
     return values
 
 
-def checked(name: str, check: Callable[..., Any], value: object, **bounds: Any) -> Any:
-    """`check(name, value, **bounds)`, whose errors become an `ApiError` about the field `name`."""
+def read_variant(
+    where: str,
+    body: object,
+    tables: Mapping[str, Table],
+    *,
+    key: str = "type",
+    default: str | None = None,
+    reason: str = "",
+) -> tuple[str, dict[str, Any]]:
+    """The kind of an object, by its field `key`, and its checked values by the table of this kind.
+
+    default: the kind where there is none. reason: where these kinds are valid.
+    """
+    table = {key: row(check_any, REQUIRED if default is None else default)}
+    values, rest = take_fields(where, body, table)
+    kind = values[key]
+    if not isinstance(kind, str) or kind not in tables:
+        raise unsupported(f"{where}.{key}", kind, tables, reason)
+    return kind, read_object(where, rest, tables[kind])
+
+
+def present(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with a value."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _checked(name: str, check: Any, value: object, bounds: Mapping[str, Any]) -> Any:
+    """The checked value, where errors become an `ApiError` about the field `name`."""
+    if isinstance(check, Mapping):
+        return read_object(name, value, check)
     try:
+        if isinstance(check, list):
+            return [read_object(f"{name}[{i}]", item, check[0]) for i, item in enumerate(check_items(name, value))]
         return check(name, value, **bounds)
     except (TypeError, ValueError) as error:
         raise ApiError(str(error), param=name) from None
-
-
-def check_whole(name: str, value: object, *, least: int, most: int | None = None) -> int:
-    """An integer; 5.0 is one, too."""
-    return check_int(
-        name, int(value) if isinstance(value, float) and value.is_integer() else value, least=least, most=most
-    )
-
-
-def check_object(name: str, value: object) -> dict[str, Any]:
-    """A JSON object."""
-    if not isinstance(value, dict):
-        raise TypeError(f"{name}: must be an object")
-    return value

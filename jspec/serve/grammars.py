@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec.core.checks import check_flag, check_text
 from jspec.core.grammar import TokenGrammar
-from jspec.serve.fields import REQUIRED, ApiError, Fields, read_object, row
+from jspec.serve.fields import REQUIRED, ApiError, hint, present, read_object, read_variant, refused, row
 from jspec.text.grammar import Grammar
 from jspec.text.grammar.masks import OnlyTokens, WithoutTexts
 
@@ -15,8 +15,7 @@ KINDS = {
     **{"allowed_token_ids": "only", "bad_words": "without"},
 }
 """Fields with the text of a grammar, or its tokens -> `GrammarRequest.kind`."""
-_REFUSED = {"grammar": (), "structural_tag": (), "disable_fallback": (False,), "disable_any_whitespace": (False,)}
-_REFUSED_OF_FORMAT: dict[str, tuple[object, ...]] = {"grammar": (), "structural_tag": ()}
+_MASKS = {"only": OnlyTokens, "without": WithoutTexts}
 _MOST_OF_MESSAGE = 200
 
 
@@ -25,7 +24,7 @@ class GrammarRequest:
     """A grammar that is still to be compiled, which may take seconds.
 
     param: the field that asks for it.
-    kind: "json_schema", "regex", "choice", "only" (tokens) or "without" (texts).
+    kind: "json_schema", "regex" or "choice", as `Grammar` makes it; "only" (tokens) or "without" (texts).
     value: the schema, the regex, the choices, the ids or the texts.
     whitespace: as in `Grammar.json_schema`; None: its default.
     """
@@ -41,17 +40,11 @@ class GrammarRequest:
         Raises:
           ApiError: it is invalid, or not supported.
         """
-        # Compile by kind.
+        options = {} if self.whitespace is None else {"whitespace": self.whitespace}
         try:
-            if self.kind == "regex":
-                return Grammar.regex(self.value)
-            if self.kind == "choice":
-                return Grammar.choice(self.value)
-            if self.kind in ("only", "without"):
-                return (OnlyTokens if self.kind == "only" else WithoutTexts)(tuple(self.value))
-            if self.whitespace is None:
-                return Grammar.json_schema(self.value)
-            return Grammar.json_schema(self.value, whitespace=self.whitespace)
+            if self.kind in _MASKS:
+                return _MASKS[self.kind](tuple(self.value))
+            return getattr(Grammar, self.kind)(self.value, **options)
         # Name the field, and cut long messages.
         except (ValueError, TypeError) as error:
             message = str(error)
@@ -82,42 +75,30 @@ def find_grammar(fields: Mapping[str, Any]) -> GrammarRequest | None:
 
 def check_response_format(name: str, value: object) -> GrammarRequest | None:
     """OpenAI's field."""
-    fields = Fields(value, name)
-    kind = fields.require("type", check_text)
-    # The kind of format.
-    if kind not in ("text", "json_object", "json_schema"):
-        message = f"{name}.type={kind[:40]!r}: must be 'text', 'json_object' or 'json_schema'"
-        raise ApiError(message, param=f"{name}.type")
-    schema = {"type": "object"} if kind == "json_object" else None
-    if kind == "json_schema":
-        schema = fields.require("json_schema", _named_schema)
-    fields.end(_REFUSED_OF_FORMAT)
-    return None if schema is None else GrammarRequest(name, "json_schema", schema)
-
-
-def _named_schema(name: str, value: object) -> object:
-    """The schema of OpenAI's object; its name and description are only for people, and it always holds strictly."""
-    table = {"name": row(check_text), "description": row(check_text), "strict": row(check_flag)}
-    return read_object(name, value, {**table, "schema": row(check_schema, REQUIRED)})["schema"]
+    kind, fields = read_variant(name, value, _FORMATS)
+    if kind == "text":
+        return None
+    schema = {"type": "object"} if kind == "json_object" else fields["json_schema"]["schema"]
+    return GrammarRequest(name, "json_schema", schema)
 
 
 def check_structured_outputs(name: str, value: object) -> GrammarRequest:
     """vLLM's field."""
-    # Read the fields.
-    table = {"json": row(check_schema), "regex": row(check_text), "choice": row(check_choices)}
-    table |= {"json_object": row(check_flag), "whitespace_pattern": row(check_text)}
-    kinds = read_object(name, value, table, _REFUSED)
+    fields = read_object(name, value, _STRUCTURED)
+    whitespace = fields["whitespace_pattern"]
     # Exactly one grammar.
-    whitespace = kinds.pop("whitespace_pattern")
-    kinds["json_object"] = {"type": "object"} if kinds["json_object"] else None
-    requested = [kind for kind, value in kinds.items() if value is not None]
-    if len(requested) != 1:
-        names = ", ".join(requested) or "none"
-        raise ApiError(f"{name}: must have one of {', '.join(kinds)}, but has {names}", param=name)
-    (kind,) = requested
-    if whitespace is not None and not kind.startswith("json"):
-        raise ApiError(f"{name}.whitespace_pattern: requires json", param=f"{name}.whitespace_pattern")
-    return GrammarRequest(name, "json_schema" if kind.startswith("json") else kind, kinds[kind], whitespace)
+    grammars = {kind: fields[kind] for kind in ("json", "regex", "choice")}
+    grammars["json_object"] = {"type": "object"} if fields["json_object"] else None
+    kinds = list(present(grammars))
+    if len(kinds) != 1:
+        message = f"{name}: must have one of {', '.join(grammars)}, but has {', '.join(kinds) or 'none'}"
+        raise ApiError(message, param=name)
+    (kind,) = kinds
+    if not kind.startswith("json"):
+        if whitespace is not None:
+            raise ApiError(f"{name}.whitespace_pattern: requires json", param=f"{name}.whitespace_pattern")
+        return GrammarRequest(name, kind, grammars[kind])
+    return GrammarRequest(name, "json_schema", grammars[kind], whitespace)
 
 
 def check_schema(name: str, value: object) -> object:
@@ -132,3 +113,21 @@ def check_choices(name: str, value: object) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
         raise ValueError(f"{name}: must be a list of texts that are not empty")
     return value
+
+
+_SCHEMA = {
+    # For people; and the schema always holds strictly.
+    **{"name": hint(check_text), "description": hint(check_text), "strict": hint(check_flag)},
+    "schema": row(check_schema, REQUIRED),
+}
+_UNSUPPORTED = {"grammar": refused(), "structural_tag": refused()}
+_FORMATS = {
+    **{"text": _UNSUPPORTED, "json_object": _UNSUPPORTED},
+    "json_schema": {"json_schema": row(_SCHEMA, REQUIRED), **_UNSUPPORTED},
+}
+"""Type of a response format -> its fields."""
+_STRUCTURED = {
+    **{"json": row(check_schema), "regex": row(check_text), "choice": row(check_choices)},
+    **{"json_object": row(check_flag), "whitespace_pattern": row(check_text)},
+    **{"disable_fallback": refused(False), "disable_any_whitespace": refused(False), **_UNSUPPORTED},
+}

@@ -1,18 +1,17 @@
 """Messages of a chat: text, calls of tools and their results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from jspec.core.checks import check_text
-from jspec.serve.fields import REQUIRED, ApiError, Fields, Row, check_whole, read_object, row, unsupported
+from jspec.serve.checks import check_one, check_whole
+from jspec.serve.fields import REQUIRED, ApiError, Table, hint, present, read_variant, refused, row
 
 Message: TypeAlias = dict[str, Any]
 """A checked message, as chat templates take it; fields that are absent or null are left out."""
 
 _MOST_MESSAGES = 2**14  # each takes longer to check than a token to make
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_REFUSED: dict[str, tuple[object, ...]] = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
 
 
 def check_messages(name: str, value: object) -> list[Message]:
@@ -25,65 +24,46 @@ def check_messages(name: str, value: object) -> list[Message]:
 
 
 def _check_message(name: str, value: object) -> Message:
-    fields = Fields(value, name)
-    role = fields.require("role", check_text)
-    if role not in _ROLES:
-        raise ApiError(f"{name}.role={role[:40]!r}: must be one of {', '.join(_ROLES)}", param=f"{name}.role")
-    message: Message = {"role": role, "name": fields.take("name", check_text)}
-    # Fields of one role.
+    role, fields = read_variant(name, value, _ROLES, key="role")
+    message: Message = {"role": role, **fields}
     if role == "assistant":
-        message["tool_calls"] = fields.take("tool_calls", _check_calls) or None
-        reasoning = fields.take("reasoning_content", check_text), fields.take("reasoning", check_text)
-        message["reasoning_content"] = reasoning[0] or reasoning[1] or None
-    if role == "tool":
-        message["tool_call_id"] = fields.take("tool_call_id", check_text)
+        message["tool_calls"] = [present(call) for call in fields["tool_calls"]] or None
+        message["reasoning_content"] = fields["reasoning_content"] or message.pop("reasoning") or None
     # A content is required, unless there is something else.
-    may_be_empty = message.get("tool_calls") or message.get("reasoning_content")
-    message["content"] = (fields.take if may_be_empty else fields.require)("content", read_text)
-    refused = _REFUSED | {"tool_calls": ([],), "tool_call_id": (), "reasoning_content": ("",), "reasoning": ("",)}
-    fields.end({field: neutral for field, neutral in refused.items() if field not in message})
-    return {field: held for field, held in message.items() if held is not None}
+    if message["content"] is None and not (message["tool_calls"] or message["reasoning_content"]):
+        raise ApiError(f"{name}.content: is required", param=f"{name}.content")
+    return present(message)
 
 
-def _check_calls(name: str, value: object) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, as OpenAI's API writes them."""
-    if not isinstance(value, list):
-        raise TypeError(f"{name}: must be a list of calls")
-    calls = []
-    for i, item in enumerate(value):
-        call = read_object(f"{name}[{i}]", item, _CALL)
-        if call["type"] != "function":
-            kind = call["type"][:40]
-            raise ApiError(f"{name}[{i}].type={kind!r}: must be 'function'", param=f"{name}[{i}].type")
-        calls.append({field: held for field, held in call.items() if held is not None and field != "index"})
-    return calls
-
-
-def _check_function(name: str, value: object) -> dict[str, str]:
-    return read_object(name, value, {"name": row(check_text, REQUIRED), "arguments": row(check_text, "{}")})
-
-
-_CALL = {
-    **{"id": row(check_text), "type": row(check_text, "function"), "function": row(_check_function, REQUIRED)},
-    "index": row(check_whole, least=0),  # of a streamed call, which some clients send back
-}
-
-
-def read_text(
-    name: str, value: object, kinds: Sequence[str] = ("text",), hints: Mapping[str, Row] = MappingProxyType({})
-) -> str:
+def read_text(name: str, value: object, kinds: Sequence[str] = ("text",), hints: Table = MappingProxyType({})) -> str:
     """The text of a content: a string, or parts of these types, joined by newlines.
 
     hints: other fields of a part; they have no effect.
     """
     if not isinstance(value, list):
         return check_text(name, value)
-    texts = []
-    for i, part in enumerate(value):
-        fields = Fields(part, f"{name}[{i}]")
-        if (kind := fields.require("type", check_text)) not in kinds:
-            raise unsupported(f"{name}[{i}].type", kind, kinds)
-        texts.append(fields.require("text", check_text))
-        fields.read(hints)
-        fields.end()
-    return "\n".join(texts)
+    tables = dict.fromkeys(kinds, {"text": row(check_text, REQUIRED), **hints})
+    return "\n".join(read_variant(f"{name}[{i}]", part, tables)[1]["text"] for i, part in enumerate(value))
+
+
+_CALL = {
+    "id": row(check_text),
+    "type": row(check_one, "function", of=("function",)),
+    "function": row({"name": row(check_text, REQUIRED), "arguments": row(check_text, "{}")}, REQUIRED),
+    "index": hint(check_whole, least=0),  # of a streamed call, which some clients send back
+}
+_ANY = {
+    **{"name": row(check_text), "content": row(read_text, REQUIRED)},
+    **{"annotations": refused([]), "audio": refused(), "function_call": refused(), "refusal": refused()},
+    **{"tool_calls": refused([]), "tool_call_id": refused()},
+    **{"reasoning_content": refused(""), "reasoning": refused("")},
+}
+_ROLES = dict.fromkeys(("system", "developer", "user"), _ANY) | {
+    "assistant": {
+        **_ANY,
+        **{"content": row(read_text), "tool_calls": row([_CALL], [])},
+        **{"reasoning_content": row(check_text), "reasoning": row(check_text)},
+    },
+    "tool": {**_ANY, "tool_call_id": row(check_text)},
+}
+"""Role -> the fields of its messages."""

@@ -1,69 +1,56 @@
 """Metrics of an engine as Prometheus text, under the names of vLLM, which dashboards and load tests read."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jspec.engine.metrics import Histogram, Metrics
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_GAUGES = {
-    "num_requests_running": ("running", "Sequences in a slot."),
-    "num_requests_waiting": ("waiting", "Sequences that wait for a slot or for pages."),
-    "jspec:num_requests_held": ("held", "Sequences in a slot that wait for a page."),
+_METRICS = {
+    "num_requests_running": ("gauge", "running", "Sequences in a slot."),
+    "num_requests_waiting": ("gauge", "waiting", "Sequences that wait for a slot or for pages."),
+    "jspec:num_requests_held": ("gauge", "held", "Sequences in a slot that wait for a page."),
+    "kv_cache_usage_perc": ("gauge", "", "Share of the pages in use, from 0 to 1."),
+    "prefix_cache_queries_total": ("counter", "prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits_total": ("counter", "prefix_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens_total": ("counter", "prompt_tokens", "Prompt tokens of all sequences."),
+    "generation_tokens_total": ("counter", "new_tokens", "New tokens of all sequences."),
+    "num_preemptions_total": ("counter", "preemptions", "Sequences that gave back their pages and were read again."),
+    "spec_decode_num_drafts_total": ("counter", "drafting_rounds", "Rounds with drafts, of all sequences."),
+    "spec_decode_num_draft_tokens_total": ("counter", "drafted", "Draft tokens."),
+    "spec_decode_num_accepted_tokens_total": ("counter", "accepted", "Accepted draft tokens."),
+    "spec_decode_num_accepted_tokens_per_pos_total": (
+        *("counter", "accepted_by_position"),
+        "Accepted draft tokens at each position of the draft.",
+    ),
+    "request_success_total": ("counter", "requests_finished", "Sequences that ended, by reason."),
+    "time_to_first_token_seconds": ("histogram", "time_to_first_token", "From a request to its first token."),
+    "inter_token_latency_seconds": ("histogram", "inter_token", "Between two tokens of a sequence."),
+    "request_queue_time_seconds": ("histogram", "queue_time", "From a request to its slot."),
+    "e2e_request_latency_seconds": ("histogram", "end_to_end", "From a request to its last token."),
+    "jspec:request_accept_length": ("histogram", "accept_length", "Tokens per round of a request."),
 }
-_COUNTERS = {
-    "prefix_cache_queries_total": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits_total": ("prefix_hits", "Prompt tokens found in the prefix cache."),
-    "prompt_tokens_total": ("prompt_tokens", "Prompt tokens of all sequences."),
-    "generation_tokens_total": ("new_tokens", "New tokens of all sequences."),
-    "num_preemptions_total": ("preemptions", "Sequences that gave back their pages and were read again."),
-    "spec_decode_num_drafts_total": ("drafting_rounds", "Rounds with drafts, of all sequences."),
-    "spec_decode_num_draft_tokens_total": ("drafted", "Draft tokens."),
-    "spec_decode_num_accepted_tokens_total": ("accepted", "Accepted draft tokens."),
-}
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("time_to_first_token", "From a request to its first token."),
-    "inter_token_latency_seconds": ("inter_token", "Between two tokens of a sequence."),
-    "request_queue_time_seconds": ("queue_time", "From a request to its slot."),
-    "e2e_request_latency_seconds": ("end_to_end", "From a request to its last token."),
-    "jspec:request_accept_length": ("accept_length", "Tokens per round of a request."),
-}
-"""vLLM's name, or our own one with a prefix -> field of `Metrics` and what it is."""
+"""vLLM's name, or our own one with a prefix -> type, field of `Metrics` and what it is."""
 
 
 def render(values: Metrics, model: str) -> str:
     """The metrics of an engine as text, with the model's name as a label."""
     lines: list[str] = []
-
-    def add(name: str, kind: str, help_text: str, samples: Iterable[tuple[str, Mapping[str, object], float]]) -> None:
+    for name, (kind, field, text) in _METRICS.items():
         name = name if ":" in name else f"vllm:{name}"
-        lines.append(f"# HELP {name} {help_text}")
-        lines.append(f"# TYPE {name} {kind}")
-        for suffix, labels, value in samples:
-            lines.append(f"{name}{suffix}{_labels({'model_name': model, **labels})} {value:.17g}")
-
-    # Gauges.
-    for name, (field, text) in _GAUGES.items():
-        add(name, "gauge", text, [("", {}, getattr(values, field))])
-    used = values.pages_used / max(values.pages, 1)
-    add("kv_cache_usage_perc", "gauge", "Share of the pages in use, from 0 to 1.", [("", {}, used)])
-    # Counters.
-    for name, (field, text) in _COUNTERS.items():
-        add(name, "counter", text, [("", {}, getattr(values, field))])
-    add(
-        "spec_decode_num_accepted_tokens_per_pos_total",
-        "counter",
-        "Accepted draft tokens at each position of the draft.",
-        [("", {"position": i}, count) for i, count in enumerate(values.accepted_by_position)],
-    )
-    add(
-        "request_success_total",
-        "counter",
-        "Sequences that ended, by reason.",
-        [("", {"finished_reason": reason}, n) for reason, n in sorted(values.requests_finished.items())],
-    )
-    # Histograms.
-    for name, (field, text) in _HISTOGRAMS.items():
-        add(name, "histogram", text, _histogram(getattr(values, field)))
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        value: Any = getattr(values, field) if field else values.pages_used / max(values.pages, 1)
+        # Several samples, or one.
+        if kind == "histogram":
+            samples = _histogram(value)
+        elif field == "accepted_by_position":
+            samples = [("", {"position": i}, count) for i, count in enumerate(value)]
+        elif field == "requests_finished":
+            samples = [("", {"finished_reason": reason}, count) for reason, count in sorted(value.items())]
+        else:
+            samples = [("", {}, value)]
+        for suffix, labels, sample in samples:
+            lines.append(f"{name}{suffix}{_labels({'model_name': model, **labels})} {sample:.17g}")
     return "\n".join([*lines, ""])
 
 

@@ -7,25 +7,12 @@ from typing import Any
 from jspec.core.checks import check_flag, check_int, check_text
 from jspec.core.sampling import Sampling
 from jspec.generation.speculation import Speculation
-from jspec.serve.fields import REQUIRED, ApiError, Fields, Row, check_object, check_whole, read_object, row
-from jspec.serve.grammars import (
-    GrammarRequest,
-    check_choices,
-    check_response_format,
-    check_schema,
-    check_structured_outputs,
-    find_grammar,
-)
+from jspec.serve import grammars, sampling
+from jspec.serve.checks import check_object, check_whole
+from jspec.serve.fields import REQUIRED, ApiError, Row, Table, hint, read_object, refused, row
+from jspec.serve.grammars import GrammarRequest, check_choices, check_schema
 from jspec.serve.messages import Message, check_messages
-from jspec.serve.sampling import (
-    PARAMETERS,
-    check_bias,
-    check_ids,
-    check_parameter,
-    check_seed,
-    check_stop,
-    make_sampling,
-)
+from jspec.serve.sampling import PARAMETERS, check_ids, check_stop
 from jspec.serve.tools import Dialect, Tools, check_choice, check_tools, make_tools
 
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
@@ -35,13 +22,14 @@ CUT = 8
 """How many times as long as the longest prompt one may be that is truncated."""
 
 
+_USAGE = {
+    **{"include_usage": row(check_flag, False), "continuous_usage_stats": row(check_flag, False)},
+    "include_obfuscation": refused(False),
+}
+_SPECULATION = {"drafter": row(check_text, "auto"), "depth": row(check_whole, least=0)}
+
+
 # The checks of some fields.
-_NO_USAGE = {"include_usage": False, "continuous_usage_stats": False}
-
-
-def _check_stream_options(name: str, value: object) -> dict[str, bool]:
-    table = {option: row(check_flag, default) for option, default in _NO_USAGE.items()}
-    return read_object(name, value, table, {"include_obfuscation": (False,)})
 
 
 def _check_truncation(name: str, value: object) -> int:
@@ -60,7 +48,8 @@ def _check_template(name: str, value: object) -> dict[str, Any]:
 
 def _check_prompts(name: str, value: object, *, vocab_size: int, sequences: int, most: int) -> list[str | list[int]]:
     # A single prompt, or a list.
-    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_int(value[0])) else value
+    of_ids = isinstance(value, list) and value and isinstance(value[0], int | float)
+    prompts = [value] if isinstance(value, str) or of_ids else value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(f"{name}: must be text, a list of token ids, or a list of these that is not empty")
     if len(prompts) > sequences:
@@ -77,33 +66,41 @@ def _check_prompts(name: str, value: object, *, vocab_size: int, sequences: int,
 
 
 def _check_speculation(name: str, value: object) -> Speculation:
-    values = read_object(name, value, {"drafter": row(check_text, "auto"), "depth": row(check_whole, least=0)})
+    values = read_object(name, value, _SPECULATION)
     # An absent drafter is the engine's, and null is none.
     plain = check_object(name, value).get("drafter", "auto") is None
     return Speculation(None if plain else values["drafter"], values["depth"])
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
+_REFUSED = {
+    **dict.fromkeys(("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation"), refused()),
+    **dict.fromkeys(("parallel_tool_calls", "reasoning_effort", "web_search_options"), refused()),
+    **dict.fromkeys(("documents", "functions", "tools"), refused([])),
+    **dict.fromkeys(("early_stopping", "return_tokens_as_token_ids", "use_beam_search"), refused(False)),
+    **dict.fromkeys(("function_call", "tool_choice"), refused("none")),
+    **dict.fromkeys(("best_of", "length_penalty"), refused(1)),
+    **{"add_special_tokens": refused(True), "spaces_between_special_tokens": refused(True, False)},
+    **{"modalities": refused(["text"]), "suffix": refused("")},
+}
+"""Unsupported fields of OpenAI's API and of other servers."""
 _ANY: dict[str, Row] = {
+    **_REFUSED,
     # The service has checked the model, and hints cannot change the text.
-    **dict.fromkeys(("user", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), row(check_text)),
-    **dict.fromkeys(("model", "service_tier", "request_id", "verbosity"), row(check_text)),
-    **dict.fromkeys(("metadata", "prediction"), row(check_object)),
-    "store": row(check_flag),
+    **dict.fromkeys(("user", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), hint(check_text)),
+    **dict.fromkeys(("model", "service_tier", "request_id", "verbosity"), hint(check_text)),
+    **dict.fromkeys(("metadata", "prediction"), hint(check_object)),
+    "store": hint(check_flag),
     # The text.
     "n": row(check_whole, 1, least=1, most="sequences"),
-    **dict.fromkeys(PARAMETERS, row(check_parameter)),
-    "logit_bias": row(check_bias, vocab_size="vocab_size"),
-    "seed": row(check_seed),
+    **dict.fromkeys(PARAMETERS, row(sampling.check_parameter)),
+    "logit_bias": row(sampling.check_bias, vocab_size="vocab_size"),
+    "seed": row(sampling.check_seed),
     "truncate_prompt_tokens": row(_check_truncation),
     "stop": row(check_stop, []),
     "stop_token_ids": row(check_ids, [], vocab_size="vocab_size", most=_MOST_STOP_IDS),
     # Grammars of OpenAI, of vLLM, and older ones of vLLM.
-    "response_format": row(check_response_format),
-    "structured_outputs": row(check_structured_outputs),
+    "response_format": row(grammars.check_response_format),
+    "structured_outputs": row(grammars.check_structured_outputs),
     "guided_json": row(check_schema),
     "guided_regex": row(check_text),
     "guided_choice": row(check_choices),
@@ -111,7 +108,7 @@ _ANY: dict[str, Row] = {
     "allowed_token_ids": row(check_ids, vocab_size="vocab_size", least=1),
     "bad_words": row(check_stop, listed=True),
     # The answer.
-    "stream_options": row(_check_stream_options, _NO_USAGE),
+    "stream_options": row(_USAGE),
     "skip_special_tokens": row(check_flag, True),
     **dict.fromkeys(("ignore_eos", "stream", "include_stop_str_in_output"), row(check_flag, False)),
     **dict.fromkeys(("return_token_ids", "return_token_origins"), row(check_flag, False)),
@@ -136,9 +133,9 @@ _COMPLETION = {
     "logprobs": row(check_whole, least=0, most=_MOST_TOP),
 }
 _CHAT = {
-    "messages": row(check_messages, REQUIRED),
-    **_TEMPLATE,
     **_ANY,
+    **_TEMPLATE,
+    "messages": row(check_messages, REQUIRED),
     "reasoning_effort": row(check_text),
     "tool_choice": row(check_choice, ("auto", None)),
     "parallel_tool_calls": row(check_flag, True),
@@ -161,17 +158,6 @@ _DETOKENIZE = {
     "model": row(check_text),
     "tokens": row(check_ids, REQUIRED, vocab_size="vocab_size", most="context"),
 }
-_REFUSED: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("audio", "chat_template", "guided_grammar", "guided_decoding_backend", "moderation"), ()),
-    **dict.fromkeys(("parallel_tool_calls", "reasoning_effort", "web_search_options"), ()),
-    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
-    **dict.fromkeys(("early_stopping", "return_tokens_as_token_ids", "use_beam_search"), (False,)),
-    **dict.fromkeys(("function_call", "tool_choice"), ("none",)),
-    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
-    **{"add_special_tokens": (True,), "spaces_between_special_tokens": (True, False)},
-    **{"modalities": (["text"],), "suffix": ("",)},
-}
-"""Unsupported fields of OpenAI's API and of other servers -> values that ask for nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +303,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
 
 def read_tokenize(body: object, *, vocab_size: int, limits: Limits) -> dict[str, Any]:
     """The fields of /tokenize; as `read_completion`."""
-    fields = _read(body, _TOKENIZE, vocab_size, limits, {})
+    fields = _read(body, _TOKENIZE, vocab_size, limits)
     if (fields["messages"] is None) == (fields["prompt"] is None):
         raise ApiError("prompt: give either prompt or messages", param="prompt")
     return fields
@@ -325,28 +311,20 @@ def read_tokenize(body: object, *, vocab_size: int, limits: Limits) -> dict[str,
 
 def read_detokenize(body: object, *, vocab_size: int, limits: Limits) -> list[int]:
     """The ids of /detokenize; as `read_completion`."""
-    return _read(body, _DETOKENIZE, vocab_size, limits, {})["tokens"]
+    return _read(body, _DETOKENIZE, vocab_size, limits)["tokens"]
 
 
-def _read(
-    body: object,
-    table: Mapping[str, Row],
-    vocab_size: int,
-    limits: Limits,
-    refused: Mapping[str, tuple[object, ...]] = _REFUSED,
-) -> dict[str, Any]:
-    fields = Fields(body)
+def _read(body: object, table: Table, vocab_size: int, limits: Limits) -> dict[str, Any]:
     longest = CUT * (limits.prompt or limits.context)
-    values = fields.read(table, {**vars(limits), "vocab_size": vocab_size, "longest": longest})
-    fields.end(refused, ignore_unknown=limits.ignore_unknown)
-    return values
+    bounds = {**vars(limits), "vocab_size": vocab_size, "longest": longest}
+    return read_object("", body, table, bounds, ignore_unknown=limits.ignore_unknown)
 
 
 def _make_call(fields: Mapping[str, Any], limits: Limits, **others: Any) -> Call:
     """A call of checked fields. others: of one endpoint."""
     # What several fields say together.
     usage, scored = fields["stream_options"], fields["prompt_logprobs"]
-    if usage is not _NO_USAGE and not fields["stream"]:
+    if usage is not None and not fields["stream"]:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
     if fields["stop"] and not fields["skip_special_tokens"]:
         reason = "must be True beside stop, whose strings are found in the text without special tokens"
@@ -359,11 +337,12 @@ def _make_call(fields: Mapping[str, Any], limits: Limits, **others: Any) -> Call
     # Attributes.
     same = {name: fields[name] for name in _SAME if name in fields}
     derived = {
-        "sampling": make_sampling(fields, limits.defaults),
-        "grammar": find_grammar(fields),
+        "sampling": sampling.make_sampling(fields, limits.defaults),
+        "grammar": grammars.find_grammar(fields),
         "stop": [*fields["stop"], *fields["stop_token_ids"]],
+        **{name: bool(usage and usage[name]) for name in ("include_usage", "continuous_usage_stats")},
     }
-    return Call(**same | derived | usage | others)
+    return Call(**same | derived | others)
 
 
 def make_template(fields: Mapping[str, Any]) -> dict[str, Any]:

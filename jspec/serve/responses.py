@@ -4,9 +4,10 @@ import time
 from typing import Any, NoReturn
 
 from jspec.core.checks import check_flag, check_text
-from jspec.serve.fields import REQUIRED, ApiError, Fields, check_object, check_whole, read_object, row
-from jspec.serve.response_input import Input
-from jspec.serve.translation import Json, Translation, check_any, check_items, check_one
+from jspec.serve.checks import check_any, check_items, check_object, check_one, check_whole
+from jspec.serve.fields import REQUIRED, ApiError, hint, refused, row, take_fields
+from jspec.serve.response_input import read_input
+from jspec.serve.translation import Json, Translation
 
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
@@ -32,18 +33,12 @@ def _check_format(name: str, value: object) -> Json:
     return {"type": kind, "json_schema": fields} if kind == "json_schema" else {"type": kind, **fields}
 
 
-def _check_text_options(name: str, value: object) -> Json:
-    return read_object(name, value, {"format": row(_check_format), "verbosity": row(check_text)})
-
-
-def _check_reasoning(name: str, value: object) -> Json:
+_TEXT = {"format": row(_check_format), "verbosity": row(check_text)}
+_REASONING = {
+    "effort": row(check_text),
     # Reasoning is in the answer as it is, so there are no summaries.
-    hints = dict.fromkeys(("summary", "generate_summary"), row(check_text))
-    return read_object(name, value, {"effort": row(check_text), **hints})
-
-
-def _check_stream_options(name: str, value: object) -> Json:
-    return read_object(name, value, {}, {"include_obfuscation": (False,)})
+    **dict.fromkeys(("summary", "generate_summary"), hint(check_text)),
+}
 
 
 def _refuse_state(name: str, value: object) -> NoReturn:
@@ -55,10 +50,10 @@ _FIELDS = {
     "instructions": row(check_text),
     "include": row(_check_include, []),
     "max_output_tokens": row(check_whole, least=1),
-    "reasoning": row(_check_reasoning, {}),
+    "reasoning": row(_REASONING, {}),
     "stream": row(check_flag, False),
-    "stream_options": row(_check_stream_options),
-    "text": row(_check_text_options, {}),
+    "stream_options": row({"include_obfuscation": refused(False)}),
+    "text": row(_TEXT, {}),
     "tool_choice": row(check_any),
     "tools": row(check_items, []),
     "top_logprobs": row(check_any),
@@ -66,7 +61,7 @@ _FIELDS = {
     "background": row(check_any),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt"), row(_refuse_state)),
     # Without effect: there are no built-in tools, and caches need no hints.
-    **{"max_tool_calls": row(check_whole, least=1), "prompt_cache_options": row(check_object)},
+    **{"max_tool_calls": hint(check_whole, least=1), "prompt_cache_options": hint(check_object)},
 }
 _NAMES = {
     "messages": "input",
@@ -92,8 +87,7 @@ class Responses(Translation):
     """A request for a response."""
 
     def __init__(self, body: Json):
-        fields = Fields(body)
-        values = fields.read(_FIELDS)
+        values, others = take_fields("", body, _FIELDS)
         if values["background"]:
             raise ApiError("background=True: must be False, as no state is kept here", param="background")
         names = dict(_NAMES)
@@ -103,7 +97,7 @@ class Responses(Translation):
             choice = {"type": "function", "function": {name: held for name, held in choice.items() if name != "type"}}
         shows_logprobs = _LOGPROBS in values["include"] or values["top_logprobs"] is not None
         chat = {
-            "messages": Input(values["instructions"], values["input"], names).listed,
+            "messages": read_input(values["instructions"], values["input"], names),
             "tools": tools,
             "tool_choice": choice,
             "max_completion_tokens": values["max_output_tokens"],
@@ -113,7 +107,7 @@ class Responses(Translation):
             "logprobs": shows_logprobs,
             "top_logprobs": values["top_logprobs"],
         }
-        super().__init__(chat, fields.rest(), names, values["stream"])
+        super().__init__(chat, others, names, values["stream"])
         # What the answer repeats.
         self._response: Json = {
             **{"object": "response", "status": "in_progress", "background": False, "error": None},

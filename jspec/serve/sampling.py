@@ -7,7 +7,7 @@ from typing import Any
 from jspec.core.checks import check_int, check_number, check_text
 from jspec.core.sampling import Sampling
 from jspec.generation.options import MAX_SEED
-from jspec.serve.fields import check_whole
+from jspec.serve.checks import check_whole
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton

@@ -1,7 +1,6 @@
 """The process: a socket, uvicorn and an end in which nothing is lost silently."""
 
 import asyncio
-import contextlib
 import dataclasses
 import ipaddress
 import math
@@ -9,11 +8,10 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from jspec.serve.access import Access, allow_origins, check_origins
@@ -95,7 +93,7 @@ def make_server(service: Service, bound: socket.socket, *, grace: float, surface
     if not (service.has_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
         notes.append("jspec: no API key is set: everyone who reaches this address can use the model")
     # What is around the application.
-    app: ASGIApp = _with_notes(service, notes)
+    app: ASGIApp = service.app()
     if surface.origins:
         app = allow_origins(app, surface.origins)
     # The server.
@@ -106,24 +104,29 @@ def make_server(service: Service, bound: socket.socket, *, grace: float, surface
         loop="asyncio",
         http=Connection,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(grace + _AFTER_GRACE_SECONDS),
     )
-    return Server(config, service, grace)
+    return Server(config, service, grace, notes)
 
 
 class Server(uvicorn.Server):
     """uvicorn, which also cancels the sequences of an engine when it is time."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float):
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float, notes: Sequence[str]):
         super().__init__(config)
-        self._service, self._grace = service, grace
+        self._service, self._grace, self._notes = service, grace, notes
         self.interrupted = False
         """Whether SIGINT has ended it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then prints the notes."""
+        await super().startup(sockets)
+        print(*self._notes, sep="\n", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """As uvicorn's, with a note of what it waits for; SIGINT is not raised again after the end."""
@@ -143,16 +146,3 @@ class Server(uvicorn.Server):
         finally:
             timer.cancel()
             self._service.stop()
-
-
-def _with_notes(service: Service, notes: Sequence[str]) -> Starlette:
-    """The application, which prints the notes when it is ready."""
-    app = service.app()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        print(*notes, sep="\n", file=sys.stderr, flush=True)
-        yield
-
-    app.router.lifespan_context = lifespan
-    return app

@@ -9,7 +9,8 @@ from typing import Any
 
 from jspec.core.checks import check_flag, check_text
 from jspec.core.grammar import TokenGrammar
-from jspec.serve.fields import REQUIRED, ApiError, check_object, read_object, row
+from jspec.serve.checks import check_object, check_one
+from jspec.serve.fields import REQUIRED, ApiError, hint, present, read_object, row
 from jspec.serve.messages import Message
 from jspec.text.chat_reader import THINKING, Thinking, detect_thinking, make_reader, starts_thinking
 from jspec.text.grammar import Grammar, compile_parsed
@@ -93,33 +94,24 @@ def check_tools(name: str, value: object) -> list[dict[str, Any]]:
     """Tools as chat templates take them."""
     if not isinstance(value, list) or len(value) > _MOST_TOOLS:
         raise ValueError(f"{name}: must be a list of at most {_MOST_TOOLS} tools")
-    tools = [_check_tool(f"{name}[{i}]", tool) for i, tool in enumerate(value)]
-    seen: set[str] = set()
-    for i, tool in enumerate(tools):
-        function = tool["function"]["name"]
-        if function in seen:
+    tools, seen = [], set()
+    for i, item in enumerate(value):
+        function = present(read_object(f"{name}[{i}]", item, _TOOL)["function"])
+        if function["name"] in seen:
             param = f"{name}[{i}].function.name"
-            raise ApiError(f"{param}={function!r}: must differ from those of other tools", param=param)
-        seen.add(function)
+            raise ApiError(f"{param}={function['name']!r}: must differ from those of other tools", param=param)
+        seen.add(function["name"])
+        tools.append({"type": "function", "function": function})
     return tools
 
 
-def _check_tool(name: str, value: object) -> dict[str, Any]:
-    table = {"type": row(_check_kind), "function": row(_check_function, REQUIRED)}
-    return {"type": "function", "function": read_object(name, value, table)["function"]}
-
-
-def _check_function(name: str, value: object) -> dict[str, Any]:
-    # A grammar always holds strictly, and calls without one never do.
-    table = {"name": row(_check_name, REQUIRED), "description": row(check_text), "parameters": row(check_object)}
-    function = read_object(name, value, {**table, "strict": row(check_flag)})
-    return {field: held for field, held in function.items() if held is not None and field != "strict"}
-
-
-def _check_kind(name: str, value: object) -> str:
-    if value != "function":
-        raise ValueError(f"{name}={check_text(name, value)[:40]!r}: must be 'function'")
-    return "function"
+def check_choice(name: str, value: object) -> tuple[str, str | None]:
+    """The choice, and the name of the only function."""
+    if isinstance(value, str):
+        if value not in _CHOICES:
+            raise ValueError(f"{name}={value[:40]!r}: must be one of {', '.join(_CHOICES)}, or name a function")
+        return value, None
+    return "required", read_object(name, value, _NAMED)["function"]["name"]
 
 
 def _check_name(name: str, value: object) -> str:
@@ -129,18 +121,16 @@ def _check_name(name: str, value: object) -> str:
     return text
 
 
-def check_choice(name: str, value: object) -> tuple[str, str | None]:
-    """The choice, and the name of the only function."""
-    if isinstance(value, str):
-        if value not in _CHOICES:
-            raise ValueError(f"{name}={value[:40]!r}: must be one of {', '.join(_CHOICES)}, or name a function")
-        return value, None
-    table = {"type": row(_check_kind, REQUIRED), "function": row(_check_named, REQUIRED)}
-    return "required", read_object(name, value, table)["function"]
-
-
-def _check_named(name: str, value: object) -> str:
-    return read_object(name, value, {"name": row(check_text, REQUIRED)})["name"]
+_FUNCTION = {
+    **{"name": row(_check_name, REQUIRED), "description": row(check_text), "parameters": row(check_object)},
+    # A grammar always holds strictly, and calls without one never do.
+    "strict": hint(check_flag),
+}
+_TOOL = {"type": row(check_one, of=("function",)), "function": row(_FUNCTION, REQUIRED)}
+_NAMED = {
+    "type": row(check_one, REQUIRED, of=("function",)),
+    "function": row({"name": row(check_text, REQUIRED)}, REQUIRED),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,14 +207,11 @@ class Dialect:
             # A budget of thinking that may still come.
             return None if tools.budget is None or before == e.EMPTY else _within(before, _anything(), self.shown)
         else:
-            answer = document.within(e.literal(_FINAL)) if self._has_channels else document
+            has_channels = self.thinking is not None and self.thinking.channels
+            answer = document.within(e.literal(_FINAL)) if has_channels else document
             if tools.choice == "auto":
                 answer = _either(answer, tools.grammar(self.tools))
         return _within(before, answer, self.shown)
-
-    @property
-    def _has_channels(self) -> bool:
-        return self.thinking is not None and bool(self.thinking.channels)
 
     def _before(self, prompt_end: str) -> Expression:
         """What may come before the answer."""
@@ -276,7 +263,7 @@ class Reply:
     def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
         """The additions of some text to the message, in OpenAI's format."""
         deltas = []
-        for kind, said in self._reader.push(text) + (self._reader.finish() if last else []):
+        for kind, said in self._reader.push(text, last):
             self._calls += kind == "call"
             # Beyond what the request asks for.
             is_hidden = kind == "reasoning" and not self._tools.shows_thinking

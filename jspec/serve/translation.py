@@ -6,10 +6,9 @@ An API is a subclass of `Translation`. Checks, defaults, limits, tools and think
 import abc
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from jspec.core.checks import check_text
 from jspec.serve.fields import ApiError
 
 Json: TypeAlias = dict[str, Any]
@@ -176,23 +175,3 @@ def naming_fields_of(translation: Translation | None) -> Iterator[None]:
         if translation is None:
             raise
         raise translation.renamed(error) from None
-
-
-def check_any(name: str, value: object) -> Any:
-    """Any value, checked as a field of the chat."""
-    return value
-
-
-def check_items(name: str, value: object) -> list[Any]:
-    """A list, whose items are checked later."""
-    if not isinstance(value, list):
-        raise TypeError(f"{name}: must be a list")
-    return value
-
-
-def check_one(name: str, value: object, *, of: Sequence[str]) -> str:
-    """One of some words."""
-    text = check_text(name, value)
-    if text not in of:
-        raise ValueError(f"{name}={text[:40]!r}: must be {' or '.join(map(repr, of))}")
-    return text

@@ -27,12 +27,8 @@ class Event(NamedTuple):
 class Reader(Protocol):
     """Reads one text."""
 
-    def push(self, text: str) -> list[Event]:
-        """Adds text; returns the events it completes."""
-        ...
-
-    def finish(self) -> list[Event]:
-        """The other events, after the whole text."""
+    def push(self, text: str, last: bool) -> list[Event]:
+        """Adds text; returns the events it completes. last: the text ends with it."""
         ...
 
 
@@ -103,11 +99,8 @@ def make_reader(
 class _ContentReader:
     """Reads a text of content only."""
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, last: bool) -> list[Event]:
         return _content(text)
-
-    def finish(self) -> list[Event]:
-        return []
 
 
 class _ThinkingReader:
@@ -121,47 +114,38 @@ class _ThinkingReader:
             self._state = "after"
         self._said = False
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, last: bool) -> list[Event]:
         self._text += text
         events: list[Event] = []
         # A mark at the beginning starts the thinking, unless the prompt has done so.
         if self._state == "begin":
-            lead = self._text.lstrip()
-            if self._form.start.startswith(lead):
-                if lead != self._form.start:
-                    return []
-            is_marked = lead.startswith(self._form.start)
+            lead, mark = self._text.lstrip(), self._form.start
+            if mark.startswith(lead) and lead != mark and not last:
+                return []
+            is_marked = lead.startswith(mark)
             if is_marked:
-                self._text = lead[len(self._form.start) :]
+                self._text = lead.removeprefix(mark)
             self._state = "thinking" if is_marked or self._opened else "rest"
         if self._state == "thinking":
-            events += self._think()
+            events += self._think(last)
         # Space between thinking and answer belongs to neither.
         if self._state == "after":
             self._text = self._text.lstrip()
             self._state = "rest" if self._text else "after"
-        if self._state == "rest":
+        if self._state == "rest" or last:
             text, self._text = self._text, ""
-            events += self._inner.push(text)
+            events += self._inner.push(text, last)
         return events
 
-    def _think(self) -> list[Event]:
+    def _think(self, last: bool) -> list[Event]:
         at = self._text.find(self._form.end)
-        cut = at if at >= 0 else len(self._text) - overlap(self._text, self._form.end)
-        said = self._text[:cut].rstrip()
+        held = 0 if last else overlap(self._text, self._form.end)
+        said = self._text[: at if at >= 0 else len(self._text) - held].rstrip()
         rest = self._text[len(said) :] if at < 0 else self._text[at + len(self._form.end) :]
+        self._text, self._state = "" if last and at < 0 else rest, "thinking" if at < 0 else "after"
         said = said if self._said else said.lstrip()
-        self._text, self._state = rest, "thinking" if at < 0 else "after"
         self._said |= bool(said)
         return [Event("reasoning", said)] if said else []
-
-    def finish(self) -> list[Event]:
-        events: list[Event] = []
-        if self._state == "begin":
-            events = self._inner.push(self._text)
-        if self._state == "thinking" and self._text.strip():
-            events = [Event("reasoning", self._text.rstrip() if self._said else self._text.strip())]
-        return [*events, *self._inner.finish()]
 
 
 class _ChannelReader:
@@ -172,15 +156,15 @@ class _ChannelReader:
         self._ends = re.compile("|".join(re.escape(mark) for mark in form.channels if mark not in _IN_HEADER))
         self._marks = form.channels
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, last: bool) -> list[Event]:
         self._text += text
         events: list[Event] = []
         while True:
-            # A header, up to the beginning of its message.
+            # A header, up to the beginning of its message. Without any channel, all is content.
             if not self._kind:
                 header, mark, rest = self._text.partition("<|message|>")
                 if not mark:
-                    return events
+                    return events + (_content(self._text) if last and not self._begun else [])
                 self._text, self._begun = rest, True
                 recipient = re.search(r"to=([\w.\-]+)", header)
                 self._kind = "arguments" if recipient else "reasoning" if "<|channel|>analysis" in header else "content"
@@ -195,10 +179,6 @@ class _ChannelReader:
             if not end:
                 return events
 
-    def finish(self) -> list[Event]:
-        # Without any channel, all is content.
-        return [] if self._begun else _content(self._text)
-
 
 _IN_HEADER = ("<|channel|>", "<|constrain|>", "<|message|>")
 
@@ -212,16 +192,16 @@ class _CallReader:
         self._mark, self._tried = "", 0
         self._object = _Object()
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str, last: bool) -> list[Event]:
         self._text += text
         events: list[Event] = []
         # A state returns events, or None if it needs more text.
         while (step := self._state()) is not None:
             events += step
         self._called |= any(event.kind == "call" for event in events)
-        return events
+        return events + self._finish() if last else events
 
-    def finish(self) -> list[Event]:
+    def _finish(self) -> list[Event]:
         if self._state == self._inside:
             calls = self._read_block(self._text)
             return _events(calls) if calls else _content(self._mark + self._text)
@@ -304,23 +284,18 @@ class _CallReader:
         return self._text[tail.end() :] if tail else self._text
 
     def _read_block(self, text: str) -> list[ToolCall]:
-        return read_block(self._form, self._functions, text)
-
-
-def read_block(form: ToolFormat, functions: Mapping[str, Schema], text: str) -> list[ToolCall]:
-    """The calls of a whole block, without its start and end; none if it is anything else."""
-    calls, at = [], 0
-    while head := form.head.match(text, at):
-        try:
-            schema = functions.get(head["name"], {})
-            values, at = form.arguments.read(text, head.end(), schema)
-        except ValueError:
-            return []
-        calls.append(ToolCall(head["name"], dump(values)))
-    tail = form.tail.match(text, at)
-    if calls and tail and tail.end() == len(text):
-        return calls
-    return _in_any_order(text) if isinstance(form.arguments, Json) else []
+        """The calls of a whole block, without its start and end; none if it is anything else."""
+        form, calls, at = self._form, [], 0
+        while head := form.head.match(text, at):
+            try:
+                values, at = form.arguments.read(text, head.end(), self._functions.get(head["name"], {}))
+            except ValueError:
+                return []
+            calls.append(ToolCall(head["name"], dump(values)))
+        tail = form.tail.match(text, at)
+        if calls and tail and tail.end() == len(text):
+            return calls
+        return _in_any_order(text) if isinstance(form.arguments, Json) else []
 
 
 def _in_any_order(text: str) -> list[ToolCall]:

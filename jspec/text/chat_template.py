@@ -183,13 +183,9 @@ def _as_text(message: Message) -> Message:
 
 def _lengthen(message: Message, mark: str) -> Message:
     """The message with a mark after its content, or after the name of its first call."""
-    calls = message.get("tool_calls")
-    if not calls:
+    if not message.get("tool_calls"):
         return {**message, "content": f"{message['content']}{mark}"}
-    first, *others = calls
-    function = first.get("function", first)
-    named = {**function, "name": f"{function.get('name')}{mark}"}
-    return {**message, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
+    return _change_calls(message, lambda i, call: call if i else {**call, "name": f"{call.get('name')}{mark}"})
 
 
 def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -208,13 +204,15 @@ def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
 
 def _with_arguments(message: Message, convert: Callable[[object], object]) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    functions = [call.get("function", call) for call in calls]
-    converted = [{**function, "arguments": convert(function.get("arguments", {}))} for function in functions]
-    pairs = zip(calls, converted, strict=True)
-    return {**message, "tool_calls": [{**c, "function": f} if "function" in c else f for c, f in pairs]}
+    return _change_calls(message, lambda i, call: {**call, "arguments": convert(call.get("arguments", {}))})
+
+
+def _change_calls(message: Message, change: Callable[[int, Message], Message]) -> Message:
+    """The message with its calls changed, with or without a field `function` around each."""
+    calls = []
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        calls.append({**call, "function": change(i, call["function"])} if "function" in call else change(i, call))
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _decoded(arguments: object) -> object:

@@ -7,6 +7,7 @@ a text, are those of llama.cpp's src/llama-vocab.cpp.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -72,21 +73,11 @@ SPLITS = {
 _MODELS = ("gpt2", "llama")
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufTokenizer:
-    """What is read.
-
-    backend: the tokenizer.
-    templates: chat templates by name, each with the place that errors name.
-    special: text of each special token by role, such as {"bos_token": "<s>"}.
-    """
-
-    backend: tokenizers.Tokenizer
-    templates: dict[str, tuple[str, str]]
-    special: dict[str, str]
+Parts: TypeAlias = tuple[tokenizers.Tokenizer, dict[str, tuple[str, str]], dict[str, str]]
+"""A tokenizer, as `TokenizerFiles` has its parts: backend, chat templates and special tokens."""
 
 
-def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
+def read_gguf_tokenizer(path: Path) -> Parts | None:
     """Read the tokenizer of a file; None if it has none.
 
     Raises:
@@ -123,7 +114,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         raise CheckpointError(f"{path}: not a valid tokenizer ({error})") from None
     _add_tokens(backend, tokens, types)
     _frame(backend, metadata, special, adds_bos)
-    return GgufTokenizer(backend, _templates(metadata), special)
+    return backend, _templates(metadata), special
 
 
 def _merges(metadata: Fields) -> list[tuple[str, str]] | None:

@@ -34,13 +34,12 @@ def compile_stops(
       ValueError: an empty string, too many strings, an id outside the vocabulary, or a missing or unsupported
         tokenizer.
     """
-    strings = check_stop(stop)
-    if not any(isinstance(string, str) for string in strings):
-        return stopping.build_table(vocab_size, {*eos, *_split_stop(None, strings)[0]})
-    if tokenizer is None:
+    stops = check_stop(stop)
+    if tokenizer is None and any(isinstance(one, str) for one in stops):
         raise ValueError(f"stop={shorten(stop)}: requires a tokenizer, which this checkpoint does not have")
-    ids, texts = _split_stop(tokenizer, strings)
-    return stopping.build_table(vocab_size, {*eos, *ids}, texts, tokenizer.token_bytes() if texts else None)
+    ids, texts = _split_stop(tokenizer, stops)
+    spelled = tokenizer.token_bytes() if tokenizer is not None and texts else None
+    return stopping.build_table(vocab_size, {*eos, *ids}, texts, spelled)
 
 
 class TextStream:

@@ -16,7 +16,7 @@ from jspec.checkpoints.gguf_file import is_gguf
 from jspec.checkpoints.tokenizer_files import read_tokenizer_files
 from jspec.core.checks import check_int, check_text
 from jspec.text.chat_template import ChatTemplate
-from jspec.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
+from jspec.text.gguf_tokenizer import read_gguf_tokenizer
 from jspec.text.length import LengthBound, length_bound
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -56,12 +56,15 @@ class Tokenizer:
           CheckpointError: a damaged file, or a tokenizer in an unsupported format.
         """
         path = Path(directory)
-        files = read_gguf_tokenizer(path) if is_gguf(path) else read_tokenizer_files(path)
-        if files is None:
+        if is_gguf(path):
+            parts = read_gguf_tokenizer(path)
+        else:
+            files = read_tokenizer_files(path)
+            parts = files and (_parse_backend(files.data, files.path), files.templates, files.special)
+        if parts is None:
             return None
-        templates = {name: ChatTemplate(source, where) for name, (source, where) in files.templates.items()}
-        is_built = isinstance(files, GgufTokenizer)
-        return cls(files.backend if is_built else _parse_backend(files.data, files.path), templates, files.special)
+        backend, templates, special = parts
+        return cls(backend, {name: ChatTemplate(*source) for name, source in templates.items()}, special)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -153,7 +156,13 @@ class Tokenizer:
         """
         if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise ValueError(f'messages={messages!r}: must be a list such as [{{"role": "user", "content": "hello"}}]')
-        template = self._template("tool_use" if tools is not None and "tool_use" in self._templates else "default")
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ValueError(
+                "this checkpoint has no chat template: use a prompt of text or ids, or add a chat_template.jinja"
+                + (f" (it has {sorted(self._templates)}, but not {name!r})" if self._templates else "")
+            )
+        template = self._templates[name]
         values = {"tools": tools, "documents": documents}
         values |= {"add_generation_prompt": add_generation_prompt and not continue_final_message}
         written = [{k: v for k, v in message.items() if v is not None} for message in messages]
@@ -195,14 +204,6 @@ class Tokenizer:
         if kinds.get("Metaspace", {}).get("prepend_scheme", "never") != "never":
             return spaces
         return min(spaces, kinds.get("Strip", {}).get("start", 0))
-
-    def _template(self, name: str) -> ChatTemplate:
-        if name not in self._templates:
-            raise ValueError(
-                "this checkpoint has no chat template: use a prompt of text or ids, or add a chat_template.jinja"
-                + (f" (it has {sorted(self._templates)}, but not {name!r})" if self._templates else "")
-            )
-        return self._templates[name]
 
 
 def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -4,49 +4,78 @@ Each spelling is written, read, and constrained by the function's JSON schema. X
 escapes, so there the keywords of a string other than `enum` and `const` do not constrain it.
 """
 
+import abc
 import ast
 import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from jspec.core.checks import shorten
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression
 from jspec.text.grammar.json_schema import parse_schema
-
-Schema: TypeAlias = Mapping[str, Any]
+from jspec.text.grammar.keywords import Schema, constants
 
 _MAX_DEPTH = 3
 """Nesting where a schema allows any value, and of definitions within themselves."""
 
 
-class Arguments(Protocol):
+class Arguments(abc.ABC):
     """A spelling."""
 
+    @abc.abstractmethod
     def write(self, values: Mapping[str, Any]) -> str:
         """The arguments as text."""
-        ...
 
+    @abc.abstractmethod
     def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
         """The arguments at an index of the text, and the index after them.
 
         Raises:
           ValueError: it has none there.
         """
-        ...
 
+    @abc.abstractmethod
     def expression(self, schema: Schema) -> Expression:
         """The arguments by a schema.
 
         Raises:
           TypeError, ValueError: as `parse_schema`.
         """
-        ...
 
 
-class Json:
+class _Pairs(Arguments):
+    """Names and values, each between some texts."""
+
+    before, between, after, separator = "", "", "", ""
+
+    def write(self, values: Mapping[str, Any]) -> str:
+        """As `Arguments.write`."""
+        pairs = values.items()
+        return self.separator.join(
+            f"{self.before}{name}{self.between}{self._write(value)}{self.after}" for name, value in pairs
+        )
+
+    def expression(self, schema: Schema) -> Expression:
+        """As `Arguments.expression`."""
+        parts = [
+            (e.concat(e.literal(f"{self.before}{name}{self.between}"), self._value(value)), required)
+            for name, value, required in _members(schema)
+        ]
+        return e.chain(parts, e.literal(self.separator))
+
+    @abc.abstractmethod
+    def _write(self, value: object) -> str:
+        """A value as text."""
+
+    def _value(self, schema: Schema) -> Expression:
+        """A value by its schema, and what comes after it."""
+        return _json(schema)
+
+
+class Json(Arguments):
     """An object of JSON."""
 
     def write(self, values: Mapping[str, Any]) -> str:
@@ -70,13 +99,13 @@ class Json:
         return _json(schema)
 
 
-class Xml:
+class Xml(_Pairs):
     """Qwen3-Coder's: strings as they are between two tags, other values as JSON."""
 
-    def write(self, values: Mapping[str, Any]) -> str:
-        """As `Arguments.write`."""
-        texts = {name: value if isinstance(value, str) else dump(value) for name, value in values.items()}
-        return "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in texts.items())
+    before, between, after = "<parameter=", ">\n", "\n</parameter>\n"
+
+    def _write(self, value: object) -> str:
+        return value if isinstance(value, str) else dump(value)
 
     def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
         """As `Arguments.read`."""
@@ -86,33 +115,22 @@ class Xml:
             values[name] = _of_text(match[2], properties.get(name, {}))
         return values, at
 
-    def expression(self, schema: Schema) -> Expression:
-        """As `Arguments.expression`."""
-        parts = []
-        for name, value, required in _members(schema):
-            values = _constants(value)
-            if values is not None:
-                body = e.concat(e.either(*map(e.literal, map(_raw, values))), e.literal(_AFTER_PARAMETER))
-            elif _may_be_text(value):
-                body = e.Until(_AFTER_PARAMETER)
-            else:
-                body = e.concat(_json(value), e.literal(_AFTER_PARAMETER))
-            parts.append((e.concat(e.literal(f"<parameter={name}>\n"), body), required))
-        return e.chain(parts, e.EMPTY)
+    def _value(self, schema: Schema) -> Expression:
+        if (values := constants(schema)) is not None:
+            return e.concat(e.either(*[e.literal(self._write(value)) for value in values]), e.literal(self.after))
+        return e.Until(self.after) if _may_be_text(schema) else e.concat(_json(schema), e.literal(self.after))
 
 
-class Gemma:
+class Gemma(_Pairs):
     """Gemma's: strings between two marks, names without quotes.
 
     quote: the mark.
     """
 
+    between, separator = ":", ","
+
     def __init__(self, quote: str):
         self._quote = quote
-
-    def write(self, values: Mapping[str, Any]) -> str:
-        """As `Arguments.write`."""
-        return ",".join(f"{name}:{self._write(value)}" for name, value in values.items())
 
     def _write(self, value: object) -> str:
         if isinstance(value, str):
@@ -155,16 +173,8 @@ class Gemma:
             return items, at + 1
         return json.JSONDecoder().raw_decode(text, at)
 
-    def expression(self, schema: Schema) -> Expression:
-        """As `Arguments.expression`."""
-        return e.chain(self._parts(schema), e.literal(","))
-
-    def _parts(self, schema: Schema) -> list[tuple[Expression, bool]]:
-        members = _members(schema)
-        return [(e.concat(e.literal(f"{name}:"), self._value(value)), required) for name, value, required in members]
-
     def _value(self, schema: Schema) -> Expression:
-        values = _constants(schema)
+        values = constants(schema)
         if values is not None:
             return e.either(*[e.literal(self._write(value)) for value in values])
         for keyword in ("anyOf", "oneOf"):
@@ -173,19 +183,24 @@ class Gemma:
         if _may_be_text(schema):
             return e.concat(e.literal(self._quote), e.Until(self._quote))
         if schema.get("type") == "object" or "properties" in schema:
-            return e.concat(e.literal("{"), e.chain(self._parts(schema), e.literal(",")), e.literal("}"))
+            return e.concat(e.literal("{"), self.expression(schema), e.literal("}"))
         if schema.get("type") == "array" or "items" in schema:
             item = self._value(_within(schema, schema.get("items", {"type": "string"})))
             return e.concat(e.literal("["), e.repeat(item, 0, None, e.literal(",")), e.literal("]"))
         return _json(schema)
 
 
-class Python:
+class Python(_Pairs):
     """Keyword arguments of a call in Python, with literals as values."""
 
-    def write(self, values: Mapping[str, Any]) -> str:
-        """As `Arguments.write`."""
-        return ", ".join(f"{name}={_to_python(value)}" for name, value in values.items())
+    between, separator = "=", ", "
+
+    def _write(self, value: object) -> str:
+        if isinstance(value, Mapping):
+            return "{" + ", ".join(f"{dump(name)}: {self._write(item)}" for name, item in value.items()) + "}"
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return "[" + ", ".join(map(self._write, value)) + "]"
+        return repr(value)
 
     def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
         """As `Arguments.read`."""
@@ -200,12 +215,6 @@ class Python:
             return {str(keyword.arg): _from_python(keyword.value) for keyword in call.keywords}, end
         except (SyntaxError, AssertionError, RecursionError, MemoryError) as error:
             raise ValueError(f"not arguments in Python ({error})") from None
-
-    def expression(self, schema: Schema) -> Expression:
-        """As `Arguments.expression`."""
-        members = _members(schema)
-        parts = [(e.concat(e.literal(f"{name}="), _json(value)), required) for name, value, required in members]
-        return e.chain(parts, e.literal(", "))
 
 
 # Schemas
@@ -235,11 +244,6 @@ def _within(whole: Schema, part: Any) -> Schema:
     return {**part, **definitions}
 
 
-def _constants(schema: Schema) -> list[Any] | None:
-    """The values of a schema with `enum` or `const`; None for another."""
-    return schema.get("enum", [schema["const"]] if "const" in schema else None)
-
-
 def _may_be_text(schema: Schema) -> bool:
     kinds = schema.get("type", ())
     inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
@@ -248,7 +252,6 @@ def _may_be_text(schema: Schema) -> bool:
 
 # Texts
 
-_AFTER_PARAMETER = "\n</parameter>\n"
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _GEMMA_NAME = re.compile(r"\s*,?\s*([^:{}\[\],]+):")
 _PYTHON_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()\[\]{}]""", re.DOTALL)
@@ -259,31 +262,19 @@ def dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _raw(value: object) -> str:
-    return value if isinstance(value, str) else dump(value)
-
-
 def _of_text(text: str, schema: Any) -> Any:
     """The value of a text between tags: JSON, unless it is a string by the schema, or invalid."""
     schema = schema if isinstance(schema, Mapping) else {}
     nullable = any(isinstance(part, Mapping) and part.get("type") == "null" for part in schema.get("anyOf", ()))
     if _may_be_text(schema) and not (nullable and text == "null"):
         return text
-    values = _constants(schema)
+    values = constants(schema)
     if values is not None and text in values:
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _to_python(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{dump(name)}: {_to_python(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(_to_python, value)) + "]"
-    return repr(value)
 
 
 def _from_python(node: ast.expr) -> Any:

@@ -1,9 +1,9 @@
 """Clients that leave, wait, or send too much; full queues, keys, and the end of a server."""
 
+import concurrent.futures
 import itertools
 import json
 import socket
-import threading
 
 import fake_engine
 import http_server
@@ -180,19 +180,13 @@ def test_a_running_stream_ends_before_the_server_does(serve):
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_runs_beyond_the_grace_period_is_cancelled(serve, streams):
     server = serve(server_options={"grace": 0.1}, **ENDLESS)
-    answers = []
-
-    def ask():
-        answers.append(httpx.post(f"{server.url}/v1/completions", json={**LONG, "stream": streams}, timeout=20))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    http_server.wait_for(lambda: server.engine.handles)
-    stop(server)
-    asking.join(20)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": streams}, timeout=20)
+        http_server.wait_for(lambda: server.engine.handles)
+        stop(server)
+        answer = asking.result(20)
     server.thread.join(20)
     assert not server.thread.is_alive() and server.engine.handles[0].cancelled
-    (answer,) = answers
     assert answer.status_code == (200 if streams else 503) and "the server is shutting down" in answer.text
     assert "[DONE]" not in answer.text
 

@@ -156,7 +156,7 @@ BAD_TOOL = {"type": "function", "name": "h", "parameters": {"properties": {"x": 
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "or False"),
         ({"input": []}, "input", "list of items that is not empty"),
         ({"input": [5]}, "input[0]", "must be a JSON object"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'system' or"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'system', 'dev"),
         ({"input": [{"role": "user", "content": PARTS}]}, "input[0].content[0].type", "must be 'input_text'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "must be 'message', 'function_call'"),
         ({"input": [{"type": []}]}, "input[0].type", "'[]': not supported by this server; must be 'message', "),

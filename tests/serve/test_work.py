@@ -1,6 +1,8 @@
 """What a request costs before it reaches the engine: limits come first, and the event loop stays free."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import threading
 
 import http_server
@@ -14,6 +16,18 @@ from jspec.text import grammar as grammars
 
 LONG = "def f(x):\n    return x\n" * 20_000
 CHAT = [{"role": "user", "content": LONG}]
+
+
+@contextlib.contextmanager
+def asking(server, count, **body):
+    """Requests that run beside the context, at whose end they have answers."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        requests = [
+            pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=20) for _ in range(count)
+        ]
+        yield
+        for request in requests:
+            request.result(20)
 
 
 @pytest.mark.parametrize(
@@ -48,22 +62,11 @@ def test_health_answers_while_all_threads_are_busy(serve, monkeypatch, long):
     monkeypatch.setattr(server.service.tokenizer, "_ids", tokenize)
     monkeypatch.setattr(server.service.tokenizer, "least_tokens", lambda text, most: 0)
     count, threads = 4, 1 if long else 2
-    asking = [
-        threading.Thread(
-            target=httpx.post,
-            args=(f"{server.url}/v1/completions",),
-            kwargs={"json": {"prompt": LONG if long else "x", "max_tokens": 1}, "timeout": 20},
-        )
-        for _ in range(count)
-    ]
-    for one in asking:
-        one.start()
-    http_server.wait_for(lambda: len(running) == threads)
-    http_server.wait_for(lambda: server.service._work._waiting["long" if long else "short"] == count)
-    assert server.http.get("/health").status_code == 200 and len(running) == threads
-    release.set()
-    for one in asking:
-        one.join(20)
+    with asking(server, count, prompt=LONG if long else "x", max_tokens=1):
+        http_server.wait_for(lambda: len(running) == threads)
+        http_server.wait_for(lambda: server.service._work._waiting["long" if long else "short"] == count)
+        assert server.http.get("/health").status_code == 200 and len(running) == threads
+        release.set()
     assert len(server.engine.handles) == count and not server.service._work._bytes
 
 
@@ -78,21 +81,10 @@ def test_a_slow_grammar_holds_no_other_request(serve, monkeypatch):
 
     monkeypatch.setattr(grammars.Grammar, "regex", compile)
     body = {"prompt": "x", "max_tokens": 4}
-    asking = [
-        threading.Thread(
-            target=httpx.post,
-            args=(f"{server.url}/v1/completions",),
-            kwargs={"json": {**body, "guided_regex": "a"}, "timeout": 20},
-        )
-        for _ in range(3)
-    ]
-    for one in asking:
-        one.start()
-    http_server.wait_for(lambda: len(running) == 2)
-    assert server.post("/v1/completions", body).status_code == 200
-    release.set()
-    for one in asking:
-        one.join(20)
+    with asking(server, 3, **body, guided_regex="a"):
+        http_server.wait_for(lambda: len(running) == 2)
+        assert server.post("/v1/completions", body).status_code == 200
+        release.set()
     assert len(running) == 3
 
 

@@ -72,9 +72,9 @@ def read(reader, text, chooser=None):
     events, at = [], 0
     while at < len(text):
         size = len(text) if chooser is None else chooser.choice((1, 1, 2, 3, 7, 40))
-        events += reader.push(text[at : at + size])
+        events += reader.push(text[at : at + size], False)
         at += size
-    events += reader.finish()
+    events += reader.push("", True)
     calls = []
     for kind, said in events:
         if kind == "call":

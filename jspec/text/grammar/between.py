@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from decimal import Decimal
-from typing import Literal
 
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import NOTHING, Expression
+from jspec.text.grammar.product import both
 
 _DIGITS = e.repeat(e.characters([(0x30, 0x39)]), 0, None)
 
@@ -78,66 +78,54 @@ def _same_length(first: str, last: str) -> Expression:
 
 def _decimals(low: Bound, high: Bound | None) -> Expression:
     """Decimals of at least 0."""
-    if high is not None and (high.value < low.value or high.value == low.value and (low.open or high.open)):
+    first, last = math.floor(low.value), None if high is None else math.floor(high.value)
+    if last is not None and last < first:
         return NOTHING
-    first, lower = math.floor(low.value), (_decimal_digits(low.value), low.open)
-    last = None if high is None else math.floor(high.value)
-    upper = None if high is None else (_decimal_digits(high.value), high.open)
-    if last == first:
-        return e.concat(e.literal(str(first)), _fraction(lower, upper))
+    if high is not None and last == first:
+        return e.concat(e.literal(str(first)), both(_at_least(low), _at_most(high)))
     # The first integer, those between, and the last one.
-    parts = [e.concat(e.literal(str(first)), _fraction(lower, None))]
     between = _whole(first + 1, None if last is None else last - 1)
-    parts.append(e.concat(between, _fraction(None, None)))
-    if last is not None:
-        parts.append(e.concat(e.literal(str(last)), _fraction(None, upper)))
+    parts = [e.concat(e.literal(str(first)), _at_least(low)), e.concat(between, _FRACTION)]
+    if high is not None:
+        parts.append(e.concat(e.literal(str(last)), _at_most(high)))
     return e.either(*parts)
 
 
-_Tight = tuple[str, bool] | None
-"""Decimals of a bound that the digits so far equal, and whether it is open; None: they are beyond it."""
+_POSITIVE = e.concat(e.repeat(e.literal("0"), 0, None), e.characters([(0x31, 0x39)]), _DIGITS)
+"""Decimals that are not all 0."""
+_FRACTION = e.optional(e.concat(e.literal("."), e.repeat(e.characters([(0x30, 0x39)]), 1, None)))
+"""The decimals after an integer, with their point, or nothing."""
 
 
-def _fraction(lower: _Tight, upper: _Tight) -> Expression:
-    """The decimals after an integer, with their point, or nothing."""
-    nonempty = e.concat(e.literal("."), _digits(lower, upper, ends=False))
-    return e.either(e.EMPTY, nonempty) if _may_end(lower, upper) else nonempty
+def _at_least(bound: Bound) -> Expression:
+    """The decimals after the integer of a bound, with their point, or nothing."""
+    decimals = _decimal_digits(bound.value)
+    if not decimals:
+        return e.concat(e.literal("."), _POSITIVE) if bound.open else _FRACTION
+    # The first digit that differs is larger, or none differs.
+    parts = [
+        e.concat(e.literal(f".{decimals[:i]}"), e.characters([(ord(digit) + 1, 0x39)]), _DIGITS)
+        for i, digit in enumerate(decimals)
+        if digit < "9"
+    ]
+    return e.either(*parts, e.concat(e.literal(f".{decimals}"), _POSITIVE if bound.open else _DIGITS))
 
 
-def _digits(lower: _Tight, upper: _Tight, *, ends: bool = True) -> Expression:
-    """The further decimals within bounds. ends: whether there may be none."""
-    none = e.EMPTY if ends and _may_end(lower, upper) else NOTHING
-    # Below and above all digits of the bounds only zeros count.
-    if lower is not None and not lower[0] and not lower[1]:
-        lower = None
-    if lower is None and upper is None:
-        return _DIGITS if ends else e.repeat(e.characters([(0x30, 0x39)]), 1, None)
-    if upper is not None and not upper[0]:
-        zeros = e.repeat(e.literal("0"), 0 if ends else 1, None)
-        return NOTHING if upper[1] or lower is not None else zeros
-    if lower is not None and not lower[0] and upper is None:
-        return e.concat(e.repeat(e.literal("0"), 0, None), e.characters([(0x31, 0x39)]), _DIGITS)
-    # One digit.
-    low, high = _next(lower, "0"), _next(upper, "9")
-    parts: list[Expression] = [none]
-    for digit in range(int(low), int(high) + 1):
-        below = _after(lower) if str(digit) == low and lower is not None else None
-        above = _after(upper) if str(digit) == high and upper is not None else None
-        parts.append(e.concat(e.literal(str(digit)), _digits(below, above)))
-    return e.either(*parts)
-
-
-def _may_end(lower: _Tight, upper: _Tight) -> bool:
-    """Whether the number may end here: the decimals of bounds end with a digit other than 0."""
-    return (lower is None or not lower[0] and not lower[1]) and (upper is None or bool(upper[0]) or not upper[1])
-
-
-def _next(tight: _Tight, otherwise: Literal["0", "9"]) -> str:
-    return otherwise if tight is None else tight[0][:1] or "0"
-
-
-def _after(tight: tuple[str, bool]) -> tuple[str, bool]:
-    return tight[0][1:], tight[1]
+def _at_most(bound: Bound) -> Expression:
+    """As `_at_least`."""
+    decimals = _decimal_digits(bound.value)
+    if not decimals:
+        zeros = e.concat(e.literal("."), e.repeat(e.literal("0"), 1, None))
+        return NOTHING if bound.open else e.optional(zeros)
+    # The first digit that differs is smaller or missing, or none differs.
+    parts = [
+        e.concat(e.literal(f".{decimals[:i]}"), e.characters([(0x30, ord(digit) - 1)]), _DIGITS)
+        for i, digit in enumerate(decimals)
+        if digit > "0"
+    ]
+    parts += [e.literal(f".{decimals[:i]}" if i else "") for i in range(len(decimals))]
+    whole = e.concat(e.literal(f".{decimals}"), e.repeat(e.literal("0"), 0, None))
+    return e.either(*parts, NOTHING if bound.open else whole)
 
 
 def _decimal_digits(value: Decimal) -> str:

@@ -13,17 +13,8 @@ from jaxtyping import Bool, Int, Int16
 
 from jspec.core.automaton import reaching
 from jspec.core.stopping import byte_automaton
-from jspec.text.grammar.expression import (
-    MAX_CODE,
-    Chain,
-    Characters,
-    Compiled,
-    Concat,
-    Either,
-    Expression,
-    Range,
-    Until,
-)
+from jspec.text.grammar import expression as e
+from jspec.text.grammar.expression import Expression, Range
 
 MAX_STATES = 2**15 - 1
 """Bound of the states of a DFA, stored as int16."""
@@ -32,7 +23,7 @@ MAX_NODES = 2**18
 DEAD = -1
 """The next state if no text of the language continues with a byte."""
 
-_ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, MAX_CODE))
+_ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, e.MAX_CODE))
 """Ranges of code points with UTF-8 encodings of one, two, three, three and four bytes; surrogates have none."""
 
 
@@ -99,22 +90,22 @@ class _Nfa:
     def add(self, start: int, part: Expression) -> int:
         """Add a part after a node; returns the node at its end."""
         # A character, a sequence, alternatives, a chain, a free text; otherwise a repetition.
-        if isinstance(part, Characters):
+        if isinstance(part, e.Characters):
             return self._characters(start, part.ranges)
-        if isinstance(part, Concat):
+        if isinstance(part, e.Concat):
             for inner in part.parts:
                 start = self.add(start, inner)
             return start
-        if isinstance(part, Either):
+        if isinstance(part, e.Either):
             end = self.new()
             for inner in part.parts:
                 self._skip(self.add(self._after(start), inner), end)
             return end
-        if isinstance(part, Chain):
+        if isinstance(part, e.Chain):
             return self._chain(start, part)
-        if isinstance(part, Until):
+        if isinstance(part, e.Until):
             return self._until(start, part.text.encode(), part.bounded)
-        if isinstance(part, Compiled):
+        if isinstance(part, e.Compiled):
             return self._compiled(start, part)
         return self._repeat(start, part.part, part.least, part.most, part.separator)
 
@@ -158,7 +149,7 @@ class _Nfa:
                 ends.append(start)
         return self._after(*ends)
 
-    def _compiled(self, start: int, part: Compiled) -> int:
+    def _compiled(self, start: int, part: e.Compiled) -> int:
         nodes, end = [self._after(start), *(self.new() for _ in part.accepts[1:])], self.new()
         for node, row, accepts in zip(nodes, part.table, part.accepts, strict=True):
             self.arcs[node] += [(low, high, nodes[after]) for low, high, after in _runs(row) if after >= 0]
@@ -166,7 +157,7 @@ class _Nfa:
                 self._skip(node, end)
         return end
 
-    def _chain(self, start: int, chain: Chain) -> int:
+    def _chain(self, start: int, chain: e.Chain) -> int:
         # `none`: the node before any part (None: one was required), `some`: the node after at least one part.
         none, some = start, None
         for part, required in chain.parts:
@@ -251,14 +242,15 @@ def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarra
                 if following not in index:
                     index[following] = len(order)
                     order.append(following)
-                    _check_states(len(order))
+                    check_states(len(order))
                 row[low:high] = index[following]
         rows.append(row)
     exits = [min((nfa.exits[i] for i in nodes if i in nfa.exits), key=len, default=b"") for nodes in order]
     return np.stack(rows), np.array([end in nodes for nodes in order]), exits if nfa.exits else []
 
 
-def _check_states(count: int) -> None:
+def check_states(count: int) -> None:
+    """Raises ValueError for more states than a DFA can have."""
     if count > MAX_STATES:
         raise ValueError(
             f"needs an automaton of more than {MAX_STATES} states; must be shorter, or have fewer repetitions"

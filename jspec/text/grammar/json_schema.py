@@ -11,11 +11,22 @@ from typing import Any, TypeVar
 
 from jspec.core.checks import check_text, shorten
 from jspec.text.grammar import expression as e
-from jspec.text.grammar import json_text
+from jspec.text.grammar import json_text, keywords
 from jspec.text.grammar.between import Bound, decimals, integers
 from jspec.text.grammar.expression import NOTHING, Compiled, Expression
 from jspec.text.grammar.formats import FORMATS
-from jspec.text.grammar.keywords import EFFECTIVE, NEIGHBORS, OF_TYPE, Schema, at, bounds, is_of, limits, refuse, same
+from jspec.text.grammar.keywords import (
+    EFFECTIVE,
+    NEIGHBORS,
+    OF_TYPE,
+    Schema,
+    at,
+    bounds,
+    constants,
+    is_of,
+    refuse,
+    same,
+)
 from jspec.text.grammar.product import ANYTHING, both
 from jspec.text.grammar.regex import parse_regex
 
@@ -158,14 +169,16 @@ class _Parser:
     def _enum(self, schema: Schema, where: str) -> Expression:
         refuse(schema, {"enum", "const", "type"}, where)
         # Keep the values also allowed by `const` and `type`.
-        types = self._types(schema, where)
-        values = schema.get("enum", [schema.get("const")])
+        values = constants(schema)
         if not isinstance(values, list) or not values:
             raise ValueError(f"{at(where)}: enum {shorten(values)} must be a list of at least one value")
         if "enum" in schema and "const" in schema:
             values = [value for value in values if same(value, schema["const"])]
-        values = [value for value in values if not types or any(is_of(value, name) for name in types)]
-        return e.either(*[self._json.value(value) for value in values])
+        return e.either(*[self._json.value(value) for value in self._of_types(values, schema, where)])
+
+    def _of_types(self, values: list[Any], schema: Schema, where: str) -> list[Any]:
+        types = self._types(schema, where)
+        return [value for value in values if not types or any(is_of(value, name) for name in types)]
 
     def _alternatives(self, schema: Schema, keyword: str, where: str) -> Expression:
         schemas = schema[keyword]
@@ -215,7 +228,7 @@ class _Parser:
         if not isinstance(schema, Mapping):
             return set(OF_TYPE), {}
         # Values have a type each.
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        values = constants(schema)
         if isinstance(values, list):
             return {name for name in OF_TYPE for value in values if is_of(value, name)}, {}
         # Constants of required properties tell objects apart.
@@ -223,12 +236,8 @@ class _Parser:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         marks = {}
         for name, inner in properties.items() if isinstance(properties, Mapping) else ():
-            if (
-                name in required
-                and isinstance(inner, Mapping)
-                and ("const" in inner or isinstance(inner.get("enum"), list))
-            ):
-                marks[name] = inner.get("enum", [inner.get("const")])
+            if name in required and isinstance(inner, Mapping) and isinstance(constants(inner), list):
+                marks[name] = constants(inner)
         return types | ({"integer"} if "number" in types else set()), marks
 
     def _object(self, schema: Schema, where: str) -> Expression:
@@ -331,13 +340,11 @@ class _Parser:
         schema = self._resolved(schema, where)
         if not isinstance(schema, Mapping):
             return None
-        by_type = {"boolean": [False, True], "null": [None]}
-        values = schema.get("enum", [schema["const"]] if "const" in schema else by_type.get(str(schema.get("type"))))
+        values = constants(schema) or {"boolean": [False, True], "null": [None]}.get(str(schema.get("type")))
         if not isinstance(values, list):
             return None
         self.parse(schema, where)
-        types = self._types(schema, where)
-        values = [value for value in values if not types or any(is_of(value, name) for name in types)]
+        values = self._of_types(values, schema, where)
         return [value for i, value in enumerate(values) if not any(same(value, other) for other in values[:i])]
 
     def _number(
@@ -348,8 +355,8 @@ class _Parser:
         free: Expression,
     ) -> Expression:
         """A number; with bounds, one without an exponent."""
-        low = [*limits(schema, "minimum", "exclusiveMinimum", where)]
-        high = [*limits(schema, "maximum", "exclusiveMaximum", where)]
+        low = [*keywords.limits(schema, "minimum", "exclusiveMinimum", where)]
+        high = [*keywords.limits(schema, "maximum", "exclusiveMaximum", where)]
         if not low and not high:
             return free
         # The narrower of two bounds.

@@ -6,16 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from jspec.text.grammar import expression as e
-from jspec.text.grammar.expression import (
-    Chain,
-    Characters,
-    Compiled,
-    Concat,
-    Either,
-    Expression,
-    Range,
-    Until,
-)
+from jspec.text.grammar.expression import Expression, Range
 
 _DIGIT, _HEX = [(0x30, 0x39)], [(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)]
 _ESCAPED: tuple[Range, ...] = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
@@ -72,29 +63,29 @@ def quoted(inner: Expression) -> Expression:
 
 def spelled(text: Expression) -> Expression:
     """The texts of an expression within a string, each character in its shortest spelling."""
-    # Characters: as they are, or escaped.
-    if isinstance(text, Characters):
+    # e.Characters: as they are, or escaped.
+    if isinstance(text, e.Characters):
         parts: list[Expression] = [e.characters(e.without(text.ranges, _ESCAPED))]
         for code in (*range(0x20), 0x22, 0x5C):
             if any(first <= code <= last for first, last in text.ranges):
                 parts.append(e.literal("\\" + _SHORT.get(code, f"u{code:04x}")))
         return e.either(*parts)
     # Composed expressions.
-    if isinstance(text, Concat):
+    if isinstance(text, e.Concat):
         return e.concat(*map(spelled, text.parts))
-    if isinstance(text, Either):
+    if isinstance(text, e.Either):
         return e.either(*map(spelled, text.parts))
-    if isinstance(text, Until):
+    if isinstance(text, e.Until):
         raise TypeError("a string of JSON cannot have any bytes")
-    if isinstance(text, Compiled):
+    if isinstance(text, e.Compiled):
         return _spelled_table(text)
     separator = spelled(text.separator)
-    if isinstance(text, Chain):
+    if isinstance(text, e.Chain):
         return e.chain([(spelled(part), required) for part, required in text.parts], separator)
     return e.repeat(spelled(text.part), text.least, text.most, separator)
 
 
-def _spelled_table(text: Compiled) -> Compiled:
+def _spelled_table(text: e.Compiled) -> e.Compiled:
     """`spelled` for an automaton; controls without an escape of two characters are left out."""
     table, escapes = text.table.copy(), []
     for first, last in _ESCAPED:
@@ -106,7 +97,7 @@ def _spelled_table(text: Compiled) -> Compiled:
             table[state, 0x5C] = len(table) + len(escapes)
             escapes.append(np.array([letters.get(byte, -1) for byte in range(256)], np.int16))
     accepts = np.append(text.accepts, np.zeros(len(escapes), bool))
-    return Compiled(np.stack([*table, *escapes]), accepts)
+    return e.Compiled(np.stack([*table, *escapes]), accepts)
 
 
 class Layout:
@@ -155,8 +146,7 @@ class Layout:
         if isinstance(value, Mapping):
             return self.object_of([(name, self.value(item), True) for name, item in value.items()])
         if isinstance(value, Sequence) and not isinstance(value, str):
-            items = e.chain([(self.value(item), True) for item in value], self._comma)
-            return self._around("[]", items)
+            return self.set_of([(self.value(item), True) for item in value])
         return e.literal(_dump(value))
 
     def anything(self, depth: int) -> Expression:

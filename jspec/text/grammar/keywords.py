@@ -83,6 +83,11 @@ def at(where: str) -> str:
     return f"schema at {where or '/'}"
 
 
+def constants(schema: Schema) -> Any:
+    """The values of a schema with `enum` or `const`; None for another."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
+
 def is_of(value: object, name: str) -> bool:
     """Whether a value has a type of JSON schema."""
     if isinstance(value, bool):

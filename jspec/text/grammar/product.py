@@ -6,7 +6,7 @@ import numpy as np
 
 from jspec.core.automaton import reaching
 from jspec.text.grammar import expression as e
-from jspec.text.grammar.byte_dfa import DEAD, MAX_STATES, compile_expression
+from jspec.text.grammar.byte_dfa import DEAD, check_states, compile_expression
 from jspec.text.grammar.expression import NOTHING, Compiled, Expression
 
 ANYTHING = e.repeat(e.characters([(0, e.MAX_CODE)]), 0, None)
@@ -34,8 +34,7 @@ def both(first: Expression, second: Expression, *, minus: bool = False) -> Expre
             if pair not in index:
                 index[pair] = len(order)
                 order.append(pair)
-                if len(order) > MAX_STATES:
-                    raise ValueError(f"needs an automaton of more than {MAX_STATES} states; must be shorter")
+                check_states(len(order))
             row[leads & (after == pair[0]) & (beside == pair[1])] = index[pair]
         rows.append(row)
         inside = there >= 0 and bool(other.accepts[there])

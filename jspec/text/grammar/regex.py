@@ -20,6 +20,7 @@ _parser: Any = importlib.import_module("re._parser")
 _names: Any = importlib.import_module("re._constants")
 
 _ALLOWED_FLAGS = re.ASCII | re.UNICODE | re.VERBOSE | re.DOTALL
+_BEGINS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 _CATEGORIES: dict[str, tuple[Range, ...]] = {
     "DIGIT": ((0x30, 0x39),),
     "SPACE": ((0x09, 0x0D), (0x20, 0x20)),
@@ -61,9 +62,9 @@ def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, boo
     _check_flags(flags, shown)
     # Anchors at both ends are reported; full matches imply them.
     items = list(parsed)
-    begins = bool(items) and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING")
+    begins = bool(items) and _is_anchor(items[0], *_BEGINS)
     items = items[1:] if begins else items
-    ends = bool(items) and _is_anchor(items[-1], "AT_END", "AT_END_STRING")
+    ends = bool(items) and _is_anchor(items[-1], *_ENDS)
     items = items[:-1] if ends else items
     try:
         parsed = _sequence(items, bool(flags & re.DOTALL), shown, last=begins and ends)
@@ -86,24 +87,25 @@ def _is_anchor(item: tuple[Any, Any], *kinds: str) -> bool:
 def _sequence(items: Any, dotall: bool, shown: str, *, last: bool = False) -> Expression:
     """Convert elements of Python's parse tree. last: whether they reach to the end of an anchored pattern."""
     items = list(items)
-    if last and items and _is_anchor(items[-1], "AT_END", "AT_END_STRING"):
+    if last and items and _is_anchor(items[-1], *_ENDS):
         items = items[:-1]
     parts = []
     for i, (kind, value) in enumerate(items):
         # Look ahead: what follows is intersected with it.
-        if last and str(kind) in ("ASSERT", "ASSERT_NOT") and value[0] > 0 and (i == 0 or not _has_beginning(value[1])):
-            ahead = [item for item in value[1] if not _is_anchor(item, "AT_BEGINNING", "AT_BEGINNING_STRING")]
-            whole = bool(ahead) and _is_anchor(ahead[-1], "AT_END", "AT_END_STRING")
+        if (
+            last
+            and str(kind) in ("ASSERT", "ASSERT_NOT")
+            and value[0] > 0
+            and not (i and any(_is_anchor(item, *_BEGINS) for item in value[1]))
+        ):
+            ahead = [item for item in value[1] if not _is_anchor(item, *_BEGINS)]
+            whole = bool(ahead) and _is_anchor(ahead[-1], *_ENDS)
             seen = _sequence(ahead[:-1] if whole else ahead, dotall, shown)
             rest = _sequence(items[i + 1 :], dotall, shown, last=True)
             follows = seen if whole else e.concat(seen, ANYTHING)
             return e.concat(*parts, both(rest, follows, minus=str(kind) == "ASSERT_NOT"))
         parts.append(_item(str(kind), value, dotall, shown, last=last and i + 1 == len(items)))
     return e.concat(*parts)
-
-
-def _has_beginning(items: Any) -> bool:
-    return any(_is_anchor(item, "AT_BEGINNING", "AT_BEGINNING_STRING") for item in items)
 
 
 def _item(kind: str, value: Any, dotall: bool, shown: str, *, last: bool = False) -> Expression:
