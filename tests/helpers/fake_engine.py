@@ -71,10 +71,10 @@ class FakeHandle:
             yield Piece(0, text, part, **self._logprobs(part), finish_reason=reason, origin=origin)
 
     def _logprobs(self, part):
-        wanted = self.options["logprobs"]
-        if wanted is False:
+        requested = self.options["logprobs"]
+        if requested is False:
             return {}
-        top = 0 if wanted is True else wanted
+        top = 0 if requested is True else requested
         return {
             "logprobs": [-0.5 for _ in part],
             "top_logprobs": [[((token + j) % 100, -0.5 - j) for j in range(top)] for token in part],

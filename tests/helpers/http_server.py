@@ -42,6 +42,13 @@ class Running:
     def post(self, path, body, **options):
         return self.http.post(path, json=body, **options)
 
+    def options_of(self, path="/v1/completions", **fields):
+        """The options of the engine for a small request with these fields, which is valid."""
+        prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        answer = self.post(path, {**prompt, "max_tokens": 1, **fields})
+        assert answer.status_code == 200, (fields, answer.text)
+        return self.engine.handles[-1].options
+
     def end(self):
         self.http.close()
         self.server.should_exit = True

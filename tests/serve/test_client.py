@@ -78,9 +78,9 @@ def test_completion_stream(client, shared):
         )
     *parts, last = chunks
     for index in range(2):
-        mine = [chunk.choices[0] for chunk in parts if chunk.choices[0].index == index]
-        assert "".join(choice.text for choice in mine) == TEXT
-        assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["stop"]
+        choices = [chunk.choices[0] for chunk in parts if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in choices) == TEXT
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
     assert last.choices == [] and last.usage.completion_tokens == 2 * TOKENS
     assert last.usage.completion_tokens_details.rounds == 2 * ((TOKENS - 1) // 2)
     assert all(chunk.usage is None and chunk.id == last.id for chunk in parts)
@@ -155,14 +155,14 @@ class NOTHING:
 
 def test_completion_logprobs(client):
     out = client.completions.create(model="fake", prompt="x", logprobs=2, max_tokens=99)
-    found = out.choices[0].logprobs
-    assert found.token_logprobs == [-0.5] * TOKENS
-    assert len(found.tokens) == len(found.top_logprobs) == len(found.text_offset) == TOKENS
-    assert all(set(top.values()) == {-0.5, -1.5} for top in found.top_logprobs)
+    logprobs = out.choices[0].logprobs
+    assert logprobs.token_logprobs == [-0.5] * TOKENS
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == len(logprobs.text_offset) == TOKENS
+    assert all(set(top.values()) == {-0.5, -1.5} for top in logprobs.top_logprobs)
     # Tokens that are parts of one character have no text of their own.
-    whole = [(token, at) for token, at in zip(found.tokens, found.text_offset, strict=True) if "bytes:" not in token]
-    assert all(TEXT[at:].startswith(token) for token, at in whole)
-    assert any("bytes:\\x" in token for token in found.tokens)
+    places = zip(logprobs.tokens, logprobs.text_offset, strict=True)
+    assert all(TEXT[at:].startswith(token) for token, at in places if "bytes:" not in token)
+    assert any("bytes:\\x" in token for token in logprobs.tokens)
     out = client.completions.create(model="fake", prompt="x", logprobs=0, max_tokens=5)
     assert [len(top) for top in out.choices[0].logprobs.top_logprobs] == [1] * 5
 
@@ -177,19 +177,19 @@ def test_echo_with_logprobs(shared, max_tokens):
     assert answer["usage"]["completion_tokens"] == 4 * max_tokens
     assert ("completion_tokens_details" in answer["usage"]) == (max_tokens > 0)
     for choice in answer["choices"]:
-        prompt, found = prompts[choice["index"] // 2], choice["logprobs"]
+        prompt, logprobs = prompts[choice["index"] // 2], choice["logprobs"]
         text = tokenizer.decode(prompt)
         assert choice["text"] == text + TEXT[: len(choice["text"]) - len(text)]
         assert choice["finish_reason"] == "length"
         count = len(prompt) + max_tokens
-        assert {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {count}
-        assert found["token_logprobs"] == [None, *(-i for i in range(1, len(prompt))), -0.5][:count]
-        assert found["top_logprobs"][0] is None
+        assert {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {count}
+        assert logprobs["token_logprobs"] == [None, *(-i for i in range(1, len(prompt))), -0.5][:count]
+        assert logprobs["top_logprobs"][0] is None
         for at in range(1, len(prompt)):
-            assert sorted(found["top_logprobs"][at].values()) == sorted({-1.25, -0.25, -float(at)})
-            begin = found["text_offset"][at]
-            assert text[begin:].startswith(found["tokens"][at])
-        assert found["text_offset"][len(prompt) :] == [len(text)] * max_tokens
+            assert sorted(logprobs["top_logprobs"][at].values()) == sorted({-1.25, -0.25, -float(at)})
+            begin = logprobs["text_offset"][at]
+            assert text[begin:].startswith(logprobs["tokens"][at])
+        assert logprobs["text_offset"][len(prompt) :] == [len(text)] * max_tokens
 
 
 @pytest.mark.parametrize("max_tokens", (0, 4))
@@ -234,7 +234,7 @@ def test_too_many_prompts_to_score_are_refused(serve):
 
 
 def test_sampling_reaches_the_engine(client, shared):
-    given = {
+    common = {
         "temperature": 0.3,
         "top_p": 0.9,
         "presence_penalty": 0.1,
@@ -243,9 +243,9 @@ def test_sampling_reaches_the_engine(client, shared):
     }
     more = {"top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 3, "priority": -2, "cache_salt": "me"}
     more["ignore_eos"] = True
-    client.completions.create(model="fake", prompt="x", stop=["\n", "end"], seed=3, **given, extra_body=more)
+    client.completions.create(model="fake", prompt="x", stop=["\n", "end"], seed=3, **common, extra_body=more)
     options = shared.engine.handles[-1].options
-    for name, value in {**given, "logit_bias": {5: -1}, "top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2}.items():
+    for name, value in {**common, "logit_bias": {5: -1}, "top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2}.items():
         assert getattr(options["sampling"], name) == value, name
     assert options["sampling"].min_new_tokens == 3
     assert (options["stop"], options["seed"], options["priority"], options["salt"]) == (

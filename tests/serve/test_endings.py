@@ -69,14 +69,10 @@ def test_special_tokens_in_the_text():
 
 
 def test_what_the_engine_gets(shared):
-    def options_of(**fields):
-        assert shared.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **fields}).status_code == 200
-        return shared.engine.handles[-1].options
-
-    assert list(options_of(stop="a", stop_token_ids=[3, 7])["stop"]) == ["a", 3, 7]
-    assert options_of(allowed_token_ids=[3, 7])["sampling"] == Sampling(grammar=OnlyTokens((3, 7)))
-    assert options_of(bad_words=["a"], temperature=0)["sampling"].grammar == WithoutTexts(("a",))
-    assert options_of(bad_words=[])["sampling"] == Sampling()
+    assert list(shared.options_of(stop="a", stop_token_ids=[3, 7])["stop"]) == ["a", 3, 7]
+    assert shared.options_of(allowed_token_ids=[3, 7])["sampling"] == Sampling(grammar=OnlyTokens((3, 7)))
+    assert shared.options_of(bad_words=["a"], temperature=0)["sampling"].grammar == WithoutTexts(("a",))
+    assert shared.options_of(bad_words=[])["sampling"] == Sampling()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -39,11 +39,8 @@ SPELLINGS = [
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_each_spelling_gives_the_grammar(shared, path):
     for fields, grammar in SPELLINGS:
-        body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
         for temperature in (0, 0.5):
-            answer = shared.post(path, {**body, **fields, "max_tokens": 2, "temperature": temperature})
-            assert answer.status_code == 200, answer.text
-            sampling = shared.engine.handles[-1].options["sampling"]
+            sampling = shared.options_of(path, **fields, temperature=temperature)["sampling"]
             assert (None if sampling is None else sampling.grammar) == grammar, fields
             assert sampling is None or sampling.temperature == temperature
 

@@ -41,8 +41,8 @@ def parse(choice, context):
     """The log-likelihood of what follows the first `context` tokens, and whether it is the greedy continuation, as
     lm-eval 0.4 finds them.
     """
-    found = choice["logprobs"]
-    values, tops = found["token_logprobs"][context:-1], found["top_logprobs"][context:-1]
+    logprobs = choice["logprobs"]
+    values, tops = logprobs["token_logprobs"][context:-1], logprobs["top_logprobs"][context:-1]
     return sum(values), all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
 
 

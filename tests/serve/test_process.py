@@ -27,8 +27,8 @@ def process():
         lines = []
         for line in running.stderr:
             lines.append(line)
-            if found := re.search(r"serving .* on (http://.*)/v1", line):
-                return running, found[1]
+            if match := re.search(r"serving .* on (http://.*)/v1", line):
+                return running, match[1]
         raise AssertionError("".join(lines))
 
     yield start

@@ -38,11 +38,11 @@ def test_metrics_are_in_the_format_of_prometheus(shared):
                 r"# (HELP (vllm|jspec):\w+ .+|TYPE (vllm|jspec):\w+ (gauge|counter|histogram))", line
             ), line
             continue
-        found = re.fullmatch(r'((?:vllm|jspec):\w+)\{model_name="fake"(?:,(\w+="[^"]*"))?\} ([\d.e+-]+)', line)
-        assert found, line
-        samples[found[1], found[2]] = float(found[3])
-        part = re.fullmatch(r"(.*)_(bucket|sum|count)", found[1])
-        assert types[found[1]] in ("gauge", "counter") if found[1] in types else types[part[1]] == "histogram"
+        sample = re.fullmatch(r'((?:vllm|jspec):\w+)\{model_name="fake"(?:,(\w+="[^"]*"))?\} ([\d.e+-]+)', line)
+        assert sample, line
+        samples[sample[1], sample[2]] = float(sample[3])
+        part = re.fullmatch(r"(.*)_(bucket|sum|count)", sample[1])
+        assert types[sample[1]] in ("gauge", "counter") if sample[1] in types else types[part[1]] == "histogram"
     assert samples["vllm:kv_cache_usage_perc", None] == 0.5
     assert samples["vllm:generation_tokens_total", None] == 2
     assert samples["vllm:request_success_total", 'finished_reason="eos"'] == 2

@@ -131,18 +131,8 @@ def test_templates(tmp_path):
     assert loaded.chat(messages) == [1, 2]
 
 
-PIECES = [
-    "<unk>",
-    "<s>",
-    "</s>",
-    "<tool>",
-    "  ",
-    *(f"<0x{byte:02X}>" for byte in range(256)),
-    *"▁habcde",
-    "ha",
-    "▁h",
-    "▁ha",
-]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = ["<unk>", "<s>", "</s>", "<tool>", "  ", *BYTES, *"▁habcde", "ha", "▁h", "▁ha"]
 """As SentencePiece lists them. `ha` has a better score than `▁h`, though it comes first here, too."""
 
 

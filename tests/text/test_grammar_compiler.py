@@ -39,13 +39,13 @@ PATTERNS = [
 def test_a_regex_matches_what_python_matches(pattern):
     compiled, oracle, rng = Grammar.regex(pattern), re.compile(pattern, re.ASCII), np.random.default_rng(0)
     alphabet = 'abcxR: A\n0123.eE+-{}"\\]^_äü€😀😁 \t'
-    texts = ["".join(each) for size in range(3) for each in itertools.product(alphabet, repeat=size)]
+    texts = ["".join(characters) for size in range(3) for characters in itertools.product(alphabet, repeat=size)]
     texts += ["".join(rng.choice(list(alphabet), rng.integers(3, 9))) for _ in range(500)]
     # Texts of the language, and such with one character changed.
-    own = [sample_text(compiled.dfa, rng, 12) for _ in range(50)]
-    changed = [text[:i] + str(rng.choice(list(alphabet))) + text[i + 1 :] for text in own for i in range(len(text))]
-    assert all(map(oracle.fullmatch, own)), pattern
-    for text in (*texts, *own, *changed):
+    members = [sample_text(compiled.dfa, rng, 12) for _ in range(50)]
+    changed = [text[:i] + str(rng.choice(list(alphabet))) + text[i + 1 :] for text in members for i in range(len(text))]
+    assert all(map(oracle.fullmatch, members)), pattern
+    for text in (*texts, *members, *changed):
         assert compiled.matches(text) == (oracle.fullmatch(text) is not None), text
 
 
@@ -105,12 +105,12 @@ def test_utf8_ranges_are_those_of_python():
         sequences = list(utf8(first, last))
         for point in points:
             encoded = chr(point).encode()
-            found = [
-                all(low <= byte <= high for byte, (low, high) in zip(encoded, each, strict=True))
-                for each in sequences
-                if len(each) == len(encoded)
+            matches = [
+                all(low <= byte <= high for byte, (low, high) in zip(encoded, ranges, strict=True))
+                for ranges in sequences
+                if len(ranges) == len(encoded)
             ]
-            assert sum(found) == (first <= point <= last), (first, last, point)
+            assert sum(matches) == (first <= point <= last), (first, last, point)
 
 
 def test_a_choice_matches_its_texts_alone():
@@ -328,7 +328,7 @@ def test_no_state_is_a_dead_end():
     while todo:
         after = table.table[todo.pop(), table.token_class]
         assert (after >= 0).any()
-        todo += [int(each) for each in after if each >= 0 and each not in seen]
+        todo += [int(state) for state in after if state >= 0 and state not in seen]
         seen.update(todo)
     first = table.table[0, table.token_class] >= 0
     assert first.tolist() == [True, True, False, False, False, False]
@@ -375,13 +375,13 @@ def test_joined_automata_walk_as_each_alone():
     rng = np.random.default_rng(0)
     for table, start in zip(tables, starts, strict=True):
         for _ in range(20):
-            state, own = start, 0
+            state, alone_state = start, 0
             for _ in range(6):
                 after = joined.table[state, joined.token_class[map_of_state[state]]]
                 if table is None:
                     assert (after == token_grammar.FREE).all()
                     break
-                alone = table.table[own, table.token_class]
+                alone = table.table[alone_state, table.token_class]
                 assert (np.where(after < 0, after, after - start) == alone).all()
                 token = int(rng.choice(np.flatnonzero(alone >= 0)))
-                state, own = int(after[token]), int(alone[token])
+                state, alone_state = int(after[token]), int(alone[token])

@@ -42,7 +42,7 @@ class Spans(html.parser.HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.found, self.text = [], [], ""
+        self.open, self.titled, self.text = [], [], ""
         self.feed(page)
         assert not self.open
 
@@ -50,7 +50,7 @@ class Spans(html.parser.HTMLParser):
         attrs = dict(attrs)
         self.open.append((tag, attrs))
         if attrs.get("title"):
-            self.found.append([attrs["title"], ""])
+            self.titled.append([attrs["title"], ""])
 
     def handle_endtag(self, tag):
         assert self.open.pop()[0] == tag
@@ -58,7 +58,7 @@ class Spans(html.parser.HTMLParser):
     def handle_data(self, data):
         self.text += data
         if any(attrs.get("title") for _, attrs in self.open):
-            self.found[-1][1] += data
+            self.titled[-1][1] += data
 
 
 def plain(text):
@@ -106,11 +106,11 @@ def test_a_generation_is_a_sequence_of_tokens(tokenizer):
 def test_html_has_each_token_with_its_origin(tokenizer):
     out = make(tokenizer, [("<b>&é", [1, 2, 0], "eos")])
     page = out[0]._repr_html_()
-    found = Spans(page).found
+    spans = Spans(page).titled
     ids = out.tokens[0]
-    assert [text for _, text in found] == ["<", "b", ">", "&", "é"]
-    assert found[1][0] == f"draft 2, id {ids[1]}"
-    assert found[4][0] == f"target's own, id {ids[4]} {ids[5]}", "the origin of the token that completes it"
+    assert [text for _, text in spans] == ["<", "b", ">", "&", "é"]
+    assert spans[1][0] == f"draft 2, id {ids[1]}"
+    assert spans[4][0] == f"target's own, id {ids[4]} {ids[5]}", "the origin of the token that completes it"
     assert "<b>" not in page and "6 new tokens in 2 rounds, accept length 2.50, finish: eos" in page
     assert "p:" in Spans(page).text
 

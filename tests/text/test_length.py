@@ -77,25 +77,8 @@ BOUNDED = {
 def test_no_text_has_fewer_tokens(name):
     tokenizer, source = Tokenizer(BOUNDED[name]()), random.Random(0)
     composed = unicodedata.normalize("NFD", "\u1f82\ud55c\u01d8")
-    pieces = [
-        "a",
-        "ab",
-        "abcd",
-        " ",
-        "\n\t",
-        "\u3000",
-        "é",
-        composed,
-        "雪",
-        "😀",
-        "<|user|>",
-        "0",
-        "'s",
-        "▁",
-        "<unk>",
-        "\4",
-        "\U00040000",
-    ]
+    pieces = ["a", "ab", "abcd", " ", "\n\t", "\u3000", "é", composed, "雪", "😀", "<|user|>", "0", "'s", "▁", "<unk>"]
+    pieces += ["\4", "\U00040000"]
     for length in (0, 1, 2, 5, 40):
         for _ in range(60):
             text = "".join(source.choice(pieces) * source.choice((1, 1, 30)) for _ in range(length))

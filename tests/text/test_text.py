@@ -65,9 +65,9 @@ def metaspace() -> tokenizers.Tokenizer:
         ("<unk>", 0.0),
         ("▁", -2.0),
         ("▁▁", -3.0),
-        *((c, -4.0) for c in "abcde你.\n"),
         ("▁ab", -3.0),
         ("ab", -3.5),
+        *((c, -4.0) for c in "abcde你.\n"),
     ]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -121,9 +121,9 @@ def stream_in_groups(data, tokenizer, prompt, ids, stop=()) -> tuple[list[str], 
 def naive_stop(raw: bytes, stops: list[bytes]) -> bytes:
     """The bytes before the stop string that ends first; before the longest if several end there."""
     for end in range(len(raw) + 1):
-        found = [len(stop) for stop in stops if raw[:end].endswith(stop)]
-        if found:
-            return raw[: end - max(found)]
+        lengths = [len(stop) for stop in stops if raw[:end].endswith(stop)]
+        if lengths:
+            return raw[: end - max(lengths)]
     return raw
 
 

@@ -33,19 +33,8 @@ FUNCTIONS = {
     "a.b-c": {"properties": SCHEMA["properties"]},
 }
 TEXTS = [
-    "",
-    "Zürich",
-    'quo"te',
-    "back\\slash",
-    "new\nline",
-    "</tool>",
-    "{[(",
-    ")}]",
-    "☃ 🎿",
-    "a, b: c;",
-    "it's",
-    "true",
-    "5",
+    *("", "Zürich", 'quo"te', "back\\slash", "new\nline", "</tool>", "{[(", ")}]", "☃ 🎿", "a, b: c;", "it's"),
+    *("true", "5"),
 ]
 
 
