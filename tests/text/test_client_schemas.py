@@ -65,6 +65,16 @@ def test_pydantic_takes_the_values(name):
         ({"type": "integer", "minimum": 10**18}, ["1000000000000000000", "2" * 25], ["999999999999999999"]),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1", "1.00"], ["0", "0.00", "1.01", "-1"]),
         ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, ["0.1", "7"], ["0", "0.0"]),
+        (
+            {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5},
+            ["0.25", "0.3", "0.4990"],
+            ["0.2", "0.249", "0.5", "0.50", "0"],
+        ),
+        (
+            {"type": "number", "exclusiveMinimum": -1.5, "maximum": 12.05},
+            ["-1.4", "12.0500", "12", "3.9"],
+            ["-1.5", "-2", "12.06", "13"],
+        ),
         ({"type": "integer", "nullable": True, "x-order": 1}, ["1", "null"], ["true"]),
         ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}]}, ["[]", "[1]", "[1, 2]"], ["[2]", "[1, 2, 3]"]),
         (
