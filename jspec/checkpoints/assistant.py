@@ -24,29 +24,23 @@ GEMMA4 = {
 """Classes of `transformers` -> model_type."""
 OWN = ("FrozenKvAssistant", "frozen_kv_assistant")
 """Class and model_type of this package's own kind."""
+KINDS = {**GEMMA4, OWN[0]: OWN[1]}
 
 
 def matches(source: Source) -> bool:
     """Whether a checkpoint is an assistant's."""
-    return _kind(source.config) is not None
+    return family_of(source.config, KINDS) is not None
 
 
 def parse_config(config: Fields, target: Decoder) -> Assistant:
     """Parse the config.json of an assistant of either kind."""
-    kind = _kind(config)
-    if kind is None:
-        raise unknown_family(config, [*GEMMA4, OWN[0]], "an assistant")
+    model_type = family_of(config, KINDS)
+    if model_type is None:
+        raise unknown_family(config, KINDS, "an assistant")
     with reading(config.where):
-        parsed = _parse_own(config) if kind == OWN[0] else _parse_gemma4(config, target)
+        parsed = _parse_own(config) if model_type == OWN[1] else _parse_gemma4(config, target)
         parsed.check_target(target)
     return parsed
-
-
-def _kind(config: Fields) -> str | None:
-    """The class of a config.json, stated or implied by its model_type; None: it is not an assistant's."""
-    kinds = {**GEMMA4, OWN[0]: OWN[1]}
-    model_type = family_of(config, kinds)
-    return next((name for name, kind in kinds.items() if kind == model_type), None)
 
 
 def _parse_own(config: Fields) -> Assistant:

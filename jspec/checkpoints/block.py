@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jspec.checkpoints import speculators, torch_file, vocabulary
-from jspec.checkpoints.config import reading
 from jspec.checkpoints.draft import (
     DraftKind,
     check_class,
@@ -72,7 +71,7 @@ _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
 def matches(source: Source) -> bool:
     """Whether a config.json is that of a block draft, of any layout."""
     config = source.config
-    model_type = (config.optional_text("speculators_model_type") or "").lower()
+    model_type = config.read_text("speculators_model_type", "").lower()
     stated = find_architectures(config, _NAMES) or any(part in model_type for part in _NAMES)
     return bool(stated) or any(config.has(key) for key in (*SPELLINGS.sections[:2], "dspark_block_size"))
 
@@ -80,7 +79,7 @@ def matches(source: Source) -> bool:
 def read_fields(config: Fields) -> Fields:
     """Read the fields of a draft."""
     spellings, section = SPELLINGS, config.section("dflash_config")
-    if section.optional_text("projector_type") == "dspark":
+    if section.read_text("projector_type", None) == "dspark":
         # ModelOpt states what all DSpark heads do: labels are shifted to the next token.
         spellings = dataclasses.replace(SPELLINGS, options={**SPELLINGS.options, "shift_label": (True,)})
     return read_layer_config(config, spellings.read(config), ("qwen3",))
@@ -99,24 +98,23 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     windows = read_windows(fields)
     markov, rank = _read_markov(fields)
     scale, soft_cap = _read_logits(fields, names, target)
-    with reading(config.where):
-        head = BlockHead(
-            **layers,
-            capture_layers=_read_captured(config, fields, layers["num_layers"], target),
-            block_size=fields.read_int("block_size"),
-            mask_token=_read_mask_token(fields, target, "embed_tokens.weight" in names),
-            next_token=_read_next_token(config, fields),
-            windows=windows,
-            causal=_read_causal(config, fields, windows),
-            markov=markov,
-            markov_rank=rank,
-            confidence=_read_confidence(config, fields),
-            attention_bias=fields.read_flag("attention_bias", False),
-            own_embed="embed_tokens.weight" in names,
-            own_head="lm_head.weight" in names,
-            logit_scale=scale,
-            soft_cap=soft_cap,
-        )
+    head = BlockHead(
+        **layers,
+        capture_layers=_read_captured(config, fields, layers["num_layers"], target),
+        block_size=fields.read_int("block_size"),
+        mask_token=_read_mask_token(fields, target, "embed_tokens.weight" in names),
+        next_token=_read_next_token(config, fields),
+        windows=windows,
+        causal=_read_causal(config, fields, windows),
+        markov=markov,
+        markov_rank=rank,
+        confidence=_read_confidence(config, fields),
+        attention_bias=fields.read_flag("attention_bias", False),
+        own_embed="embed_tokens.weight" in names,
+        own_head="lm_head.weight" in names,
+        logit_scale=scale,
+        soft_cap=soft_cap,
+    )
     # What it shares with the target.
     if head.hidden_size != target.hidden_size and not (head.own_embed and head.own_head):
         problem = (
@@ -141,7 +139,7 @@ def _read_next_token(config: Fields, fields: Fields) -> bool:
 
     speculators' layout states it, or implies it by as many drafts as rows.
     """
-    classes = find_architectures(config, ["dspark"]) or config.optional_text("speculators_model_type") == "dspark"
+    classes = find_architectures(config, ["dspark"]) or config.read_text("speculators_model_type", None) == "dspark"
     heads = fields.is_set("markov_rank") or fields.is_set("enable_confidence_head")
     dspark = bool(classes or heads or fields.read_text("projector_type", "") == "dspark")
     if is_speculators(config):
@@ -155,10 +153,10 @@ def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]
     Without a key, those of JetSpec and sliding layers do, as their writers train them, but not those that `use_swa`
     makes slide; vLLM lets the sliding layers of speculators' DFlash see all.
     """
-    stated = fields.optional_flag("is_causal")
+    stated = fields.read_flag("is_causal", None)
     if stated is None and find_architectures(config, ["jetspec"]):
         stated = True
-    listed = "sliding_attention" in (fields.optional_texts("layer_types") or ())
+    listed = "sliding_attention" in fields.read_texts("layer_types", ())
     swa_only = fields.read_flag("use_swa", False) and not listed
     if stated is None and (swa_only or fields.read_flag("sliding_window_non_causal", False)):
         stated = False
@@ -197,7 +195,7 @@ def _read_logits(fields: Fields, names: set[str], target: Decoder) -> tuple[floa
     if len(factors) > 1:
         raise CheckpointError(f"{fields.where}: has both output_multiplier and logit_scale; must have one")
     scale = next(iter(factors.values()), 1.0)
-    cap = fields.optional_number("final_logit_softcapping", least=0, most=MOST_NUMBER)
+    cap = fields.read_number("final_logit_softcapping", None, least=0, most=MOST_NUMBER)
     # With the LM head it shares the bound.
     cap, target_cap = cap or None, getattr(target, "soft_cap", None)
     if "lm_head.weight" in names or target_cap is None:
@@ -216,14 +214,11 @@ def _read_captured(config: Fields, fields: Fields, layers: int, target: Decoder)
         fields.read_ints("aux_hidden_state_layer_ids", most=MOST_LAYERS, count=MOST_LAYERS)
     if fields.is_empty("target_layer_ids"):
         raise fields.wrong("target_layer_ids", [], "must ascend, or be missing for the default")
-    return read_captured(fields, target, _default_ids(target.num_layers, layers))
-
-
-def _default_ids(count: int, layers: int) -> tuple[int, ...]:
-    """The default of z-lab's drafts of `layers` layers, for a target of `count` layers, by what leaves them."""
-    if layers == 1:
-        return (count // 2,)
-    return tuple(round(1 + index * (count - 4) / (layers - 1)) for index in range(layers))
+    # The default of z-lab's drafts, by what leaves the target's layers.
+    count, default = target.num_layers, [target.num_layers // 2]
+    if layers > 1:
+        default = [round(1 + index * (count - 4) / (layers - 1)) for index in range(layers)]
+    return read_captured(fields, target, default)
 
 
 def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str | None) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
 
     architectures: classes of `transformers` -> model_type.
     """
-    model_type = config.optional_text("model_type")
-    named = config.optional_texts("architectures") or ()
+    model_type = config.read_text("model_type", None)
+    named = config.read_texts("architectures", ())
     implied = next((architectures[name] for name in named if name in architectures), None)
     if implied is not None and model_type not in (None, implied):
         raise config.wrong("model_type", repr(model_type), f"must be {implied!r} with architectures={list(named)}")
@@ -79,7 +79,7 @@ def read_eps(config: Fields) -> float:
 
 def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = None) -> int:
     """Read the dimensions of a head, an even number; if the file does not state it, `default` or width / heads."""
-    stated = config.optional_int(key)
+    stated = config.read_int(key, None)
     # Without the key: a default, or an equal share of the width.
     if stated is None and default is not None:
         stated = default
@@ -118,7 +118,7 @@ def read_full_layers(config: Fields, others: str, every: int) -> tuple[bool, ...
     every: if there is no list, every layer whose count from 1 is a multiple of this does.
     """
     count = read_layer_count(config)
-    types = config.optional_texts("layer_types") or tuple(others if (i + 1) % every else FULL for i in range(count))
+    types = config.read_texts("layer_types", None) or tuple(others if (i + 1) % every else FULL for i in range(count))
     if len(types) != count or not set(types) <= {others, FULL}:
         raise config.wrong("layer_types", list(types), f"must be {count} of {others}, {FULL}")
     return tuple(kind == FULL for kind in types)
@@ -146,7 +146,7 @@ def parse_experts(config: Fields, count: int, *, normalize: bool, shared_width: 
 def parse_dense_layers(config: Fields) -> tuple[int, ...]:
     """The layers without experts, in Qwen's families."""
     count, step = read_layer_count(config), config.read_int("decoder_sparse_step", 1)
-    listed = config.optional_ints("mlp_only_layers", most=count - 1, count=count) or ()
+    listed = config.read_ints("mlp_only_layers", None, most=count - 1, count=count) or ()
     return tuple(i for i in range(count) if i in listed or (i + 1) % step)
 
 

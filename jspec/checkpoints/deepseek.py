@@ -18,7 +18,6 @@ from jspec.checkpoints.config import (
     read_kv_heads,
     read_layer_count,
     read_shape,
-    reading,
     unknown_family,
 )
 from jspec.checkpoints.family import Family
@@ -72,19 +71,18 @@ def parse_config(config: Fields) -> Deepseek:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
     # The configuration.
     rope = parse_rope(config, latent.rope_dim)
-    with reading(config.where):
-        return Deepseek(
-            **read_shape(config, rope),
-            intermediate_size=config.read_int("intermediate_size"),
-            num_layers=read_layer_count(config),
-            latent=latent,
-            experts=_parse_experts(config, family),
-            dense_layers=_parse_dense(config),
-            rope=rope,
-            tie_embeddings=config.read_flag("tie_word_embeddings", False),
-            mtp_layers=config.read_int("num_nextn_predict_layers", 0, least=0, most=_MOST_MTP),
-            indexer=_parse_indexer(config, latent) if family == "deepseek_v32" else None,
-        )
+    return Deepseek(
+        **read_shape(config, rope),
+        intermediate_size=config.read_int("intermediate_size"),
+        num_layers=read_layer_count(config),
+        latent=latent,
+        experts=_parse_experts(config, family),
+        dense_layers=_parse_dense(config),
+        rope=rope,
+        tie_embeddings=config.read_flag("tie_word_embeddings", False),
+        mtp_layers=config.read_int("num_nextn_predict_layers", 0, least=0, most=_MOST_MTP),
+        indexer=_parse_indexer(config, latent) if family == "deepseek_v32" else None,
+    )
 
 
 def _refuse_options(config: Fields, family: str) -> None:
@@ -99,7 +97,7 @@ def _refuse_options(config: Fields, family: str) -> None:
 
 def _parse_dense(config: Fields) -> int:
     """The number of first layers without experts; V3.2 may list them."""
-    count, types = read_layer_count(config), config.optional_texts("mlp_layer_types")
+    count, types = read_layer_count(config), config.read_texts("mlp_layer_types", None)
     if types is None:
         return config.read_int("first_k_dense_replace", least=0, most=count)
     dense = sum(kind == "dense" for kind in types)
@@ -120,7 +118,7 @@ def _parse_latent(config: Fields) -> Latent:
     if rope_dim % 2:
         raise config.wrong("qk_rope_head_dim", rope_dim, "must be even")
     return Latent(
-        q_rank=config.optional_int("q_lora_rank"),
+        q_rank=config.read_int("q_lora_rank", None),
         kv_rank=config.read_int("kv_lora_rank"),
         nope_dim=config.read_int("qk_nope_head_dim"),
         rope_dim=rope_dim,
@@ -131,7 +129,7 @@ def _parse_latent(config: Fields) -> Latent:
 def _parse_experts(config: Fields, family: str) -> Routed:
     """The experts. A group's score is that of its best expert in V2, and the sum of its two best in V3."""
     of_v3 = family != "deepseek_v2"
-    grouped = of_v3 or config.optional_text("topk_method") == "group_limited_greedy"
+    grouped = of_v3 or config.read_text("topk_method", None) == "group_limited_greedy"
     router = Router(
         count=config.read_int("n_routed_experts"),
         chosen=config.read_int("num_experts_per_tok"),

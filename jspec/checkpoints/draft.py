@@ -17,6 +17,7 @@ from jspec.checkpoints.config import (
     read_kv_heads,
     read_layer_count,
     read_shape,
+    reading,
 )
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
 from jspec.checkpoints.files import CheckpointError, resolve_dtype
@@ -63,7 +64,9 @@ class DraftKind:
         stored = scaled.parse_scheme(source.config) is not None
         tensors = scaled.open_tensors(source, kind) if stored else Tensors(source.files, kind)
         tensors.weights = weights
-        return Plan(self.parse_config(source, target), tensors, partial(self.read_params, source))
+        with reading(source.config.where):
+            config = self.parse_config(source, target)
+        return Plan(config, tensors, partial(self.read_params, source))
 
 
 FeatureDraft: TypeAlias = EagleHead | BlockHead
@@ -108,7 +111,7 @@ def read_windows(layer: Fields) -> tuple[int | None, ...]:
     full, swa = read_full_layers(layer, SLIDING, 1), layer.read_flag("use_swa", False)
     if all(full) and swa:
         full = (False,) * len(full)
-    elif not layer.optional_texts("layer_types") and layer.read_flag("use_sliding_window", False):
+    elif not layer.read_texts("layer_types", None) and layer.read_flag("use_sliding_window", False):
         first = layer.read_int("max_window_layers", least=0)
         full = tuple(index < first for index in range(len(full)))
     key = "swa_window_size" if swa and layer.has("swa_window_size") else "sliding_window"
@@ -142,7 +145,7 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
 
 def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
     """List the classes of a config.json with one of these parts in their names."""
-    names = config.optional_texts("architectures") or ()
+    names = config.read_texts("architectures", ())
     return [name for name in names if any(part in name.lower() for part in parts)]
 
 
@@ -165,8 +168,8 @@ _OTHERS = {
 
 def check_class(config: Fields) -> None:
     """Check that a class, or otherwise a model_type, has layers of a Llama or Qwen3 and a supported method."""
-    key, names = "architectures", config.optional_texts("architectures") or ()
-    if not names and (kind := config.optional_text("model_type")):
+    key, names = "architectures", config.read_texts("architectures", ())
+    if not names and (kind := config.read_text("model_type", None)):
         key, names = "model_type", (kind,)
     for name in names:
         if not _CLASS.fullmatch(name.lower().replace("_", "")):
@@ -188,13 +191,13 @@ def read_captured(fields: Fields, target: Decoder, default: Sequence[int]) -> tu
     """
     # The number of layers of the target, where it is stated.
     count = target.num_layers
-    stated = fields.optional_int("num_target_layers", most=MOST_LAYERS)
+    stated = fields.read_int("num_target_layers", None, most=MOST_LAYERS)
     if stated not in (None, count):
         raise fields.wrong("num_target_layers", stated, f"the target has {count} layers")
     # The ids, by what leaves layers or enters them.
     captured = {}
     for key, shift in (("target_layer_ids", 1), ("aux_hidden_state_layer_ids", 0)):
-        ids = fields.optional_ints(key, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS)
+        ids = fields.read_ints(key, None, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS)
         if ids:
             captured[key] = _check_captured(fields, key, ids, shift, target)
     if len(set(captured.values())) > 1:

@@ -72,7 +72,7 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 
 def read_fields(config: Fields) -> Fields:
     """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section."""
-    nested = config.optional_text("model_type") == "eagle" and config.has("model")
+    nested = config.read_text("model_type", None) == "eagle" and config.has("model")
     spellings = dataclasses.replace(SPELLINGS, sections=(*SPELLINGS.sections, "model")) if nested else SPELLINGS
     return read_layer_config(config, spellings.read(config), ("llama", "qwen2", "qwen3"))
 
@@ -139,7 +139,7 @@ def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
     """Read the captured hidden states of an EAGLE-3 head, as in `Decoder.apply`."""
     count = target.num_layers
     if not fields.read_flag("use_aux_hidden_state", True):
-        if any(fields.optional_ints(key, least=-1) for key in ("target_layer_ids", "aux_hidden_state_layer_ids")):
+        if any(fields.read_ints(key, None, least=-1) for key in ("target_layer_ids", "aux_hidden_state_layer_ids")):
             raise fields.wrong("use_aux_hidden_state", False, "must be true with ids of captured layers")
         return (count + 1,)
     # By default an early, a middle and a late layer.
@@ -226,7 +226,7 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
         lm_head="lm_head.weight" in names or config.draft_vocab_size != config.vocab_size or other_width,
         fc=_has_fc(config, fields, tensors),
         fc_norms=_find_fc_norms(config, fields, names) if eagle3 else (),
-        qk_norm=source.config.section("transformer_layer_config").optional_text("model_type") == "qwen3",
+        qk_norm=source.config.section("transformer_layer_config").read_text("model_type", None) == "qwen3",
     )
     _check_biases(source.config, fields, names)
     # Read them, with rows for the target's tokens.

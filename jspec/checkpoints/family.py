@@ -9,33 +9,12 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.checkpoints.fields import Fields
-from jspec.checkpoints.plan import unchanged
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
 from jspec.models import weights
 from jspec.models.decoder import Decoder
 
 C = TypeVar("C", bound=Decoder)
-
-
-def open_safetensors(source: Source, dtype: DTypeLike) -> Tensors:
-    """The tensors of a checkpoint, to be converted to `dtype`."""
-    return Tensors(source.safetensors, dtype)
-
-
-def without_mtp(config: C, tensors: Tensors, enabled: bool) -> C:
-    """The configuration itself, for families whose checkpoints have no MTP heads."""
-    return config
-
-
-def own_table(config: Decoder, names: Set[str]) -> PyTree:
-    """The table of the configuration itself."""
-    return config.weights()
-
-
-def nothing_spare(config: Decoder, name: str) -> bool:
-    """False: all tensors must be read."""
-    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +26,9 @@ class Family(Generic[C]):
     parse_config: from a config.json to the configuration.
     describe: the config.json of a configuration.
     table: the table of the weights of a configuration, in a checkpoint of tensors with these names; no names: in
-      the layout of the writer.
+      the layout of the writer. By default it does not depend on names.
     modalities: beginnings of the names of tensors of other modalities.
-    spare: whether another tensor may remain unread, by its name.
+    spare: whether another tensor may remain unread, by its name; by default none may.
     open_tensors: the tensors of a checkpoint.
     with_mtp: the configuration with the MTP heads of the checkpoint, if they are wanted.
     as_stored: the configuration, after it is split over devices, for weights in the format of the checkpoint.
@@ -59,12 +38,12 @@ class Family(Generic[C]):
     architectures: Mapping[str, str]
     parse_config: Callable[[Fields], C]
     describe: Callable[[C], dict[str, Any]]
-    table: Callable[[C, Set[str]], PyTree] = own_table
+    table: Callable[[C, Set[str]], PyTree] = lambda config, names: config.weights()
     modalities: tuple[str, ...] = ()
-    spare: Callable[[C, str], bool] = nothing_spare
-    open_tensors: Callable[[Source, DTypeLike], Tensors] = open_safetensors
-    with_mtp: Callable[[C, Tensors, bool], C] = without_mtp
-    as_stored: Callable[[C, Tensors], C] = unchanged
+    spare: Callable[[C, str], bool] = lambda config, name: False
+    open_tensors: Callable[[Source, DTypeLike], Tensors] = lambda source, dtype: Tensors(source.safetensors, dtype)
+    with_mtp: Callable[[C, Tensors, bool], C] = lambda config, tensors, enabled: config
+    as_stored: Callable[[C, Tensors], C] = lambda config, tensors: config
 
     def read_params(self, config: C, tensors: Tensors) -> PyTree:
         """The weights of a model, with the shapes of `config.param_shapes`."""

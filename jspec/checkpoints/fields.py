@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar, cast
 
 from jspec.checkpoints.files import CheckpointError, Json, read_json
 from jspec.core.checks import check_flag, check_int, check_number, check_text
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 MOST_LAYERS = 4096
 MOST_SIZE = 2**24
@@ -21,7 +22,7 @@ MOST_LENGTH = 2**31 - 1
 """Bound of positions: 32-bit integers on the device."""
 MOST_NUMBER = 1e12
 """Bound of factors and bases."""
-_REQUIRED: Any = object()
+_REQUIRED = cast(Never, object())
 
 
 class Fields:
@@ -108,82 +109,57 @@ class Fields:
         """The error about a value of the right type in contradiction to others."""
         return CheckpointError(f"{self.where}: {self.name(key)}={value}: {problem}")
 
-    def read_int(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> int:
-        """An integer from `least` to `most`.
+    def read_int(self, key: str, default: D = _REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> int | D:
+        """An integer from `least` to `most`; `default` if the key is missing.
 
         Raises:
           CheckpointError: not such a value, or missing without a default. The same holds for the other methods.
         """
-        return self._read(key, default, lambda name, value: check_int(name, value, least=least, most=most))
-
-    def optional_int(self, key: str, *, least: int = 1, most: int = MOST_SIZE) -> int | None:
-        """The same, or None if it is missing."""
-        return self.read_int(key, least=least, most=most) if self.has(key) else None
+        return self._read(key, default, partial(check_int, least=least, most=most))
 
     def read_number(
         self,
         key: str,
-        default: float = _REQUIRED,
+        default: D = _REQUIRED,
         *,
         least: float | None = None,
         above: float | None = None,
         most: float | None = None,
-    ) -> float:
+    ) -> float | D:
         """A finite number within bounds that hold in float32, see `check_number`."""
         return self._read(key, default, partial(check_number, least=least, above=above, most=most))
 
-    def optional_number(
-        self, key: str, *, least: float | None = None, above: float | None = None, most: float | None = None
-    ) -> float | None:
-        """The same, or None if it is missing."""
-        return self.read_number(key, least=least, above=above, most=most) if self.has(key) else None
-
-    def read_flag(self, key: str, default: bool = _REQUIRED) -> bool:
+    def read_flag(self, key: str, default: D = _REQUIRED) -> bool | D:
         """True or false."""
         return self._read(key, default, check_flag)
 
-    def optional_flag(self, key: str) -> bool | None:
-        """The same, or None if it is missing."""
-        return self.read_flag(key) if self.has(key) else None
-
-    def read_text(self, key: str, default: str = _REQUIRED) -> str:
+    def read_text(self, key: str, default: D = _REQUIRED) -> str | D:
         """A string."""
         return self._read(key, default, check_text)
-
-    def optional_text(self, key: str) -> str | None:
-        """A string, or None if it is missing."""
-        return self.read_text(key) if self.has(key) else None
 
     def text_or_flag(self, key: str) -> str | bool:
         """A string, or true or false."""
         return self.read_flag(key) if isinstance(self._raw.get(key), bool) else self.read_text(key)
 
-    def optional_texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings, or None if it is missing."""
-        return self._read_list(key, check_text)
+    def read_texts(self, key: str, default: D = _REQUIRED) -> tuple[str, ...] | D:
+        """A list of strings."""
+        return self._read_list(key, default, check_text)
 
-    def optional_ints(
-        self, key: str, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE
-    ) -> tuple[int, ...] | None:
-        """A list of at most `count` integers from `least` to `most`, or None if it is missing."""
-        return self._read_list(key, lambda name, value: check_int(name, value, least=least, most=most), count)
-
-    def read_ints(self, key: str, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE) -> tuple[int, ...]:
+    def read_ints(
+        self, key: str, default: D = _REQUIRED, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE
+    ) -> tuple[int, ...] | D:
         """A list of at most `count` integers from `least` to `most`."""
-        values = self.optional_ints(key, least=least, most=most, count=count)
-        return self._missing(key) if values is None else values
+        return self._read_list(key, default, partial(check_int, least=least, most=most), count)
 
     def read_floats(self, key: str, *, above: float, most: float, count: int = MOST_SIZE) -> tuple[float, ...]:
         """A list of at most `count` values above `above` and up to `most`."""
-        values = self._read_list(key, partial(check_number, above=above, most=most), count)
-        return self._missing(key) if values is None else values
+        return self._read_list(key, _REQUIRED, partial(check_number, above=above, most=most), count)
 
     def int_or_ints(self, key: str, *, least: int, most: int) -> tuple[int, ...]:
         """One integer or a list of them; empty if it is missing."""
         if isinstance(self._raw.get(key), list):
-            return self.optional_ints(key, least=least, most=most) or ()
-        value = self.optional_int(key, least=least, most=most)
-        return () if value is None else (value,)
+            return self.read_ints(key, least=least, most=most)
+        return (self.read_int(key, least=least, most=most),) if self.has(key) else ()
 
     def section(self, key: str) -> "Fields":
         """An object within this one; empty if it is missing."""
@@ -227,17 +203,17 @@ class Fields:
             values = tuple(allowed)
             # The type of the allowed values tells how to read the key.
             readers = {
-                bool: self.optional_flag,
-                str: self.optional_text,
-                int: partial(self.optional_int, least=0),
-                float: self.optional_number,
+                bool: self.read_flag,
+                str: self.read_text,
+                int: partial(self.read_int, least=0),
+                float: self.read_number,
             }
-            value = readers[type(values[0])](key)
+            value = readers[type(values[0])](key, None)
             if value is not None and value not in values:
                 wrong.append(f"{self.describe(key)} (must be {' or '.join(map(repr, values))})")
         return wrong
 
-    def _read(self, key: str, default: T, check: Callable[[str, object], T]) -> T:
+    def _read(self, key: str, default: D, check: Callable[[str, Any], T]) -> T | D:
         value = self._raw.get(key)
         # Null counts as absent if there is a default.
         if value is None:
@@ -245,22 +221,24 @@ class Fields:
                 return default
             if key not in self._raw:
                 self._missing(key)
-        try:
-            return check(self.name(key), value)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.where}: {error}") from None
+        return self._checked(self.name(key), value, check)
 
-    def _read_list(self, key: str, check: Callable[[str, object], T], count: int = MOST_SIZE) -> tuple[T, ...] | None:
-        value = self._raw.get(key)
+    def _read_list(
+        self, key: str, default: D, check: Callable[[str, Any], T], count: int = MOST_SIZE
+    ) -> tuple[T, ...] | D:
+        value, name = self._raw.get(key), self.name(key)
         if value is None:
-            return None
+            return self._missing(key) if default is _REQUIRED else default
         # Check the length before the items.
         if not isinstance(value, list):
-            raise CheckpointError(f"{self.where}: {_shown(self.name(key), value)}: must be a list")
+            raise CheckpointError(f"{self.where}: {_shown(name, value)}: must be a list")
         if len(value) > count:
-            raise CheckpointError(f"{self.where}: {self.name(key)} has {len(value)} entries: must have at most {count}")
+            raise CheckpointError(f"{self.where}: {name} has {len(value)} entries: must have at most {count}")
+        return tuple(self._checked(f"{name}[{index}]", item, check) for index, item in enumerate(value))
+
+    def _checked(self, name: str, value: object, check: Callable[[str, Any], T]) -> T:
         try:
-            return tuple(check(f"{self.name(key)}[{index}]", item) for index, item in enumerate(value))
+            return check(name, value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self.where}: {error}") from None
 

@@ -125,28 +125,20 @@ def write_shards(
     directory: Path, tensors: Iterable[tuple[str, ArrayLike]], dtype: DTypeLike, max_shard_bytes: int | None = None
 ) -> None:
     """Writes tensors by name as model.safetensors, or as shards of at most `max_shard_bytes` with their index."""
-    # Fill one shard after the other.
-    shards: list[dict[str, np.ndarray]] = [{}]
-    filled = 0
-    for name, tensor in tensors:
-        tensor = np.ascontiguousarray(np.asarray(tensor).astype(dtype))
-        if shards[-1] and max_shard_bytes is not None and filled + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    if len(shards) == 1:
-        write_tensors(shards[0], directory / "model.safetensors")
-        return
-    # Write several shards with their index.
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(shard, directory / file)
-        weight_map.update(dict.fromkeys(shard, file))
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    from huggingface_hub import split_state_dict_into_shards_factory  # most programs write no checkpoint
+
+    arrays = {name: np.ascontiguousarray(np.asarray(tensor).astype(dtype)) for name, tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        arrays,
+        get_storage_size=lambda array: array.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=2**63 if max_shard_bytes is None else max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        write_tensors({name: arrays[name] for name in names}, directory / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:

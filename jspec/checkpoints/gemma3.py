@@ -11,7 +11,6 @@ from jspec.checkpoints.config import (
     read_head_dim,
     read_shape,
     read_windows,
-    reading,
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
@@ -45,18 +44,17 @@ def parse_config(config: Fields) -> Gemma3:
     _refuse_options(config, text)
     kv_heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text)
     windows = read_windows(text, text.read_int("sliding_window_pattern"))
-    local = text.optional_number("rope_local_base_freq", least=1, most=MOST_NUMBER)
+    local = text.read_number("rope_local_base_freq", None, least=1, most=MOST_NUMBER)
     full, sliding = parse_layer_ropes(text, head_dim, 1e6, text.replaced(rope_theta=local), 1e4)
-    with reading(config.where):
-        return Gemma3(
-            **read_shape(text, full),
-            intermediate_size=text.read_int("intermediate_size"),
-            attention=tuple(
-                Attention(kv_heads, head_dim, window, full if window is None else sliding) for window in windows
-            ),
-            soft_cap=text.optional_number("final_logit_softcapping", above=0, most=MOST_NUMBER),
-            query_scalar=text.read_int("query_pre_attn_scalar"),
-        )
+    return Gemma3(
+        **read_shape(text, full),
+        intermediate_size=text.read_int("intermediate_size"),
+        attention=tuple(
+            Attention(kv_heads, head_dim, window, full if window is None else sliding) for window in windows
+        ),
+        soft_cap=text.read_number("final_logit_softcapping", None, above=0, most=MOST_NUMBER),
+        query_scalar=text.read_int("query_pre_attn_scalar"),
+    )
 
 
 def _refuse_options(config: Fields, text: Fields) -> None:

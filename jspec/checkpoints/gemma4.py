@@ -13,7 +13,6 @@ from jspec.checkpoints.config import (
     read_head_dim,
     read_layer_count,
     read_shape,
-    reading,
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
@@ -58,17 +57,16 @@ def _parse_text(config: Fields, text: Fields) -> Gemma4:
     # The checkpoints of the unified model omit the per-layer size if there is none.
     per_layer = 0 if "unified" in text.read_text("model_type", "") else 256
     attention = _parse_attention(text)
-    with reading(config.where):
-        return Gemma4(
-            **read_shape(text),
-            intermediate_size=text.read_int("intermediate_size"),
-            attention=attention,
-            shared_layers=text.read_int("num_kv_shared_layers", 0, least=0, most=len(attention) - 1),
-            double_wide_mlp=text.read_flag("use_double_wide_mlp", False),
-            per_layer_size=text.read_int("hidden_size_per_layer_input", per_layer, least=0),
-            experts=_parse_experts(text),
-            soft_cap=text.optional_number("final_logit_softcapping", above=0, most=MOST_NUMBER),
-        )
+    return Gemma4(
+        **read_shape(text),
+        intermediate_size=text.read_int("intermediate_size"),
+        attention=attention,
+        shared_layers=text.read_int("num_kv_shared_layers", 0, least=0, most=len(attention) - 1),
+        double_wide_mlp=text.read_flag("use_double_wide_mlp", False),
+        per_layer_size=text.read_int("hidden_size_per_layer_input", per_layer, least=0),
+        experts=_parse_experts(text),
+        soft_cap=text.read_number("final_logit_softcapping", None, above=0, most=MOST_NUMBER),
+    )
 
 
 def _refuse_options(config: Fields, text: Fields) -> None:
@@ -87,7 +85,7 @@ def _refuse_options(config: Fields, text: Fields) -> None:
     if text.has("use_bidirectional_attention") and text.text_or_flag("use_bidirectional_attention") == "all":
         wrong.append(text.describe("use_bidirectional_attention"))
     # Per-layer embeddings must cover the whole vocabulary.
-    tokens, vocabulary = text.optional_int("vocab_size_per_layer_input", least=0), text.read_int("vocab_size")
+    tokens, vocabulary = text.read_int("vocab_size_per_layer_input", None, least=0), text.read_int("vocab_size")
     if text.read_int("hidden_size_per_layer_input", 0, least=0) and tokens not in (None, vocabulary):
         wrong.append(f"{text.describe('vocab_size_per_layer_input')} with vocab_size={vocabulary}")
     refuse(config.where, wrong)
@@ -105,7 +103,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     full_heads, full_dim = heads, head_dim
     global_dim, global_heads = (
         read_head_dim(text, "global_head_dim", 512),
-        text.optional_int("num_global_key_value_heads"),
+        text.read_int("num_global_key_value_heads", None),
     )
     if not text.has("per_layer_config"):
         full_dim = global_dim
@@ -146,7 +144,7 @@ def _parse_rope(name: str, text: Fields, head_dim: int) -> Rope:
 def _parse_experts(text: Fields) -> Routed | None:
     if not text.read_flag("enable_moe_block", False):
         return None
-    width = text.optional_int("moe_intermediate_size") or text.read_int("expert_intermediate_size")
+    width = text.read_int("moe_intermediate_size", None) or text.read_int("expert_intermediate_size")
     router = Router(text.read_int("num_experts"), text.read_int("top_k_experts"), normalize=True)
     return Routed(router, width)
 

@@ -6,7 +6,6 @@ widens the blocks.
 
 import importlib.util
 import math
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,7 +189,7 @@ class _Header:
         return np.frombuffer(self._take(count * np.dtype(kind).itemsize), kind).tolist()
 
     def _text(self) -> str:
-        (length,) = struct.unpack("<Q", self._take(8))
+        length = self._scalar("<u8")
         try:
             return self._take(length).decode("utf-8")
         except UnicodeDecodeError as error:

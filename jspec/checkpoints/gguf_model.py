@@ -238,7 +238,8 @@ class GgufModel(TensorFiles):
         rows = self._rows(name, np.asarray(part[0]))
         # A vector is one row.
         if len(shape) == 1:
-            return self._file.rows(stored, slice(0, 1))[0, rows] - np.float32(self._offset(name))
+            offset = self._row.norm_offset if name.endswith("norm.weight") else 0
+            return self._file.rows(stored, slice(0, 1))[0, rows] - np.float32(offset)
         columns = slice(part[1].start, part[1].stop, part[1].step)
         if self.dtype(name.removesuffix("_scale")) != np.int8:
             return self._file.rows(stored, first + rows)[:, columns]
@@ -260,9 +261,6 @@ class GgufModel(TensorFiles):
         size = self.shape(name)[0] // (self._heads[match[1]] or self._heads["q"])
         head, (half, pair) = rows // size, np.divmod(rows % size, size // 2)
         return head * size + 2 * pair + half
-
-    def _offset(self, name: str) -> float:
-        return self._row.norm_offset if name.endswith("norm.weight") else 0.0
 
 
 def _split_blocks(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -296,7 +294,7 @@ def _read_config(file: GgufFile, name: str, row: Architecture) -> dict[str, Any]
     stated = {key.removeprefix(f"{name}."): key for key in metadata.keys() if key.startswith(f"{name}.")}
     for key in _REQUIRED:
         metadata.read_int(f"{name}.{key}")
-    scaling = {key.removeprefix("rope.scaling."): stated.pop(key) for key in list(stated) if _is_scaling(key)}
+    scaling = {key: stated.pop(f"rope.scaling.{key}") for key in _SCALING if f"rope.scaling.{key}" in stated}
     refuse(metadata.where, [metadata.describe(key) for short, key in stated.items() if short not in {*names, *_OTHERS}])
     config = {names[short]: metadata.value(key) for short, key in stated.items() if short in names}
     config |= {"architectures": [row.model], "eos_token_id": _ends(metadata)}
@@ -317,10 +315,6 @@ def _read_config(file: GgufFile, name: str, row: Architecture) -> dict[str, Any]
     if _FREQUENCIES in file.tensors:
         config["rope_scaling"] = _read_frequencies(file, config)
     return config
-
-
-def _is_scaling(key: str) -> bool:
-    return key.startswith("rope.scaling.") and key.removeprefix("rope.scaling.") in _SCALING
 
 
 def _read_heads(metadata: Fields, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,6 +365,6 @@ def _ends(metadata: Fields) -> list[int]:
     keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
     ends = [i for key in keys for i in metadata.int_or_ints(key, least=0, most=2**31 - 1)]
     if not metadata.has("tokenizer.ggml.eot_token_id"):
-        tokens = metadata.optional_texts("tokenizer.ggml.tokens") or ()
+        tokens = metadata.read_texts("tokenizer.ggml.tokens", ())
         ends += [i for i, token in enumerate(tokens) if token in _ENDS_OF_TURN]
     return sorted(set(ends))

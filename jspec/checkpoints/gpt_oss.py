@@ -10,7 +10,6 @@ from jspec.checkpoints.config import (
     read_kv_heads,
     read_shape,
     read_windows,
-    reading,
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
@@ -35,22 +34,21 @@ def parse_config(config: Fields) -> GptOss:
     # Heads and rotation.
     head_dim = read_head_dim(config)
     rope = parse_rope(config, head_dim, None)
-    with reading(config.where):
-        return GptOss(
-            **read_shape(config, rope),
-            num_kv_heads=read_kv_heads(config),
-            head_dim=head_dim,
-            windows=read_windows(config, 2),
-            experts=Routed(
-                Router(config.read_int("num_local_experts"), config.read_int("num_experts_per_tok"), normalize=True),
-                config.read_int("intermediate_size"),
-            ),
-            rope=rope,
-            tie_embeddings=config.read_flag("tie_word_embeddings", False),
-            attention_bias=config.read_flag("attention_bias", True),
-            gate_limit=config.read_number("swiglu_limit", 7.0, above=0, most=MOST_NUMBER),
-            gate_slope=config.read_number("swiglu_alpha", 1.702, above=0, most=MOST_NUMBER),
-        )
+    return GptOss(
+        **read_shape(config, rope),
+        num_kv_heads=read_kv_heads(config),
+        head_dim=head_dim,
+        windows=read_windows(config, 2),
+        experts=Routed(
+            Router(config.read_int("num_local_experts"), config.read_int("num_experts_per_tok"), normalize=True),
+            config.read_int("intermediate_size"),
+        ),
+        rope=rope,
+        tie_embeddings=config.read_flag("tie_word_embeddings", False),
+        attention_bias=config.read_flag("attention_bias", True),
+        gate_limit=config.read_number("swiglu_limit", 7.0, above=0, most=MOST_NUMBER),
+        gate_slope=config.read_number("swiglu_alpha", 1.702, above=0, most=MOST_NUMBER),
+    )
 
 
 def describe(config: GptOss) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def is_known(scheme: Fields) -> bool:
     if not scheme.keys():
         return True
     is_fp8 = scheme.read_int("num_bits") == 8 and scheme.read_text("type") == "float"
-    whole = scheme.optional_text("strategy") in (None, "tensor")
+    whole = scheme.read_text("strategy", None) in (None, "tensor")
     return is_fp8 and whole and scheme.read_flag("symmetric", True) and not scheme.read_flag("dynamic", False)
 
 

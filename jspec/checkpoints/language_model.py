@@ -14,7 +14,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, qwen3_next
-from jspec.checkpoints.config import family_of, unknown_family
+from jspec.checkpoints.config import family_of, reading, unknown_family
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields, refuse
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
@@ -69,14 +69,16 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
     eos = _read_eos(source, parsed.vocab_size)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
-    untied = source.config.optional_flag("tie_word_embeddings") is False
+    untied = source.config.read_flag("tie_word_embeddings", None) is False
     if untied and getattr(parsed, "tie_embeddings", False) and HEAD in tensors.names():
         # The flag in the section of the text model may be a default.
         parsed = dataclasses.replace(parsed, tie_embeddings=False)
     config = family.with_mtp(parsed, tensors, mtp)
     if mtp:
         _check_heads(source, config.mtp_layers)
-    _check_size(config.param_shapes(tensors.dtype), source.config.where)
+    if (count := count_parameters(config.param_shapes(tensors.dtype))) > MOST_PARAMETERS:
+        problem = f"describes {count:.1e} parameters: must describe at most {MOST_PARAMETERS:.0e}"
+        raise CheckpointError(f"{source.config.where}: {problem}")
     return Plan(config, tensors, read_params, eos, family.as_stored)
 
 
@@ -108,19 +110,13 @@ def read_params(config: Decoder, tensors: Tensors) -> PyTree:
     return _family_by_config(config).read_params(config, tensors)
 
 
-def _check_size(shapes: PyTree, where: str) -> None:
-    """Raises if a config.json describes more parameters than any model has."""
-    count = count_parameters(shapes)
-    if count > MOST_PARAMETERS:
-        raise CheckpointError(f"{where}: describes {count:.1e} parameters: must describe at most {MOST_PARAMETERS:.0e}")
-
-
 def parse_config(config: Fields) -> Decoder:
     """Parse a config.json."""
     for fields in (config, config.section("text_config")):
         # Every model of `transformers` reads it.
         refuse(config.where, fields.unsupported({"is_causal": (True,)}))
-    return _family_of(config).parse_config(config)
+    with reading(config.where):
+        return _family_of(config).parse_config(config)
 
 
 def describe(config: Decoder) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Arrays of JAX in the place of arrays of NumPy, for code that reads checkpoints."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,31 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 
-class LiveArray:
+class ArrayView:
+    """What moves the items of an array alike, with NumPy's interface."""
+
+    def moved(self, function: Callable[[Any], Any]) -> Self:
+        """The result of a function that moves items of an array."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Self:
+        """With the axes reversed."""
+        return self.moved(lambda array: array.T)
+
+    def __getitem__(self, index: Any) -> Self:
+        return self.moved(lambda array: array[index])
+
+    def reshape(self, *shape: Any) -> Self:
+        """With other axes."""
+        return self.moved(lambda array: array.reshape(*shape))
+
+    def swapaxes(self, first: int, second: int) -> Self:
+        """With two axes in each other's place."""
+        return self.moved(lambda array: array.swapaxes(first, second))
+
+
+class LiveArray(ArrayView):
     """An array with NumPy's interface whose operations are those of JAX: they run on its devices, or are traced.
 
     NumPy's functions dispatch to JAX's (NumPy Enhancement Proposal 18). An assignment to items replaces the array.
@@ -34,10 +58,9 @@ class LiveArray:
         """Type of the elements."""
         return np.dtype(self.array.dtype)
 
-    @property
-    def T(self) -> "LiveArray":
-        """With the axes reversed."""
-        return LiveArray(self.array.T)
+    def moved(self, function: Callable[[Any], Any]) -> "LiveArray":
+        """As in `ArrayView`."""
+        return LiveArray(function(self.array))
 
     def __array_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], options: dict[str, Any]
@@ -54,9 +77,6 @@ class LiveArray:
     def __len__(self) -> int:
         return self.array.shape[0]
 
-    def __getitem__(self, index: Any) -> "LiveArray":
-        return LiveArray(self.array[index])
-
     def __setitem__(self, index: Any, values: "LiveArray | ArrayLike") -> None:
         self.array = self.array.at[index].set(jnp.asarray(_array(values), self.array.dtype))
 
@@ -66,14 +86,6 @@ class LiveArray:
     def astype(self, dtype: DTypeLike, copy: bool = True) -> "LiveArray":
         """In another type; itself if it has it already, whatever `copy`: nothing changes an array of JAX."""
         return self if self.dtype == np.dtype(dtype) else LiveArray(self.array.astype(dtype))
-
-    def reshape(self, *shape: Any) -> "LiveArray":
-        """With other axes."""
-        return LiveArray(self.array.reshape(*shape))
-
-    def swapaxes(self, first: int, second: int) -> "LiveArray":
-        """With two axes in each other's place."""
-        return LiveArray(self.array.swapaxes(first, second))
 
 
 def _array(x: Any) -> Any:

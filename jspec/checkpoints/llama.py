@@ -20,7 +20,6 @@ from jspec.checkpoints.config import (
     read_layer_count,
     read_shape,
     read_windows,
-    reading,
     unknown_family,
 )
 from jspec.checkpoints.family import Family
@@ -35,7 +34,7 @@ Windows = tuple[int | None, ...]
 
 
 def _no_windows(config: Fields) -> Windows:
-    types, wrong = config.optional_texts("layer_types") or (), config.unsupported({"use_sliding_window": (False,)})
+    types, wrong = config.read_texts("layer_types", ()), config.unsupported({"use_sliding_window": (False,)})
     refuse(config.where, [*wrong, *(f"layer_types: {kind}" for kind in types if kind != "full_attention")])
     if types and len(types) != (count := read_layer_count(config)):
         raise config.wrong("layer_types", list(types), f"must be {count} of full_attention")
@@ -45,7 +44,7 @@ def _no_windows(config: Fields) -> Windows:
 def _same_windows(config: Fields) -> Windows:
     """`sliding_window` holds in all layers."""
     refuse(config.where, [config.describe("layer_types")] if config.has("layer_types") else [])
-    window = config.optional_int("sliding_window", most=MOST_LENGTH)
+    window = config.read_int("sliding_window", None, most=MOST_LENGTH)
     return () if window is None else (window,) * read_layer_count(config)
 
 
@@ -55,7 +54,7 @@ def _last_windows(config: Fields) -> Windows:
         return _no_windows(config)
     if config.has("layer_types"):
         return read_windows(config, 1)
-    window = config.optional_int("sliding_window", most=MOST_LENGTH)
+    window = config.read_int("sliding_window", None, most=MOST_LENGTH)
     first, count = config.read_int("max_window_layers", least=0), read_layer_count(config)
     return tuple(None if index < first else window for index in range(count))
 
@@ -177,32 +176,31 @@ def parse_config(config: Fields) -> Llama:
         rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
     shape, windows = read_shape(config, rope), row.windows(config)
     bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
-    with reading(config.where):
-        model = partial(
-            row.config,
-            **shape,
-            intermediate_size=config.read_int("intermediate_size"),
-            num_layers=read_layer_count(config),
-            num_kv_heads=read_kv_heads(config),
-            head_dim=head_dim,
-            rope=rope,
-            tie_embeddings=config.read_flag("tie_word_embeddings", False),
-            attention_bias=bias,
-            **row.fields,
-        )
-        if row.config is Llama:
-            return model(**(_parse_experts(config) if row.experts else {}))
-        # A window of all layers, as long as the context, has no effect.
-        if row.windows is _same_windows:
-            windows = tuple(window for window in windows if window and window < shape["max_length"])
-        return model(
-            kind=kind,
-            window_rope=window_rope,
-            out_bias=bias and row.bias is None and row.out_bias,
-            windows=windows if any(windows) else (),
-            resting=_resting_layers(config, read_layer_count(config)) if row.rests else (),
-            **{name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()},
-        )
+    model = partial(
+        row.config,
+        **shape,
+        intermediate_size=config.read_int("intermediate_size"),
+        num_layers=read_layer_count(config),
+        num_kv_heads=read_kv_heads(config),
+        head_dim=head_dim,
+        rope=rope,
+        tie_embeddings=config.read_flag("tie_word_embeddings", False),
+        attention_bias=bias,
+        **row.fields,
+    )
+    if row.config is Llama:
+        return model(**(_parse_experts(config) if row.experts else {}))
+    # A window of all layers, as long as the context, has no effect.
+    if row.windows is _same_windows:
+        windows = tuple(window for window in windows if window and window < shape["max_length"])
+    return model(
+        kind=kind,
+        window_rope=window_rope,
+        out_bias=bias and row.bias is None and row.out_bias,
+        windows=windows if any(windows) else (),
+        resting=_resting_layers(config, read_layer_count(config)) if row.rests else (),
+        **{name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()},
+    )
 
 
 def _parse_experts(config: Fields) -> dict[str, Any]:
@@ -226,7 +224,7 @@ def _refuse_options(config: Fields, row: Row) -> None:
 def _resting_layers(config: Fields, count: int) -> tuple[int, ...]:
     """The layers without positions; without a list, every `no_rope_layer_interval`-th."""
     every = config.read_int("no_rope_layer_interval")
-    listed = config.optional_ints("no_rope_layers", most=1, count=count)
+    listed = config.read_ints("no_rope_layers", None, most=1, count=count)
     if listed is not None and len(listed) != count:
         raise config.wrong("no_rope_layers", list(listed), f"must have {count} entries")
     rotated = listed or [(index + 1) % every for index in range(count)]

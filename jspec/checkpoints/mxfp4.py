@@ -36,7 +36,7 @@ def is_mxfp4(config: Fields) -> bool:
     method = config.section("quantization_config")
     if not method.keys():
         return False
-    if method.optional_text("quant_method") != "mxfp4":
+    if method.read_text("quant_method", None) != "mxfp4":
         raise CheckpointError(
             f"{config.where}: {config.describe('quantization_config')} is not supported; must have quant_method='mxfp4'"
         )

@@ -17,7 +17,8 @@ from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import CheckpointError, resolve_dtype
 from jspec.checkpoints.live import LiveArray
 from jspec.checkpoints.loading import LoadOptions
-from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
+from jspec.checkpoints.names import LIBRARIES, TRANSFORMERS, check_names, translate
+from jspec.checkpoints.names.leaves import flatten
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.tensors import TensorFiles, Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
@@ -127,7 +128,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
         config = dataclasses.replace(config, tensor=1)  # pyright: ignore[reportArgumentType]  # a dataclass
     # The arrays, by name.
     check_names(names, config)
-    leaves = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
+    leaves = arrays if names == TRANSFORMERS else flatten(arrays, LIBRARIES[names].roots)
     checked = {name: _checked(name, array) for name, array in leaves.items()}
     tensors = LiveTensors(_Named(checked), _common_dtype(checked) if dtype is None else np.dtype(dtype))
     tensors.weights = options.weights

@@ -52,9 +52,9 @@ class Packing:
 
 def parse_group(weights: Fields) -> Packing | None:
     """The packing of the weights of a group of compressed-tensors; None: it is not supported."""
-    bits, strategy = weights.read_int("num_bits"), weights.optional_text("strategy")
+    bits, strategy = weights.read_int("num_bits"), weights.read_text("strategy", None)
     symmetric = weights.read_flag("symmetric", True)
-    if weights.optional_text("type") != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+    if weights.read_text("type", None) != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         return None
     if weights.read_flag("dynamic", False) or (
         weights.is_set("actorder") and weights.text_or_flag("actorder") != "weight"
@@ -65,7 +65,7 @@ def parse_group(weights: Fields) -> Packing | None:
 
 def parse_gptq(method: Fields) -> Packing | None:
     """The packing of a `quantization_config` of GPTQ; None: it is not supported."""
-    forms = {method.optional_text(key) for key in ("checkpoint_format", "format")} - {None} or {"gptq"}
+    forms = {method.read_text(key, None) for key in ("checkpoint_format", "format")} - {None} or {"gptq"}
     bits = method.read_int("bits")
     if bits not in (4, 8) or len(forms) > 1 or not forms <= {"gptq", "gptq_v2"}:
         return None
@@ -74,7 +74,7 @@ def parse_gptq(method: Fields) -> Packing | None:
 
 def parse_awq(method: Fields) -> Packing | None:
     """The packing of a `quantization_config` of AWQ; None: it is not supported."""
-    version = method.optional_text("version") or "gemm"
+    version = method.read_text("version", None) or "gemm"
     if method.read_int("bits") != 4 or version.lower() != "gemm":
         return None
     return Packing("awq", 4, _group_size(method), method.read_flag("zero_point", True))

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Generic, TypeVar
 
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -15,20 +15,7 @@ from jspec.models.draft import Draft
 from jspec.models.quantized import quantize_shapes
 from jspec.models.sizes import tree_bytes
 
-
-class Splittable(Protocol):
-    """The configuration of a target or a draft."""
-
-    def param_shapes(self, dtype: DTypeLike) -> PyTree:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        ...
-
-    def split(self, devices: int) -> Self:
-        """The configuration split over this number of devices; raises ValueError if it cannot be."""
-        ...
-
-
-C = TypeVar("C", bound=Splittable)
+C = TypeVar("C", bound=Draft)
 BYTES_PER_SECOND = 3.58e12
 """What a GPU reads of its memory, here of one H200."""
 SUM_SECONDS = 8e-6
@@ -48,11 +35,6 @@ class Checkpoint(Generic[C]):
     eos: tuple[int, ...] = ()
 
 
-def unchanged(config: Any, tensors: Tensors) -> Any:
-    """The configuration itself, for weights split as they are stored."""
-    return config
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[C]):
     """The weights `read` will read, and their devices.
@@ -67,7 +49,7 @@ class Plan(Generic[C]):
     tensors: Tensors
     read_params: Callable[[C, Tensors], PyTree]
     eos: tuple[int, ...] = ()
-    as_stored: Callable[[C, Tensors], C] = unchanged
+    as_stored: Callable[[C, Tensors], C] = lambda config, tensors: config
 
     def over(self, placement: Placement) -> "Plan[C]":
         """Split the weights over devices. Only these are then read onto the right devices.
@@ -93,7 +75,7 @@ class Plan(Generic[C]):
         return Checkpoint(self.config, self.read_params(self.config, self.tensors), self.eos)
 
 
-def can_split(config: Splittable, devices: int) -> bool:
+def can_split(config: Draft, devices: int) -> bool:
     """Whether a model can be split over this number of devices."""
     try:
         config.split(devices)

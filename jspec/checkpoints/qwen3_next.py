@@ -18,7 +18,6 @@ from jspec.checkpoints.config import (
     read_full_layers,
     read_head_dim,
     read_shape,
-    reading,
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, refuse
@@ -50,30 +49,29 @@ def parse_config(config: Fields) -> Qwen3Next:
     _refuse_options(config, text)
     head_dim = read_head_dim(text)
     rope = parse_rope(text, head_dim, share=0.25)
-    with reading(config.where):
-        experts = _parse_experts(text)
-        dense = () if experts is None else parse_dense_layers(text)
-        # Models with experts in all layers have no MLP.
-        needs_mlp = experts is None or bool(dense)
-        inner = text.read_int("intermediate_size") if needs_mlp else text.read_int("intermediate_size", 0)
-        return Qwen3Next(
-            **read_shape(text, rope),
-            intermediate_size=inner,
-            num_kv_heads=text.read_int("num_key_value_heads"),
-            head_dim=head_dim,
-            is_full_attention=read_full_layers(text, _LINEAR, text.read_int("full_attention_interval", 4)),
-            state=RecurrentLayer(
-                key_heads=text.read_int("linear_num_key_heads"),
-                value_heads=text.read_int("linear_num_value_heads"),
-                key_dim=text.read_int("linear_key_head_dim"),
-                value_dim=text.read_int("linear_value_head_dim"),
-                kernel=text.read_int("linear_conv_kernel_dim"),
-            ),
-            experts=experts,
-            dense_layers=dense,
-            rope=rope,
-            tie_embeddings=text.read_flag("tie_word_embeddings", config.read_flag("tie_word_embeddings", False)),
-        )
+    experts = _parse_experts(text)
+    dense = () if experts is None else parse_dense_layers(text)
+    # Models with experts in all layers have no MLP.
+    needs_mlp = experts is None or bool(dense)
+    inner = text.read_int("intermediate_size") if needs_mlp else text.read_int("intermediate_size", 0)
+    return Qwen3Next(
+        **read_shape(text, rope),
+        intermediate_size=inner,
+        num_kv_heads=text.read_int("num_key_value_heads"),
+        head_dim=head_dim,
+        is_full_attention=read_full_layers(text, _LINEAR, text.read_int("full_attention_interval", 4)),
+        state=RecurrentLayer(
+            key_heads=text.read_int("linear_num_key_heads"),
+            value_heads=text.read_int("linear_num_value_heads"),
+            key_dim=text.read_int("linear_key_head_dim"),
+            value_dim=text.read_int("linear_value_head_dim"),
+            kernel=text.read_int("linear_conv_kernel_dim"),
+        ),
+        experts=experts,
+        dense_layers=dense,
+        rope=rope,
+        tie_embeddings=text.read_flag("tie_word_embeddings", config.read_flag("tie_word_embeddings", False)),
+    )
 
 
 def _refuse_options(config: Fields, text: Fields) -> None:

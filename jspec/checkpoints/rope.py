@@ -225,9 +225,9 @@ def _parse_yarn(rope: Fields, config: Fields) -> Scaling:
         original_length=original,
         beta_fast=fast,
         beta_slow=slow,
-        mscale=rope.optional_number("mscale", least=0, most=MOST_NUMBER),
-        mscale_all_dim=rope.optional_number("mscale_all_dim", least=0, most=MOST_NUMBER),
-        attention_factor=rope.optional_number("attention_factor", above=0, most=MOST_NUMBER),
+        mscale=rope.read_number("mscale", None, least=0, most=MOST_NUMBER),
+        mscale_all_dim=rope.read_number("mscale_all_dim", None, least=0, most=MOST_NUMBER),
+        attention_factor=rope.read_number("attention_factor", None, above=0, most=MOST_NUMBER),
         truncate=rope.read_flag("truncate", True),
     )
 
@@ -258,10 +258,6 @@ def _parse_longrope(rope: Fields, config: Fields) -> Scaling:
     )
 
 
-def _parse_linear(rope: Fields, config: Fields) -> Scaling:
-    return LinearRope(_read_factor(rope))
-
-
 def _parse_proportional(rope: Fields, config: Fields) -> Scaling:
     if rope.read_number("factor", 1.0) != 1:
         raise CheckpointError(f"{rope.where}: {rope.describe('factor')}: must be 1 with rope_type='proportional'")
@@ -269,7 +265,7 @@ def _parse_proportional(rope: Fields, config: Fields) -> Scaling:
 
 
 _SCALINGS: Mapping[str, tuple[type[Scaling], Callable[[Fields, Fields], Scaling]]] = {
-    "linear": (LinearRope, _parse_linear),
+    "linear": (LinearRope, lambda rope, config: LinearRope(_read_factor(rope))),
     "dynamic": (DynamicRope, _parse_dynamic),
     "yarn": (YarnRope, _parse_yarn),
     "longrope": (LongRope, _parse_longrope),

@@ -6,6 +6,7 @@ here, in threads and in parts.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ _BLOCK = 2**24
 class _Entry(NamedTuple):
     """A tensor in a file. begin, end: its bytes, from the start of the file."""
 
+    path: Path
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int
@@ -53,48 +55,64 @@ class _Entry(NamedTuple):
 
 
 class SafetensorFiles(TensorFiles):
-    """The tensors of model.safetensors, or of its shards; the header of each file is read on first use."""
+    """The tensors of model.safetensors, or of the shards that an index lists; headers are read on first use."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._headers: dict[str, dict[str, _Entry]] = {}
-        self.weight_map: dict[str, str] | None = None
-        """Tensor -> shard; None: there is one file."""
+        self._listed: dict[str, str] | None = None
+        """Tensor -> shard, by the index; None: there is one file."""
         index = find_file(directory, INDEX)
         if index is not None:
             files = read_fields(index).required_section("weight_map")
-            self.weight_map = {name: files.read_text(name) for name in files.keys()}
+            self._listed = {name: files.read_text(name) for name in files.keys()}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there is an index of shards."""
+        return self._listed is not None
 
     def exists(self) -> bool:
         """Whether there is a file, or an index of shards."""
-        return self.weight_map is not None or find_file(self.directory, "model.safetensors") is not None
+        return self.is_sharded or find_file(self.directory, "model.safetensors") is not None
 
     def unread(self) -> list[str]:
         """Other files of tensors in the directory, such as a stale copy or a shard missing in the index."""
-        files = {"model.safetensors"} if self.weight_map is None else set(self.weight_map.values())
-        return sorted({path.name for path in self.directory.glob("*.safetensors")} - files)
+        return sorted({path.name for path in self.directory.glob("*.safetensors")} - {*self._files()})
+
+    def _files(self) -> Iterable[str]:
+        return ["model.safetensors"] if self._listed is None else dict.fromkeys(self._listed.values())
+
+    @cached_property
+    def _entries(self) -> dict[str, _Entry]:
+        """The tensors by name: like transformers, all of the listed files, even those listed elsewhere or nowhere."""
+        entries: dict[str, _Entry] = {}
+        for file in self._files():
+            path = find_file(self.directory, file)
+            if path is None:
+                listed = f", which {INDEX} names" if self.is_sharded else ""
+                raise CheckpointError(f"{self.directory / file}: no such file{listed}")
+            for name, entry in _read_header(path):
+                if name in entries:
+                    first = entries[name].path.name
+                    raise CheckpointError(f"{self.directory}: both {first} and {file} have the tensor {name!r}")
+                entries[name] = entry
+        return entries
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            unlisted = self._listed is not None and name not in self._listed
+            problem = "the index lists no file for the tensor {!r}" if unlisted else "the tensor {!r} is missing"
+            raise CheckpointError(f"{self.directory}: {problem.format(name)}")
+        return self._entries[name]
 
     def names(self) -> set[str]:
-        """The names of all tensors; two files must not have tensors of one name."""
-        if self.weight_map is None:
-            return set(self._header("model.safetensors"))
-        # Like transformers, read all tensors of the listed files, even those listed elsewhere or nowhere.
-        for file in dict.fromkeys(self.weight_map.values()):
-            for name in self._header(file):
-                listed = self.weight_map.get(name, file)
-                if listed != file and name in self._header(listed):
-                    raise CheckpointError(f"{self.directory}: both {listed} and {file} have the tensor {name!r}")
-                self.weight_map[name] = file
-        return set(self.weight_map)
+        """As in `TensorFiles`; two files must not have tensors of one name."""
+        return set(self._entries)
 
     def rename(self, spelling: Callable[[str], str]) -> None:
-        """Give each tensor the name that `spelling` makes of its name."""
-        by_name(self.names(), spelling, self.directory)
-        self._headers = {
-            file: {spelling(name): entry for name, entry in header.items()} for file, header in self._headers.items()
-        }
-        if self.weight_map is not None:
-            self.weight_map = {spelling(name): file for name, file in self.weight_map.items()}
+        """Give each tensor the name that `spelling` makes of its name; no two may have one name then."""
+        stored = by_name(self._entries, spelling, self.directory)
+        self._entries = {name: self._entries[other] for name, other in stored.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As in `TensorFiles`."""
@@ -107,7 +125,7 @@ class SafetensorFiles(TensorFiles):
     def get(self, name: str) -> np.ndarray:
         """As in `TensorFiles`."""
         entry = self._entry(name)
-        return self._values(name, entry.begin, entry.end).reshape(entry.shape)
+        return _values(name, entry, entry.begin, entry.end).reshape(entry.shape)
 
     def has_parts(self, name: str) -> bool:
         """True: of any tensor."""
@@ -118,56 +136,35 @@ class SafetensorFiles(TensorFiles):
         entry, (first, *others) = self._entry(name), part
         # Nothing.
         if not all(map(len, part)):
-            return self._values(name, entry.begin, entry.begin).reshape([len(indices) for indices in part])
+            return _values(name, entry, entry.begin, entry.begin).reshape([len(indices) for indices in part])
         size, rows = (entry.end - entry.begin) // entry.shape[0], first[-1] + 1 - first.start
         # Whole rows are read in threads, parts of rows from a memory map.
         begin = entry.begin + first.start * size
         if len(first) == rows and tuple(map(len, others)) == entry.shape[1:]:
-            return self._values(name, begin, begin + rows * size).reshape(rows, *entry.shape[1:])
-        mapped = self._values(name, begin, begin + rows * size, mapped=True).reshape(rows, *entry.shape[1:])
+            return _values(name, entry, begin, begin + rows * size).reshape(rows, *entry.shape[1:])
+        mapped = _values(name, entry, begin, begin + rows * size, mapped=True).reshape(rows, *entry.shape[1:])
         columns = (slice(indices.start, indices.stop, indices.step) for indices in others)
         return np.array(mapped[(slice(None, None, first.step), *columns)])
 
-    def _values(self, name: str, begin: int, end: int, *, mapped: bool = False) -> np.ndarray:
-        """The values of a tensor between two places of its file.
 
-        mapped: to be copied, as the file may change. Otherwise they are a copy.
-        """
-        path = self.directory / self._file_of(name)
-        try:
-            if path.stat().st_size < end:
-                raise EOFError
-            if mapped:
-                data = np.memmap(path, np.uint8, "r", begin, (end - begin,))
-            else:
-                data = _read(path, begin, end - begin)
-        except EOFError:
-            raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error})") from None
-        return data.view(self.dtype(name))
+def _values(name: str, entry: _Entry, begin: int, end: int, *, mapped: bool = False) -> np.ndarray:
+    """The values of a tensor between two places of its file.
 
-    def _file_of(self, name: str) -> str:
-        if self.weight_map is None:
-            return "model.safetensors"
-        if name not in self.weight_map:
-            raise CheckpointError(f"{self.directory}: the index lists no file for the tensor {name!r}")
-        return self.weight_map[name]
-
-    def _entry(self, name: str) -> _Entry:
-        header = self._header(self._file_of(name))
-        if name not in header:
-            raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
-        return header[name]
-
-    def _header(self, file: str) -> dict[str, _Entry]:
-        if file not in self._headers:
-            path = find_file(self.directory, file)
-            if path is None:
-                listed = "" if self.weight_map is None else f", which {INDEX} names"
-                raise CheckpointError(f"{self.directory / file}: no such file{listed}")
-            self._headers[file] = dict(_read_header(path))
-        return self._headers[file]
+    mapped: to be copied, as the file may change. Otherwise they are a copy.
+    """
+    path = entry.path
+    try:
+        if path.stat().st_size < end:
+            raise EOFError
+        if mapped:
+            data = np.memmap(path, np.uint8, "r", begin, (end - begin,))
+        else:
+            data = _read(path, begin, end - begin)
+    except EOFError:
+        raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    return data.view(entry.dtype)
 
 
 def by_name(names: Iterable[str], spelling: Callable[[str], str], directory: Path) -> dict[str, str]:
@@ -216,7 +213,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, _Entry]]:
                     raise CheckpointError(f"{path}: {problem}")
                 dtype = np.dtype(DTYPES[kind])
                 end = begin + math.prod(shape) * dtype.itemsize
-                yield name, _Entry(dtype, shape, begin, end)
+                yield name, _Entry(path, dtype, shape, begin, end)
                 begin = end
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged ({error})") from None

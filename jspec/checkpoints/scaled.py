@@ -22,6 +22,7 @@ from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_model import GROUP
 from jspec.checkpoints.kv_scales import is_known
+from jspec.checkpoints.live import ArrayView
 from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_gptq, parse_group
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import HEAD, TensorFiles, Tensors
@@ -69,7 +70,7 @@ def parse_scheme(config: Fields) -> Scheme | None:
     method = config.section("quantization_config")
     if not method.keys():
         return None
-    parse = _METHODS.get(method.optional_text("quant_method") or "")
+    parse = _METHODS.get(method.read_text("quant_method", ""))
     scheme = None if parse is None else parse(method)
     if scheme is None:
         raise CheckpointError(
@@ -80,14 +81,14 @@ def parse_scheme(config: Fields) -> Scheme | None:
             "quant_method='gptq' or 'awq' with 4 bits; or quant_method='modelopt' with quant_algo='FP8'"
         )
     # A sparsity of none is no other format.
-    dense = ["sparsity_config"] * (method.section("sparsity_config").optional_text("format") == "dense")
+    dense = ["sparsity_config"] * (method.section("sparsity_config").read_text("format", None) == "dense")
     others = [key for key in method.keys() if key not in (*_KEYS, *dense)]
     refuse(config.where, [method.describe(key) for key in others if not (method.is_empty(key) or method.is_off(key))])
     return scheme
 
 
 def _parse_blocks(method: Fields) -> Scheme | None:
-    block = method.optional_ints("weight_block_size", least=1, count=2)
+    block = method.read_ints("weight_block_size", None, least=1, count=2)
     if method.read_text("fmt", "e4m3") != "e4m3" or block is None or len(block) != 2:
         return None
     out, width = block
@@ -106,8 +107,8 @@ def _parse_compressed(method: Fields) -> Scheme | None:
         packings = set(map(parse_group, sections))
         return _packed(packings.pop()) if len(packings) == 1 else None
     for weights in sections:
-        known = weights.optional_text("type") == named and weights.read_int("num_bits") == 8
-        if not known or weights.optional_text("strategy") not in ("channel", "tensor"):
+        known = weights.read_text("type", None) == named and weights.read_int("num_bits") == 8
+        if not known or weights.read_text("strategy", None) not in ("channel", "tensor"):
             return None
         if not weights.read_flag("symmetric", True) or weights.read_flag("dynamic", False):
             return None
@@ -115,7 +116,7 @@ def _parse_compressed(method: Fields) -> Scheme | None:
 
 
 def _parse_modelopt(method: Fields) -> Scheme | None:
-    known = method.optional_text("quant_algo") == "FP8" and not method.is_set("kv_cache_quant_algo")
+    known = method.read_text("quant_algo", None) == "FP8" and not method.is_set("kv_cache_quant_algo")
     return Scheme(FP8, "_scale", (None, None), spare=".input_scale") if known else None
 
 
@@ -183,7 +184,7 @@ def to_int8(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return stored
 
 
-class ScaledArray:
+class ScaledArray(ArrayView):
     """Narrow values, and beside each its scale, with NumPy's interface: both are moved alike. Both may be `Deferred`.
 
     group: rows of a matrix [in, out] with one scale; None: all.
@@ -197,10 +198,9 @@ class ScaledArray:
         """Sizes of the axes."""
         return self.narrow.shape
 
-    @property
-    def T(self) -> "ScaledArray":
-        """With the axes reversed."""
-        return self._both(lambda part: part.T)
+    def moved(self, function: Callable[[Any], Any]) -> "ScaledArray":
+        """As in `ArrayView`."""
+        return ScaledArray(function(self.narrow), function(self.scale), self.group)
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError("narrow values without their scales")
@@ -219,19 +219,8 @@ class ScaledArray:
     def __len__(self) -> int:
         return len(self.narrow)
 
-    def __getitem__(self, index: Any) -> "ScaledArray":
-        return self._both(lambda part: part[index])
-
     def __setitem__(self, index: Any, values: "ScaledArray | int") -> None:
         self.narrow[index], self.scale[index] = _part(values, 0), _part(values, 1)
-
-    def reshape(self, *shape: Any) -> "ScaledArray":
-        """With other axes."""
-        return self._both(lambda part: part.reshape(*shape))
-
-    def swapaxes(self, first: int, second: int) -> "ScaledArray":
-        """With two axes in each other's place."""
-        return self._both(lambda part: part.swapaxes(first, second))
 
     def wide(self, dtype: DTypeLike) -> np.ndarray:
         """The values, in a floating-point type."""
@@ -250,9 +239,6 @@ class ScaledArray:
                 np.asarray(self.scale[..., first : first + size, :]) for first in range(0, self.shape[-2], size)
             )
         )
-
-    def _both(self, function: Callable[[np.ndarray], np.ndarray]) -> "ScaledArray":
-        return ScaledArray(function(self.narrow), function(self.scale), self.group)
 
 
 def _part(argument: Any, half: int) -> Any:
@@ -330,7 +316,8 @@ class ScaledTensors(Tensors):
 
     def stored_shape(self, options: Leaf, shape: jax.ShapeDtypeStruct) -> Any:
         """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too."""
-        if not options.linear or (options.name == "lm_head" and not self._head_is_narrow()):
+        wide_head = options.name == "lm_head" and not (HEAD in self.names() and self.is_narrow(HEAD))
+        if not options.linear or wide_head:
             return shape
         *stack, width, columns = shape.shape
         group, packed = self.scheme.group(width), self.scheme.stays_packed(shape.shape)
@@ -347,9 +334,6 @@ class ScaledTensors(Tensors):
         zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
         return dataclasses.replace(weight, narrow=words, zero=zero, filling=-width % BLOCK)
 
-    def _head_is_narrow(self) -> bool:
-        return HEAD in self.names() and self.is_narrow(HEAD)
-
     def _narrow_reader(self, name: str) -> tuple[Callable[[Part], np.ndarray], Callable[[Part], np.ndarray]]:
         """Return two functions of a part of an 8-bit matrix, [out, in]: to its values, and to the scale of each.
 
@@ -357,15 +341,11 @@ class ScaledTensors(Tensors):
           CheckpointError: it is no matrix, or its scales are missing or of another shape; NaN values are found when
             they are read.
         """
-        self._check_matrix(name)
+        if len(shape := self.files.shape(name)) != 2:
+            problem = f"{name} has dtype {self.scheme.kind} and shape {shape}; must be a matrix"
+            raise CheckpointError(f"{self.directory}: {problem}")
         read = super().reader(name)
         return lambda part: self._known(name, read(part)), self._read_scale(name)
-
-    def _check_matrix(self, name: str) -> None:
-        if len(shape := self.files.shape(name)) != 2:
-            raise CheckpointError(
-                f"{self.directory}: {name} has dtype {self.scheme.kind} and shape {shape}; must be a matrix"
-            )
 
     def _known(self, name: str, narrow: np.ndarray) -> np.ndarray:
         """Read values and check for NaN."""

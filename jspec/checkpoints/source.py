@@ -37,10 +37,10 @@ class Source:
     def safetensors(self) -> "SafetensorFiles | GgufModel":
         """The tensors in model.safetensors or its shards, or in a GGUF file; warns about other files."""
         files = SafetensorFiles(self.directory)
-        unread, single = files.unread(), files.weight_map is None
+        unread = files.unread()
         if unread and files.exists():
             problem = f"{self.directory}: not read: {', '.join(unread[:4])}{', ...' if len(unread) > 4 else ''}"
-            read = "the weights are those of model.safetensors" if single else f"the weights are the files in {INDEX}"
+            read = f"the weights are {f'the files in {INDEX}' if files.is_sharded else 'those of model.safetensors'}"
             stale = "; transformers would read model.safetensors: remove one" if "model.safetensors" in unread else ""
             warnings.warn(f"{problem}; {read}{stale}", stacklevel=2)
         return files

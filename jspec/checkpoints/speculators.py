@@ -59,7 +59,7 @@ def read_layer_config(config: Fields, fields: Fields, kinds: tuple[str, ...]) ->
 def read_tokens(config: Fields) -> int | None:
     """Read the drafts per round; None if they are not stated."""
     methods = config.section("speculators_config").optional_sections("proposal_methods") or []
-    return next((method.optional_int("speculative_tokens") for method in methods), None)
+    return next((method.read_int("speculative_tokens", None) for method in methods), None)
 
 
 def describe(
@@ -74,7 +74,7 @@ def describe(
     """
     path, width = None if verifier is None else Path(verifier) / "config.json", config.target_hidden_size
     target = read_fields(path) if path is not None and path.exists() else Fields({})
-    architectures = list(target.optional_texts("architectures") or ())
+    architectures = list(target.read_texts("architectures", ()))
     method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": [class_name],

@@ -5,12 +5,16 @@ any function by name. Here it may only name those to rebuild tensors, and their 
 file cannot run code. The bytes are memory-mapped.
 """
 
+import functools
 import io
+import itertools
 import math
 import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -78,7 +82,9 @@ def read(path: str | Path) -> Any:
             with zipfile.ZipFile(file) as archive:
                 folder = _folder(archive)
                 value = _Unpickler(io.BytesIO(_read_entry(archive, folder + "data.pkl"))).load()
-                return _Arrays(archive, folder).convert(value)
+                # Several tensors may share a storage.
+                map_storage = functools.cache(partial(_map_storage, archive=archive, folder=folder))
+                return _arrays(value, map_storage, itertools.count(1))
     except _Refused as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # damaged bytes can make the unpickler raise anything
@@ -152,31 +158,19 @@ def _read_entry(archive: zipfile.ZipFile, name: str) -> bytes:
     return archive.read(name)
 
 
-class _Arrays:
-    """Replaces the records of tensors by arrays."""
-
-    def __init__(self, archive: zipfile.ZipFile, folder: str):
-        self.archive, self.folder = archive, folder
-        self.storages: dict[_Storage, np.ndarray] = {}
-        """Those mapped so far; several tensors may share one."""
-        self.count = 0
-
-    def convert(self, value: Any) -> Any:
-        """`value` with its records as arrays."""
-        self.count += 1
-        if self.count > _MOST_VALUES:
-            raise _Refused(f"holds more than {_MOST_VALUES} values")
-        if isinstance(value, _Tensor):
-            if value.storage not in self.storages:
-                self.storages[value.storage] = _map_storage(value.storage, self.archive, self.folder)
-            return _view(self.storages[value.storage], value)
-        if isinstance(value, dict):
-            return {key: self.convert(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.convert(item) for item in value)
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        raise _Refused(f"holds a value of type {type(value).__name__}, which is neither a tensor nor a plain value")
+def _arrays(value: Any, map_storage: Callable[[_Storage], np.ndarray], counter: Iterator[int]) -> Any:
+    """A value with its records of tensors as arrays. counter: of all values."""
+    if next(counter) > _MOST_VALUES:
+        raise _Refused(f"holds more than {_MOST_VALUES} values")
+    if isinstance(value, _Tensor):
+        return _view(map_storage(value.storage), value)
+    if isinstance(value, dict):
+        return {key: _arrays(item, map_storage, counter) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_arrays(item, map_storage, counter) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise _Refused(f"holds a value of type {type(value).__name__}, which is neither a tensor nor a plain value")
 
 
 def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np.ndarray:

@@ -57,9 +57,9 @@ class Model:
         draft = "no draft" if self.draft is None else self.draft.summary()
         is_decoder = isinstance(self.target, Decoder)
         outline = self.target.outline() if is_decoder else f"target {type(self.target).__name__}"
-        shape = f"{outline}, vocabulary {self.target.vocab_size}"
+        shape, dtypes = f"{outline}, vocabulary {self.target.vocab_size}", "/".join(dtype_names(self.params.target))
         devices = "" if self.placement is None else f" on {self.placement}"
-        return f"Model({self.name!r}: {shape}, {_dtypes(self.params.target)}{devices}; {draft})"
+        return f"Model({self.name!r}: {shape}, {dtypes}{devices}; {draft})"
 
     def with_params(self, params: Any) -> "Model":
         """Swap in other weights, by reference, such as those of a training loop. Compiles nothing.
@@ -116,11 +116,6 @@ class Model:
             placement = dataclasses.replace(placement, draft=False)
             params = placement.complete(params)
         return dataclasses.replace(self, draft=draft.target, params=params, placement=placement)
-
-
-def _dtypes(params: Any) -> str:
-    """The dtypes of weights."""
-    return "/".join(dtype_names(params))
 
 
 def refuse_split(model: Model, user: str) -> None:
@@ -183,7 +178,7 @@ def load(
     if check_flag("probe", probe) and options.placement is not None:
         raise ValueError(f"probe=True: must be False for a model that is split over {options.placement}")
     # Each process reads other parts, so one alone may find an error.
-    with agreement(options.placement, _COMPARED) as compare:
+    with agreement(options.placement, ("target", "draft")) as compare:
         model = _load(source, bundled_draft(source) if draft is None else draft, options)
         compare({"target": model.target, "draft": model.draft})
     if probe and model.draft is not None:
@@ -207,10 +202,6 @@ def probe_draft(model: Model) -> Fit:
         raise ValueError(f"model={model.name!r}: must have a draft")
     prompts = make_prompts(model.tokenizer, model.target.vocab_size)
     return probe_fit(model.params, model.target, model.draft, prompts, model.eos)
-
-
-_COMPARED = ("target", "draft")
-"""Values of a loaded model to compare between processes."""
 
 
 def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) -> Model:

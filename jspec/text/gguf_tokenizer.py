@@ -90,8 +90,8 @@ def read_gguf_tokenizer(path: Path) -> Parts | None:
     if kind not in _MODELS:
         raise metadata.wrong("tokenizer.ggml.model", repr(kind), f"must be one of {', '.join(_MODELS)}")
     # Tokens, and their types.
-    tokens = list(metadata.optional_texts("tokenizer.ggml.tokens") or ())
-    types = metadata.optional_ints("tokenizer.ggml.token_type") or (_NORMAL,) * len(tokens)
+    tokens = list(metadata.read_texts("tokenizer.ggml.tokens", ()))
+    types = metadata.read_ints("tokenizer.ggml.token_type", None) or (_NORMAL,) * len(tokens)
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise CheckpointError(
             f"{path}: tokenizer.ggml.tokens has {len(tokens)} entries, {len(set(tokens))} different ones, and "
@@ -99,7 +99,7 @@ def read_gguf_tokenizer(path: Path) -> Parts | None:
         )
     special = {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = metadata.optional_int(f"tokenizer.ggml.{key}_token_id", least=0, most=len(tokens) - 1)
+        token = metadata.read_int(f"tokenizer.ggml.{key}_token_id", None, least=0, most=len(tokens) - 1)
         if token is not None:
             special[f"{role}_token"] = tokens[token]
     # The tokenizer.
@@ -119,7 +119,7 @@ def read_gguf_tokenizer(path: Path) -> Parts | None:
 
 def _merges(metadata: Fields) -> list[tuple[str, str]] | None:
     """The merges of a file, best first; None: it states none."""
-    merges = metadata.optional_texts("tokenizer.ggml.merges")
+    merges = metadata.read_texts("tokenizer.ggml.merges", None)
     if merges is None:
         return None
     pairs = [tuple(merge.split(" ")) for merge in merges]
@@ -218,9 +218,7 @@ def _frame(backend: tokenizers.Tokenizer, metadata: Fields, special: dict[str, s
 def _templates(metadata: Fields) -> dict[str, tuple[str, str]]:
     """The chat templates by name: the default one, and others listed in the file."""
     keys = {"default": "tokenizer.chat_template"}
-    keys |= {
-        name: f"tokenizer.chat_template.{name}" for name in metadata.optional_texts("tokenizer.chat_templates") or ()
-    }
+    keys |= {name: f"tokenizer.chat_template.{name}" for name in metadata.read_texts("tokenizer.chat_templates", ())}
     return {
         name: (metadata.read_text(key), f"{metadata.where}: {key}") for name, key in keys.items() if metadata.has(key)
     }

@@ -103,9 +103,9 @@ def test_a_directory_killed_between_two_files_is_never_a_mixture(point, tmp_path
     else:
         write_all(tmp_path, "new")
     monkeypatch.undo()
-    found = read_all(tmp_path)
-    assert "config.json" not in found or len(set(found.values())) == 1
-    assert ("config.json" in found) == (point in (0, 4))
+    contents = read_all(tmp_path)
+    assert "config.json" not in contents or len(set(contents.values())) == 1
+    assert ("config.json" in contents) == (point in (0, 4))
     write_all(tmp_path, "newer")
     assert read_all(tmp_path) == dict.fromkeys(FILES, "newer") and not (tmp_path / ".partial").exists()
 

@@ -54,8 +54,8 @@ def run(config, params, hidden, tokens, path):
     state, corrected = config.begin(params.draft, 1), []
     for k in range(config.depth):
         row = slice(k, k + 1)
-        made, state = config.correct(params.draft, state, path[:, row], out[:, row], logits[:, row])
-        corrected.append(made[:, 0])
+        row_logits, state = config.correct(params.draft, state, path[:, row], out[:, row], logits[:, row])
+        corrected.append(row_logits[:, 0])
     return rows, out, logits, jnp.stack(corrected, axis=1)
 
 
@@ -76,14 +76,14 @@ def test_a_block_equals_the_oracle(draft, name):
 
     target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
     rows, out, logits, corrected = jax.device_get(run(config, Params(target, loaded.params), hidden, tokens, path))
-    wanted, base = oracle.block(raw, stored, embed, lm_head, hidden[0, :START], path[0, 0])
+    expected, base = oracle.block(raw, stored, embed, lm_head, hidden[0, :START], path[0, 0])
     for n in range(config.num_layers):
         past = oracle.context(raw, stored, n, oracle.feature(raw, stored, hidden[0]))
         for i in range(2):
             np.testing.assert_allclose(rows[n][i][0], [pair[i] for pair in past], atol=1e-5)
-    np.testing.assert_allclose(out[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
     np.testing.assert_allclose(logits[0], base, atol=1e-5)
-    after = [oracle.correct(raw, stored, wanted, base, list(path[0, : k + 1])) for k in range(config.depth)]
+    after = [oracle.correct(raw, stored, expected, base, list(path[0, : k + 1])) for k in range(config.depth)]
     np.testing.assert_allclose(corrected[0], after, atol=1e-5)
     assert (config.markov is not None) == (np.abs(corrected - logits).max() > 0.1)
 
@@ -141,14 +141,14 @@ def test_what_other_programs_read(draft, tmp_path):
 def test_every_tensor_is_needed_and_checked(draft, name):
     """A draft with a missing tensor or one of another shape is rejected, except where that changes the meaning."""
     directory = draft(**DRAFTS[name])
-    wanted, stored = load(directory), load_file(directory / "model.safetensors")
+    expected, stored = load(directory), load_file(directory / "model.safetensors")
     raw = json.loads((directory / "config.json").read_text())
-    shared = {"embed_tokens.weight", "lm_head.weight"} if wanted.config.hidden_size == 16 else set()
-    shared -= {"lm_head.weight"} if wanted.params.ids is not None else set()
+    shared = {"embed_tokens.weight", "lm_head.weight"} if expected.config.hidden_size == 16 else set()
+    shared -= {"lm_head.weight"} if expected.params.ids is not None else set()
     for key in stored:
         write(directory, raw, {name: tensor for name, tensor in stored.items() if name != key})
         if key in shared:
-            assert not equal(load(directory).params, wanted.params)
+            assert not equal(load(directory).params, expected.params)
         elif key != "t2d":
             problem = "reduced vocabulary|another width" if key in ("embed_tokens.weight", "lm_head.weight") else key
             with pytest.raises(CheckpointError, match=problem):
@@ -167,22 +167,22 @@ def test_an_unused_tensor(draft, name):
 def test_the_mask_may_have_an_embedding_of_its_own(needs, draft):
     torch = needs("torch")
     directory, vector = draft(**DRAFTS["deepspec"]), np.arange(16, dtype=np.float32)
-    wanted = load(directory).params
+    expected = load(directory).params
     for saved in (vector, vector[None], {"mask_token_id": V - 1, "embedding": vector}):
         tensors = {"embedding": torch.from_numpy(vector)}
-        made = {**saved, **tensors} if isinstance(saved, dict) else torch.from_numpy(saved)
-        torch.save(made, directory / "mask_embedding.pt")
+        content = {**saved, **tensors} if isinstance(saved, dict) else torch.from_numpy(saved)
+        torch.save(content, directory / "mask_embedding.pt")
         loaded = load(directory)
         np.testing.assert_array_equal(loaded.params.mask_embed, vector)
-        assert equal(replace(loaded.params, mask_embed=None), wanted)
+        assert equal(replace(loaded.params, mask_embed=None), expected)
     # The forward is that of an embedding with this row.
-    row = wanted.embed.at[V - 1].set(vector)
+    row = expected.embed.at[V - 1].set(vector)
     hidden, random = np.ones((1, START + 2, 48), np.float32), np.zeros((1, 4), np.int32)
     target = LlamaParams(None, (), np.ones(16, np.float32), None)
     tokens = np.array([[3, V - 1, V - 1, V - 1]], np.int32)
     both = [
-        run(loaded.config, Params(target, own), hidden, tokens, random)[1]
-        for own in (loaded.params, replace(wanted, embed=row))
+        run(loaded.config, Params(target, weights), hidden, tokens, random)[1]
+        for weights in (loaded.params, replace(expected, embed=row))
     ]
     np.testing.assert_array_equal(*both)
     for saved, message in (
@@ -290,9 +290,9 @@ def test_a_soft_cap_of_the_target(draft):
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_table_of_drafts_finds_it(draft, name):
     directory = draft(**DRAFTS[name])
-    made = drafts.plan(Source(directory), TARGET, "float32").read()
-    assert made.config.drafter == "block"
-    shapes, stored = made.config.param_shapes(jnp.float32), made.params
+    checkpoint = drafts.plan(Source(directory), TARGET, "float32").read()
+    assert checkpoint.config.drafter == "block"
+    shapes, stored = checkpoint.config.param_shapes(jnp.float32), checkpoint.params
     assert equal(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (shapes,)), jax.tree.map(jnp.zeros_like, (stored,)))
 
 

@@ -68,13 +68,13 @@ def test_bfloat16_on_disk(saved):
     halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in load_file(path).items()}
     save_file(halves, path)
     loaded = language_model.load(saved, dtype="float32")
-    wanted = halves["model.norm.weight"].astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(loaded.params.norm), wanted)
+    expected = halves["model.norm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(loaded.params.norm), expected)
 
 
 def test_default_precision_is_the_platforms(saved):
-    wanted = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    assert language_model.load(saved).params.embed.dtype == wanted
+    expected = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    assert language_model.load(saved).params.embed.dtype == expected
 
 
 def test_unknown_dtype(saved):
@@ -83,12 +83,12 @@ def test_unknown_dtype(saved):
 
 
 @pytest.mark.parametrize(
-    "config_eos, generation_eos, wanted", [(2, [5, 4], (2, 4, 5)), (None, 7, (7,)), (7, None, (7,))]
+    "config_eos, generation_eos, expected", [(2, [5, 4], (2, 4, 5)), (None, 7, (7,)), (7, None, (7,))]
 )
-def test_eos_is_the_union_of_both_files(saved, config_eos, generation_eos, wanted):
+def test_eos_is_the_union_of_both_files(saved, config_eos, generation_eos, expected):
     edit_config(saved, eos_token_id=config_eos)
     (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos}))
-    assert language_model.load(saved).eos == wanted
+    assert language_model.load(saved).eos == expected
 
 
 def test_both_generations_of_config():
@@ -263,14 +263,14 @@ def test_missing_shard_and_missing_entry(tmp_path):
 
 def test_a_transposed_tensor_is_not_copied_on_the_host(monkeypatch):
     """JAX transposes it while it copies to the device."""
-    given, device_put = [], jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda x, *rest: given.append(x) or device_put(x, *rest))
+    copied, device_put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *rest: copied.append(x) or device_put(x, *rest))
     stored = np.arange(12, dtype=np.float32).reshape(3, 4)
     placement = Placement(Mesh(np.array(jax.devices()[:1]), ("tensor",)))
     for put in (files.on_device, placement.copy):
-        given.clear()
+        copied.clear()
         np.testing.assert_array_equal(put(stored.T), stored.T)
-        assert len(given) == 1 and np.shares_memory(given[0], stored)
+        assert len(copied) == 1 and np.shares_memory(copied[0], stored)
 
 
 def test_loading_holds_one_tensor_at_a_time(saved, monkeypatch):

@@ -57,11 +57,11 @@ def test_forward_equals_the_oracle(head, name):
     config, draft = loaded.config, loaded.params
     assert config.version == oracle.version(stored)
     embed, lm_head, tokens, hidden = random_inputs(config.version)
-    wanted = oracle.fuse(raw, stored, hidden)
-    logits, after = oracle.forward(raw, stored, embed, lm_head, tokens, wanted)
+    expected = oracle.fuse(raw, stored, hidden)
+    logits, after = oracle.forward(raw, stored, embed, lm_head, tokens, expected)
 
     feature = np.array(fuse(config, draft, hidden[None]))
-    np.testing.assert_allclose(feature[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(feature[0], expected, atol=1e-5)
     target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
     params, cache = Params(target, draft), config.init_cache(draft, 1, 16, 4)
     zero, five, ids = np.array([0], np.int32), np.array([5], np.int32), tokens[None]
@@ -148,13 +148,13 @@ def test_precision(head):
 def test_pytorch_model_bin(needs, head, tmp_path, name):
     torch = needs("torch")
     directory = head(**HEADS[name])
-    wanted = load(directory)
+    expected = load(directory)
     stored = {key: torch.from_numpy(value) for key, value in load_file(directory / "model.safetensors").items()}
     (directory / "model.safetensors").unlink()
     torch.save(stored, directory / "pytorch_model.bin")
     assert eagle.matches(Source(directory))
     loaded = load(directory)
-    assert loaded.config == wanted.config and equal(loaded.params, wanted.params)
+    assert loaded.config == expected.config and equal(loaded.params, expected.params)
     del stored["fc.weight"]
     torch.save(stored, directory / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="the tensor 'fc.weight' is missing"):
@@ -182,16 +182,16 @@ def test_missing_files(head):
 def test_every_tensor_is_needed_and_checked(head, name):
     """A head with a missing tensor or one of another shape is rejected, except where that changes the meaning."""
     directory = head(**HEADS[name])
-    wanted, stored = load(directory), load_file(directory / "model.safetensors")
+    expected, stored = load(directory), load_file(directory / "model.safetensors")
     raw = json.loads((directory / "config.json").read_text())
-    same = {"t2d"} | ({"embed_tokens.weight"} if wanted.params.embed is None else set())
+    same = {"t2d"} | ({"embed_tokens.weight"} if expected.params.embed is None else set())
     free = {"fc.bias"} | {name for name in stored if name.endswith("o_proj.bias")}
-    if wanted.params.ids is None:
+    if expected.params.ids is None:
         free.add("lm_head.weight")
     for key in stored:
         write(directory, raw, {name: tensor for name, tensor in stored.items() if name != key})
         if key in same | free:
-            assert equal(load(directory).params, wanted.params) == (key in same)
+            assert equal(load(directory).params, expected.params) == (key in same)
         else:
             with pytest.raises(CheckpointError, match=key.split(".")[0].removesuffix("_low")):
                 load(directory)

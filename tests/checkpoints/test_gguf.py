@@ -243,8 +243,14 @@ def text(value):
     return header(len(value), value)
 
 
+def tensor(name=b"w", dims=(64,), type=0, offset=0):
+    return text(name) + kind(len(dims)) + header(*dims) + kind(type) + header(offset)
+
+
 START = b"GGUF" + kind(3)
-TENSOR = text(b"w") + kind(1) + header(64) + kind(0)
+ONE, TWO = START + header(1, 0), START + header(2, 0)
+"""Files of one and of two tensors, without metadata."""
+KEY = START + header(0, 1) + text(b"k")
 HOSTILE = {
     "empty": (b"", "cannot be read"),
     "another format": (b"PK\3\4" + bytes(60), "not a GGUF file: must begin with GGUF"),
@@ -254,46 +260,28 @@ HOSTILE = {
     "more keys than bytes": (START + header(0, 2**63), "ends at byte 24, within its header"),
     "more tensors than bytes": (START + header(2**60, 0), "has 0 more bytes, for 1152921504606846976 entries"),
     "a long key": (START + header(0, 1, 2**62, b"general"), "ends at byte 39, within its header"),
-    "a long list": (START + header(0, 1) + text(b"k") + kind(9) + kind(8) + header(2**62), "0 more bytes, for 4611"),
-    "a long list of numbers": (
-        START + header(0, 1) + text(b"k") + kind(9) + kind(0) + header(2**62),
-        "within its header",
-    ),
-    "a list of lists": (
-        START + header(0, 1) + text(b"k") + kind(9) + kind(9) + header(0),
-        "the type 9, which is unknown or",
-    ),
-    "an unknown type of value": (START + header(0, 1) + text(b"k") + kind(77), "the value of 'k' has the type 77"),
+    "a long list": (KEY + kind(9) + kind(8) + header(2**62), "0 more bytes, for 4611"),
+    "a long list of numbers": (KEY + kind(9) + kind(0) + header(2**62), "within its header"),
+    "a list of lists": (KEY + kind(9) + kind(9) + header(0), "the type 9, which is unknown or"),
+    "an unknown type of value": (KEY + kind(77), "the value of 'k' has the type 77"),
     "a key twice": (START + header(0, 2) + (text(b"k") + kind(7) + b"\1") * 2, "the key 'k' has two values"),
     "no UTF-8": (START + header(0, 1) + text(b"\xff"), "is not UTF-8"),
-    "no axes": (START + header(1, 0) + text(b"w") + kind(0) + header(0, 0), "has 0 axes: must have 1 to 4"),
-    "an unknown type": (
-        START + header(1, 0) + text(b"w") + kind(1) + header(64) + kind(99) + header(0),
-        "'w' has the type 99: must be one of F32, F16, BF16, Q4_0",
-    ),
-    "integers": (START + header(1, 0) + text(b"w") + kind(1) + header(64) + kind(26) + header(0), "has the type I32"),
-    "a part of a block": (
-        START + header(1, 0) + text(b"w") + kind(1) + header(48) + kind(8) + header(0),
-        r"axes \[48\]: must have rows of whole Q8_0 blocks",
-    ),
-    "an axis of 0": (
-        START + header(1, 0) + text(b"w") + kind(2) + header(32, 0) + kind(0) + header(0),
-        "must have rows",
-    ),
-    "beyond the end": (START + header(1, 0) + TENSOR + header(0), "'w' is at 64 to 320; it must be in the 57 bytes"),
-    "far beyond": (START + header(1, 0) + TENSOR + header(2**62) + bytes(999), "must be in the 1056 bytes"),
-    "huge": (
-        START + header(1, 0) + text(b"w") + kind(4) + header(*[2**40] * 4) + kind(0) + header(0) + bytes(999),
-        "must be in the",
-    ),
-    "not aligned": (START + header(1, 0) + TENSOR + header(8) + bytes(999), "aligned to 32"),
+    "no axes": (ONE + tensor(dims=()), "has 0 axes: must have 1 to 4"),
+    "an unknown type": (ONE + tensor(type=99), "'w' has the type 99: must be one of F32, F16, BF16, Q4_0"),
+    "integers": (ONE + tensor(type=26), "has the type I32"),
+    "a part of a block": (ONE + tensor(dims=[48], type=8), r"axes \[48\]: must have rows of whole Q8_0 blocks"),
+    "an axis of 0": (ONE + tensor(dims=[32, 0]), "must have rows"),
+    "beyond the end": (ONE + tensor(), "'w' is at 64 to 320; it must be in the 57 bytes"),
+    "far beyond": (ONE + tensor(offset=2**62) + bytes(999), "must be in the 1056 bytes"),
+    "huge": (ONE + tensor(dims=[2**40] * 4) + bytes(999), "must be in the"),
+    "not aligned": (ONE + tensor(offset=8) + bytes(999), "aligned to 32"),
     "one over another": (
-        START + header(2, 0) + TENSOR + header(0) + TENSOR.replace(b"w", b"v") + header(32) + bytes(999),
-        "it must be in the .* bytes of the file, from .* on",
+        TWO + tensor() + tensor(b"v", offset=32) + bytes(999),
+        "in the .* bytes of the file, from .* on",
     ),
-    "twice": (START + header(2, 0) + TENSOR + header(0) + TENSOR + header(256) + bytes(999), "'w' is there twice"),
+    "twice": (TWO + tensor() + tensor(offset=256) + bytes(999), "'w' is there twice"),
     "alignment": (
-        START + header(1, 1) + text(b"general.alignment") + kind(4) + kind(0) + TENSOR + header(0),
+        START + header(1, 1) + text(b"general.alignment") + kind(4) + kind(0) + tensor(),
         "general.alignment=0: must be from 8",
     ),
     "nothing in it": (START + header(0, 0), "the key 'general.architecture' is missing"),

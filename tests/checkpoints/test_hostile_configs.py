@@ -53,13 +53,13 @@ def outcome(base, raw) -> str:
 
 
 def failures(cases) -> list[str]:
-    found = []
+    problems = []
     for base, path, value in cases:
         problem = outcome(base, hostile.changed(base.raw, path, value))
         if problem:
             shown = "absent" if value is hostile.ABSENT else repr(value)
-            found.append(f"{base.name}: {'.'.join(map(str, path))}={shown}: {problem}")
-    return found
+            problems.append(f"{base.name}: {'.'.join(map(str, path))}={shown}: {problem}")
+    return problems
 
 
 def every_case(bases):
@@ -97,8 +97,8 @@ def test_two_damaged_values(bases):
             except (KeyError, IndexError, TypeError):
                 continue  # the first removed what the second changes
     assert len(cases) > 2000
-    found = [f"{base.name}: {problem}" for base, raw in cases if (problem := outcome(base, raw))]
-    assert not found
+    problems = [f"{base.name}: {problem}" for base, raw in cases if (problem := outcome(base, raw))]
+    assert not problems
 
 
 def test_parsers_read_no_value_without_type_and_bounds():

@@ -249,9 +249,9 @@ CASES = {
 }
 
 
-def assert_same(got, wanted):
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+def assert_same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
@@ -259,9 +259,9 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_under_hugging_face_names(case):
     names, config, convert = CASES[case]
-    given = convert(config, hugging_face(config))
-    assert_same(jspec.from_named(config, given, names=names).params.target, weights_of(config))
-    tree = nested(given)
+    arrays = convert(config, hugging_face(config))
+    assert_same(jspec.from_named(config, arrays, names=names).params.target, weights_of(config))
+    tree = nested(arrays)
     count = named_arrays._fuse._cache_size()
     assert_same(jspec.from_named(config, tree, names=names).params.target, weights_of(config))
     other = nested(convert(config, hugging_face(config, seed=1)))
@@ -275,8 +275,8 @@ def test_states_of_modules_are_taken(needs):
     needs("flax")
     from flax import nnx
 
-    given = to_tunix_llama(TIED, hugging_face(TIED))
-    state = nnx.State(jax.tree.map(lambda x: nnx.Param(jnp.asarray(x)), nested(given)))
+    arrays = to_tunix_llama(TIED, hugging_face(TIED))
+    state = nnx.State(jax.tree.map(lambda x: nnx.Param(jnp.asarray(x)), nested(arrays)))
     assert_same(jspec.from_named(TIED, state, names="tunix").params.target, weights_of(TIED))
 
 
@@ -360,9 +360,9 @@ WRONG = {
 @pytest.mark.parametrize("case, change, message", WRONG.values(), ids=WRONG)
 def test_wrong_leaves_are_named(case, change, message):
     names, config, convert = CASES[case]
-    given = change(convert(config, hugging_face(config)))
+    arrays = change(convert(config, hugging_face(config)))
     with pytest.raises(CheckpointError, match=message):
-        jspec.from_named(config, given, names=names, dtype="float32")
+        jspec.from_named(config, arrays, names=names, dtype="float32")
 
 
 BIASED = dataclasses.replace(LLAMA, attention_bias=True)

@@ -89,8 +89,8 @@ def test_linear_layers_are_those_stored(stored, model, form):
     got = jspec.load(path / "narrow").params.target
     expected = jspec.load(path / "wide").params.target
     assert_same_values(got, expected)
-    found = jax.tree_util.tree_leaves_with_path(got, is_leaf=is_matrix)
-    narrow = {path[-1].name: leaf for path, leaf in found if is_matrix(leaf)}
+    leaves = jax.tree_util.tree_leaves_with_path(got, is_leaf=is_matrix)
+    narrow = {path[-1].name: leaf for path, leaf in leaves if is_matrix(leaf)}
     fields = {"llama": {"qkv"}, "experts": {"qkv"}, "latents": {"down_projection", "query"}}[model]
     assert set(narrow) == fields | {"o", "gate_up", "down"} | ({"lm_head"} if form == "channels" else set())
     kind = np.int8 if form == "int8" else ml_dtypes.float8_e4m3fn

@@ -18,9 +18,9 @@ from jspec.core.struct import WHOLE
 
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 8, 23])
 def test_blocks_cover_everything_once_and_in_order(size):
-    found = each_block(size, 4, lambda start, end: list(range(start, end)))
-    assert sum(found, []) == list(range(size))
-    assert all(0 < len(each) <= 4 for each in found)
+    blocks = each_block(size, 4, lambda start, end: list(range(start, end)))
+    assert sum(blocks, []) == list(range(size))
+    assert all(0 < len(block) <= 4 for block in blocks)
 
 
 def test_an_error_of_any_block_is_raised():
@@ -84,8 +84,8 @@ def test_weights_are_read_and_joined_in_blocks(tmp_path, monkeypatch, block, tra
     assert all(isinstance(part, Deferred) for part in parts)
     joined = side_by_side(parts)
     assert joined.flags.f_contiguous == transposed and joined.dtype == np.float32
-    wanted = [values.T if transposed else values for values in stored.values()]
-    np.testing.assert_array_equal(joined, np.concatenate(wanted, axis=-1).astype(np.float32))
+    expected = [values.T if transposed else values for values in stored.values()]
+    np.testing.assert_array_equal(joined, np.concatenate(expected, axis=-1).astype(np.float32))
     np.testing.assert_array_equal(read.put(WHOLE, parts), joined)
 
 
@@ -99,11 +99,11 @@ def test_a_stack_of_matrices_is_read_in_blocks(tmp_path, monkeypatch, block, tra
     files, sizes = SafetensorFiles(tmp_path), []
     real = files.part
     monkeypatch.setattr(files, "part", lambda name, part: sizes.append(np.prod([*map(len, part)])) or real(name, part))
-    found = Tensors(files, np.float32).read("a", 3, 5, 4)
+    matrices = Tensors(files, np.float32).read("a", 3, 5, 4)
     for index in [(), (slice(1, 3),), (slice(None), slice(1, 4), slice(0, 4, 2))]:
-        part = found[index] if index else found
-        wanted = stored[index]
+        part = matrices[index] if index else matrices
+        expected = stored[index]
         if transposed:
-            part, wanted = part.swapaxes(1, 2), wanted.swapaxes(1, 2)
-        np.testing.assert_array_equal(part, wanted)
+            part, expected = part.swapaxes(1, 2), expected.swapaxes(1, 2)
+        np.testing.assert_array_equal(part, expected)
     assert max(sizes) <= max(block // 2, 4)

@@ -72,8 +72,8 @@ def test_logits_equal_transformers(model, oracle, name):
 
     ids = model.tokenizer.encode(heldout_prompts()[0])[:200]
     with torch.no_grad():
-        wanted = oracle(name)(torch.tensor([ids])).logits.numpy()
-    np.testing.assert_allclose(logits_of(name, np.array([ids], np.int32)), wanted, atol=2e-4, rtol=0)
+        expected = oracle(name)(torch.tensor([ids])).logits.numpy()
+    np.testing.assert_allclose(logits_of(name, np.array([ids], np.int32)), expected, atol=2e-4, rtol=0)
 
 
 PROMPTS, NEW_TOKENS = slice(0, 6), 48

@@ -59,9 +59,9 @@ def arrays_of(config, params):
     return {name: jnp.array(array) for name, array in family.named_tensors(config, params)}
 
 
-def assert_same(got, wanted):
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+def assert_same(got, expected):
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
     for (path, a), b in pairs:
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
@@ -100,8 +100,8 @@ def test_weights_of_a_running_loop_compile_nothing(case):
         for seed in (1, 2):
             new = jspec.from_named(described, arrays_of(config, make(seed)), eos=[7])
             changed = model.with_params(new.params.target)
-            wanted = jspec.Model("loaded", config, Params(make(seed)), None, (7,))
-            tokens = jspec.generate(wanted, PROMPTS, drafter=None, max_new_tokens=12).tokens
+            expected = jspec.Model("loaded", config, Params(make(seed)), None, (7,))
+            tokens = jspec.generate(expected, PROMPTS, drafter=None, max_new_tokens=12).tokens
             assert jspec.generate(changed, PROMPTS, drafter="ngram", max_new_tokens=12).tokens == tokens
             engine.update(new.params)
             assert engine.generate(PROMPTS, max_new_tokens=12).tokens == tokens
@@ -119,8 +119,8 @@ def test_generation_from_names_is_one_program():
         model = jspec.from_named(config, arrays)
         return jspec.generate_ids(model.params, ids, lengths, key, target=model.target, max_new_tokens=9).tokens
 
-    wanted = jspec.generate(jspec.Model("m", config, Params(make(0)), None, ()), PROMPTS[:1], max_new_tokens=9)
-    assert sample(arrays, jax.random.key(0))[0, 5:].tolist() == wanted.tokens[0]
+    expected = jspec.generate(jspec.Model("m", config, Params(make(0)), None, ()), PROMPTS[:1], max_new_tokens=9)
+    assert sample(arrays, jax.random.key(0))[0, 5:].tolist() == expected.tokens[0]
 
 
 def test_arrays_of_other_kinds():

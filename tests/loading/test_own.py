@@ -63,7 +63,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def wanted(model):
+def texts(model):
     texts = [naive(model.params.target, prompt, 20) for prompt in PROMPTS]
     return [text[: text.index(VOCAB - 1) + 1] if VOCAB - 1 in text else text for text in texts]
 
@@ -74,32 +74,32 @@ def test_repr_names_the_function_and_the_draft(model):
 
 @pytest.mark.slow(unless="Standalone(depth=3, width=2, num_nodes=6")
 @pytest.mark.parametrize("drafter", [None, "ngram", jspec.Standalone(depth=3), TREE], ids=str)
-def test_output_is_that_of_a_naive_loop(model, wanted, drafter):
+def test_output_is_that_of_a_naive_loop(model, texts, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=20)
-    assert out.tokens == wanted
+    assert out.tokens == texts
     if drafter is TREE:
         assert out.stats.accept_length > 1.5
 
 
 @pytest.mark.slow
-def test_an_engine_a_stream_and_a_pure_function_give_the_same(model, wanted):
+def test_an_engine_a_stream_and_a_pure_function_give_the_same(model, texts):
     for drafter in (TREE, jspec.Standalone(depth=3)):
         alone = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=20)
         with jspec.Engine(model, drafter=drafter, slots=2, page_size=4, prefill_tokens=4) as engine:
             out = engine.generate(PROMPTS, max_new_tokens=20)
-            assert out.tokens == wanted and out.stats.rounds.tolist() == alone.stats.rounds.tolist()
+            assert out.tokens == texts and out.stats.rounds.tolist() == alone.stats.rounds.tolist()
             again = engine.generate(PROMPTS * 3, max_new_tokens=20)  # prompts that are known
-            assert again.tokens == wanted * 3
+            assert again.tokens == texts * 3
             np.testing.assert_allclose(engine.score(PROMPTS[0]).logprobs[1:], scored(model, PROMPTS[0]), atol=1e-5)
     pieces = [piece for piece in jspec.stream(model, PROMPTS[0], drafter=TREE, max_new_tokens=20)]
-    assert sum((piece.tokens for piece in pieces), []) == wanted[0]
+    assert sum((piece.tokens for piece in pieces), []) == texts[0]
 
     @jax.jit
     def complete(params, ids, key):
         return jspec.generate_ids(params, ids, jnp.array([5]), key, target=model.target, max_new_tokens=20)
 
     ids = complete(model.params, jnp.array([PROMPTS[0]]), jax.random.key(0))
-    assert ids.tokens[0, 5:].tolist()[: len(wanted[0])] == wanted[0]
+    assert ids.tokens[0, 5:].tolist()[: len(texts[0])] == texts[0]
 
 
 def scored(model, prompt):
@@ -128,10 +128,10 @@ def test_drafted_rounds_are_those_of_a_model_with_a_cache():
     for drafter in (jspec.Standalone(depth=3), jspec.Standalone(depth=4, width=3, num_nodes=9)):
         for sampling in (None, jspec.Sampling(temperature=0.8, top_k=20)):
             options = dict(drafter=drafter, max_new_tokens=24, sampling=sampling)
-            got, wanted = (jspec.generate(each, PROMPTS, **options) for each in (model, cached))
-            assert got.tokens == wanted.tokens and got.origin == wanted.origin
-            np.testing.assert_array_equal(got.stats.rounds, wanted.stats.rounds)
-            np.testing.assert_array_equal(got.stats.accept_counts, wanted.stats.accept_counts)
+            got, expected = (jspec.generate(either, PROMPTS, **options) for either in (model, cached))
+            assert got.tokens == expected.tokens and got.origin == expected.origin
+            np.testing.assert_array_equal(got.stats.rounds, expected.stats.rounds)
+            np.testing.assert_array_equal(got.stats.accept_counts, expected.stats.accept_counts)
 
 
 @pytest.mark.slow
@@ -177,15 +177,15 @@ def test_modules_of_flax(kind, needs):
         leaves = jax.tree.leaves(model.params.target)
         assert any(leaf is module.down.kernel[...] for leaf in leaves), "weights are taken by reference"
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        wanted = [naive(variables, prompt, 12, call) for prompt in PROMPTS]
+        texts = [naive(variables, prompt, 12, call) for prompt in PROMPTS]
         drafted = model.with_draft(other)
         for drafter in ("ngram", jspec.Standalone(depth=2, width=2)):
-            assert jspec.generate(drafted, PROMPTS, drafter=drafter, max_new_tokens=12).tokens == wanted
+            assert jspec.generate(drafted, PROMPTS, drafter=drafter, max_new_tokens=12).tokens == texts
         count = decode._cache_size()
         jspec.generate(other.with_draft(model), PROMPTS, drafter=drafter, max_new_tokens=12)
         assert decode._cache_size() == count, "a module of the same structure compiles nothing"
         with jspec.Engine(drafted, slots=2, drafter=drafter, page_size=4) as engine:
-            assert engine.generate(PROMPTS, max_new_tokens=12).tokens == wanted
+            assert engine.generate(PROMPTS, max_new_tokens=12).tokens == texts
 
 
 @pytest.mark.slow

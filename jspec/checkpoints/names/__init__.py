@@ -5,13 +5,12 @@ and sliced arrays are never stored.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import gemma, maxtext, tunix
-from jspec.checkpoints.names.leaves import Library, Named, flatten, read
+from jspec.checkpoints.names.leaves import Library, Named, read
 from jspec.models.decoder import Decoder
 
 TRANSFORMERS = "transformers"
@@ -37,11 +36,6 @@ def check_names(names: object, config: Decoder) -> None:
             f"names={names!r}: known for {known}, and this model is of type {type(config).__name__}; pass arrays under "
             "their Hugging Face names"
         )
-
-
-def flatten_params(names: str, params: PyTree) -> dict[str, Any]:
-    """The leaves of a library's weights by their paths."""
-    return flatten(params, LIBRARIES[names].roots)
 
 
 def translate(names: str, config: Decoder, arrays: Mapping[str, Array]) -> Named:
