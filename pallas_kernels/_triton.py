@@ -1,5 +1,6 @@
 """What the Triton kernels share: the call, loads, products, and the running softmax of attention."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 
 from pallas_kernels._types import Ref
 
@@ -107,6 +109,20 @@ def load_mask(ref: Ref, node: jax.Array, real: jax.Array, position: jax.Array, u
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """The product in full precision for float32, where Triton would otherwise use TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def config_of_rows(tuning: Any, rows: int, dtype: DTypeLike) -> Any:
+    """The configuration for a product of this many rows, before its contraction is divided.
+
+    tuning: with configurations `one_row`, `float32`, `few_rows` (up to its `block_m`) and `many_rows`.
+    """
+    if rows == 1:
+        return tuning.one_row
+    if jnp.dtype(dtype).itemsize > 2:
+        return tuning.float32
+    if rows > tuning.few_rows.block_m:
+        return tuning.many_rows
+    return dataclasses.replace(tuning.few_rows, block_m=padded(rows))
 
 
 def count_parts(inner: int, tiles: int, *, programs: int, least: int) -> int:

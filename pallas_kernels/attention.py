@@ -123,15 +123,28 @@ def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Arr
         raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key heads")
     if rows < nodes:
         raise ValueError(f"k_rows has {rows} rows: must have at least one for each of the {nodes} nodes of q")
+    check_mask(mask, batch, nodes, rows)
+
+
+def check_mask(mask: jax.Array | None, batch: int, nodes: int, rows: int) -> None:
+    """Raises ValueError unless a mask of the round's rows has a shape of this size."""
     if mask is not None and mask.shape not in ((batch, nodes, rows), (1, nodes, rows)):
         raise ValueError(
             f"mask {mask.shape}: must be {(batch, nodes, rows)}, for {batch} sequences, {nodes} nodes and {rows} rows"
         )
 
 
+def check_scores(q: jax.Array, soft_cap: float | None, sinks: jax.Array | None) -> None:
+    """Raises ValueError unless the bound of scores and the sinks suit the queries."""
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks {sinks.shape}: must be {q.shape[2:3]}, one for each head of q")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
+
+
 def check_prefix(
-    q: jax.Array,
-    k_rows: jax.Array,
+    name: str,
+    rows: jax.Array,
     pool: jax.Array | None,
     page_table: jax.Array | None,
     prefix_length: jax.Array | None,
@@ -140,19 +153,20 @@ def check_prefix(
 ) -> None:
     """Check the committed rows.
 
+    name, rows: the round's own rows, [B, R, ...].
     planes: planes of the pool; 1 if the keys are also the values.
 
     Raises:
-      ValueError: they do not fit the queries or the round's own rows.
+      ValueError: they do not fit the round's own rows.
     """
     if prefix_length is None:
         return
     if pool is None or page_table is None:
         raise ValueError("prefix_length requires pool and page_table")
-    batch = q.shape[0]
-    if pool.ndim != 6 or (pool.shape[1], *pool.shape[4:]) != (planes, *k_rows.shape[2:]):
-        expected = ("L", planes, "P", "page", *k_rows.shape[2:])
-        raise ValueError(f"pool {pool.shape}: must be {expected} for k_rows {k_rows.shape}")
+    batch, _, *row = rows.shape
+    expected = ("L", planes, "P", "page", *row)
+    if pool.ndim != len(expected) or (pool.shape[1], *pool.shape[4:]) != (planes, *row):
+        raise ValueError(f"pool {pool.shape}: must be {expected} for {name} {rows.shape}")
     if not 0 <= layer < pool.shape[0]:
         raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
     if page_table.shape[0] != batch or prefix_length.shape != (batch,):

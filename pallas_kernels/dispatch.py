@@ -23,7 +23,7 @@ class Operation:
     A kernel backend is a module of the operation's package, named like the backend, with
 
     - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
-    - `supported(...)` of the operation's arguments and `interpret=`: None, or why it cannot run them;
+    - `supported(...)` of the operation's arguments and `interpret=`, unless it can run all: None, or why not;
     - `worthwhile`, only if a later backend is faster for some arguments: whether to run on these;
     - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, its value for given shapes.
 
@@ -104,7 +104,11 @@ class Operation:
 
     def _refusal(self, kernel: str, args: tuple, options: dict[str, object]) -> str | None:
         """Why a kernel backend cannot run these arguments; None if it can."""
-        return unavailable(self, kernel) or self.module(kernel).supported(*args, **options)
+        return unavailable(self, kernel) or self.supported(kernel)(*args, **options)
+
+    def supported(self, kernel: str) -> Callable[..., str | None]:
+        """The function of a kernel backend that says why it cannot run some arguments; None if it can."""
+        return getattr(self.module(kernel), "supported", lambda *_, **__: None)
 
 
 @functools.cache

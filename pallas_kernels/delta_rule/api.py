@@ -30,8 +30,7 @@ def tree_delta_rule(
       mask: the node itself and its ancestors among the rows, parents before children; None: all rows up to its own.
       earlier: u of the E = R - N rows before the new ones; None: there are none.
       live: sequences that have a state; the others begin with zeros, whatever `state` holds. None: all.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run.

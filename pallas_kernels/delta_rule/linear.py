@@ -1,9 +1,29 @@
-"""Sums and inverses that XLA and the kernels share."""
+"""What XLA and the kernels share: sums and inverses, and what kernels refuse."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
+
+
+def refuse_tree(
+    most: int,
+    state: jax.Array | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    mask: jax.Array | None,
+    earlier: jax.Array | None = None,
+    live: jax.Array | None = None,
+    *,
+    interpret: object = None,
+) -> str | None:
+    """None, or why a kernel for `most` nodes cannot run these arguments of `tree_delta_rule`."""
+    if q.shape[1] > most:
+        return f"q has {q.shape[1]} nodes: must be at most {most}"
+    return None if earlier is None else "earlier is given: must be None"
 
 
 def suffix_sum(x: Shaped[Array, "*batch R"]) -> Shaped[Array, "*batch R"]:

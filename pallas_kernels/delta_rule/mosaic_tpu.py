@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import platform
 from pallas_kernels._mosaic_tpu import SUBLANES, pad, round_up
 from pallas_kernels._types import Ref
-from pallas_kernels.delta_rule.linear import unit_lower_inverse
+from pallas_kernels.delta_rule.linear import refuse_tree, unit_lower_inverse
 
 MAX_NODES = 64
 """Limit for a tree: longer chains are read in blocks of this many tokens, in XLA."""
@@ -39,23 +39,8 @@ def default_config(*, value_dim: int) -> Config:
     return Config(min(value_dim, platform.for_device_kind(TUNING).block_v))
 
 
-def supported(
-    state: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    mask: jax.Array | None,
-    earlier: jax.Array | None = None,
-    live: jax.Array | None = None,
-    *,
-    interpret: bool | pltpu.InterpretParams | None = None,
-) -> str | None:
-    """None, or why the kernel cannot run these arguments of `tree_delta_rule`."""
-    if q.shape[1] > MAX_NODES:
-        return f"q has {q.shape[1]} nodes: must be at most {MAX_NODES}"
-    return None if earlier is None else "earlier is given: must be None"
+supported = functools.partial(refuse_tree, MAX_NODES)
+"""As in `dispatch.Operation`."""
 
 
 def tree_delta_rule(

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call, dot, padded
 from pallas_kernels._types import Ref
-from pallas_kernels.delta_rule.linear import unit_lower_inverse
+from pallas_kernels.delta_rule.linear import refuse_tree, unit_lower_inverse
 
 MAX_NODES = 32
 """Limit for a tree: a program holds the node-to-node terms, and more of them would not leave it enough registers."""
@@ -58,23 +58,8 @@ def default_config(*, nodes: int, key_dim: int, value_dim: int) -> Config:
     )
 
 
-def supported(
-    state: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    mask: jax.Array | None,
-    earlier: jax.Array | None = None,
-    live: jax.Array | None = None,
-    *,
-    interpret: bool | None = None,
-) -> str | None:
-    """None, or why the kernel cannot run these arguments of `tree_delta_rule`."""
-    if q.shape[1] > MAX_NODES:
-        return f"q has {q.shape[1]} nodes: must be at most {MAX_NODES}"
-    return None if earlier is None else "earlier is given: must be None"
+supported = functools.partial(refuse_tree, MAX_NODES)
+"""As in `dispatch.Operation`."""
 
 
 def tree_delta_rule(

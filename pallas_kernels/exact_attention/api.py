@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention import check_prefix, check_rows
+from pallas_kernels.attention import check_prefix, check_rows, check_scores
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.exact_attention import reference
 
@@ -49,15 +49,12 @@ def exact_attention(
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     check_rows(q, k_rows, k_rows if v_rows is None else v_rows, mask)
-    check_prefix(q, k_rows, pool, page_table, prefix_length, layer, planes=1 if v_rows is None else 2)
+    check_prefix("k_rows", k_rows, pool, page_table, prefix_length, layer, planes=1 if v_rows is None else 2)
     if pool is not None and pool.dtype != q.dtype:
         raise ValueError(f"pool is {pool.dtype}: must be {q.dtype}, as q")
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be at least 1, the node itself, or None for no window")
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks {sinks.shape}: must be {q.shape[2:3]}, one for each head of q")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
+    check_scores(q, soft_cap, sinks)
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "window": window, "sinks": sinks}
     return OPERATION.run(backend, *arrays, **options)

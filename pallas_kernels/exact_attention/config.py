@@ -37,60 +37,43 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Constants of `default_config` for a kind of device."""
+    """Constants of `default_config` for a kind of device; the defaults suit any."""
 
-    block_m_16_bit: int
+    block_m_16_bit: int = 64
     """The least rows of a product that runs on the tensor cores of a whole group of warps."""
-    block_m_32_bit: int
-    block_m_wide: int
+    block_m_32_bit: int = 16
+    block_m_wide: int = 16
     """For heads of more than `wide` dimensions, whose tiles would not fit into registers otherwise."""
-    wide: int
-    tiles: dict[int, tuple[int, int, int]]
+    wide: int = 256
+    tiles: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
     """Most query rows of a key head -> rows, warps and stages of their tiles, for types of 16 bits and heads of up to
     `short` dimensions; empty where bits depend on the tile. Several low tiles share a multiprocessor, and hide the time
     of each other's loads; high ones read a block for more rows."""
-    short: int
-    node_tile: tuple[int, int, int]
+    short: int = 128
+    node_tile: tuple[int, int, int] = (64, 1, 4)
     """Rows, stages and warps of `Config.own_block_m`, for types of 16 bits and heads of up to `wide` dimensions. Other
     types and heads have tiles like those of the prefix."""
-    programs: int
+    programs: int = 256
     """With fewer programs per segment, each segment is a program of its own,"""
-    tree_programs: int
+    tree_programs: int = 64
     """and in a tree with fewer than this,"""
-    state_bytes: int
+    state_bytes: int = 2**26
     """unless their states take more memory than this."""
-    num_warps: int
-    num_stages: int
-    stage_bytes: int
+    num_warps: int = 4
+    num_stages: int = 2
+    stage_bytes: int = 2**15
     """Bytes of a block's keys at most; there is one stage if they take more."""
-    block_bytes: int
+    block_bytes: int = 2**17
     """Bound of the bytes of a block's keys and values in shared memory."""
 
 
-_ANY = Tuning(
-    block_m_16_bit=64,
-    block_m_32_bit=16,
-    block_m_wide=16,
-    wide=256,
-    tiles={},
-    short=128,
-    node_tile=(64, 1, 4),
-    programs=256,
-    tree_programs=64,
-    state_bytes=2**26,
-    num_warps=4,
-    num_stages=2,
-    stage_bytes=2**15,
-    block_bytes=2**17,
-)
-_HOPPER = dataclasses.replace(
-    _ANY,
+_HOPPER = Tuning(
     tiles={16: (16, 4, 3), 64: (32, 4, 3), 2**30: (128, 8, 2)},
     node_tile=(16, 1, 2),
     programs=128,
     tree_programs=32,
 )
-TUNING = {"any other": _ANY, "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
+TUNING = {"any other": Tuning(), "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
 
 

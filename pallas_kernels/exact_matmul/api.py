@@ -32,8 +32,7 @@ def exact_matmul(
       parts: the result may also be the sums over the parts of the contraction, [P, T, N] in float32: added in order,
         then rounded to the dtype of `x`, they are the product. `residual_norm` and `split_heads` read them as they are,
         which saves a pass over them. Not with an activation.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments. Bits differ between backends.
+      backend: as in `dispatch.Operation.run`. Bits differ between backends.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

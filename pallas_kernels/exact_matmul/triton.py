@@ -47,53 +47,43 @@ class Config:
     num_stages: int
 
 
+_NARROW = Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Constants of `default_config` for a kind of device."""
+    """Constants of `default_config` for a kind of device; the defaults suit any."""
 
-    float32: Config
-    narrow: Config
+    float32: Config = Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2)
+    narrow: Config = _NARROW
     """For types of 16 bits."""
-    min_block_m: int
+    min_block_m: int = _NARROW.block_m
     """With fewer rows than `narrow` has in a block, `block_m` is the power of two that holds them, and at least this;
     that of `narrow` where bits depend on it."""
-    few_rows_whole: Config
+    few_rows_whole: Config = _NARROW
     """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
-    many_rows: Config
+    many_rows: Config = _NARROW
     """For more than `spread_rows` rows, and for fewer that fill its tiles as well as those of `narrow`.
 
     It is `narrow` where bits depend on the tile.
     """
-    many_rows_whole: Config
+    many_rows_whole: Config = _NARROW
     """The same for a contraction of one part, whose sums take half the registers."""
-    programs: int
+    programs: int = 192
     """The contraction is divided until there are this many programs for a block of rows, or half as many."""
-    least_part: int
+    least_part: int = 512
     """Elements of the contraction in a part, at least."""
-    spread_rows: int
+    spread_rows: int = 256
     """Up to this many rows, parts are programs of their own: partial results cost bytes in proportion to the rows."""
 
 
-_NARROW = Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3)
-_ANY = Tuning(
-    float32=Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2),
-    narrow=_NARROW,
-    min_block_m=_NARROW.block_m,
-    few_rows_whole=_NARROW,
-    many_rows=_NARROW,
-    many_rows_whole=_NARROW,
-    programs=192,
-    least_part=512,
-    spread_rows=256,
-)
-_HOPPER = dataclasses.replace(
-    _ANY,
+_HOPPER = Tuning(
     min_block_m=16,
     few_rows_whole=Config(block_m=16, block_n=128, block_k=32, parts=1, spread=False, num_warps=4, num_stages=5),
     many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
     many_rows_whole=Config(block_m=128, block_n=256, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
 )
-TUNING = {"any other": _ANY, "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
+TUNING = {"any other": Tuning(), "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
 
 

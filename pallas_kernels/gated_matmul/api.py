@@ -23,8 +23,7 @@ def gated_matmul(
       x: the tokens. The kernel gains time for about 100 to 400 of them.
       weight: the columns of the gate first, then the others.
       activation: of each element. The kernel takes none with a derivative rule of its own, such as `jax.nn.relu`.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments. The kernel rounds once, at the end.
+      backend: as in `dispatch.Operation.run`. The kernel rounds once, at the end.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import ROWS, refuse_device, refuse_dtype
 from pallas_kernels._mosaic_product import Config, count_tiles, make_config, product
 from pallas_kernels.gated_matmul import reference
+from pallas_kernels.gradients import with_gradients_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +118,8 @@ def gated_matmul(
     config, rows = config or default_config(tokens=tokens, width=width), x.reshape(-1, inner)
     if inner % config.block_k or config.columns > width:
         raise ValueError(f"{config}: block_k must divide {inner}, and columns be at most {width}")
-    out: Any = _gated_matmul(activation, config, platform.resolve_interpret(interpret), rows, weight)
+    options = {"config": config, "interpret": platform.resolve_interpret(interpret), "name": "gated_matmul"}
+    kernel = functools.partial(product, activation=activation, **options)
+    # Training has more tokens than the kernel is for.
+    out = with_gradients_of(functools.partial(reference.gated_matmul, activation=activation), kernel)(rows, weight)
     return out.reshape(*x.shape[:-1], -1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gated_matmul(
-    activation: Callable[[jax.Array], jax.Array], config: Config, interpret: bool, x: jax.Array, weight: jax.Array
-) -> jax.Array:
-    return product(x, weight, activation=activation, config=config, interpret=interpret, name="gated_matmul")
-
-
-def _forward(activation, config, interpret, x, weight):
-    return _gated_matmul(activation, config, interpret, x, weight), (x, weight)
-
-
-def _backward(activation, config, interpret, operands, gradient):
-    """The gradients of the reference: training has more tokens than the kernel is for."""
-    return jax.vjp(functools.partial(reference.gated_matmul, activation=activation), *operands)[1](gradient)
-
-
-_gated_matmul.defvjp(_forward, _backward)

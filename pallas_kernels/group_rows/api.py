@@ -20,8 +20,7 @@ def group_rows(
     Args:
       groups: of each token's first k rows, below `count`.
       always: further rows of each token, one in each of the last `always` groups: X = count + always.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Returns:
       the token at each place, the place of each row, and the rows of each group.

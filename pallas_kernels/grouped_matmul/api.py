@@ -46,8 +46,7 @@ def grouped_matmul(
       activation: of a gated MLP, whose matrices have the columns of the gate first, then the others: the result is
         activation(gate) * other, rounded once, M = N / 2. None: the products themselves, M = N.
       exact: a row's result does not depend on the other rows, to the bit (see `exact_matmul`).
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

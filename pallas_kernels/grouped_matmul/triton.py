@@ -38,36 +38,25 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Constants of `default_config` for a kind of device."""
+    """Constants of `default_config` for a kind of device; the defaults are those of an H100."""
 
-    float32: Config
-    few_rows: Config
+    float32: Config = Config(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
+    few_rows: Config = Config(block_m=16, block_n=128, block_k=64, num_warps=4, num_stages=4)
     """For up to 16 rows per matrix. One block of rows reads the matrix: there is little to compute and much to load, at
     least 128 bytes of a row of the matrix at once, in each half."""
-    many_rows: Config
+    many_rows: Config = Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
     """For more of them; with fewer than its rows per matrix, `block_m` is the power of two that holds those."""
-    min_block_m: int
+    min_block_m: int = 32
     """Limit for `many_rows`."""
-    short_block_warps: int
+    short_block_warps: int = 4
     """Warps of smaller blocks than that of `many_rows`."""
-    exact: Config
+    exact: Config = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3)
     """For any number of rows, where the bits must not depend on it."""
-    packed: Config
-    """For more than 16 rows per packed matrix."""
+    packed: Config = Config(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=3)
+    """For more than 16 rows per packed matrix: that of `packed_matmul`, not measured."""
 
 
-TUNING = {
-    "NVIDIA H100": Tuning(
-        float32=Config(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2),
-        few_rows=Config(block_m=16, block_n=128, block_k=64, num_warps=4, num_stages=4),
-        many_rows=Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
-        min_block_m=32,
-        short_block_warps=4,
-        exact=Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3),
-        # Not measured: that of `packed_matmul`.
-        packed=Config(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=3),
-    )
-}
+TUNING = {"NVIDIA H100": Tuning()}
 """By device kind; the first entry is the default."""
 
 

@@ -28,8 +28,7 @@ def kv_compact(
       start: the first position to write in each sequence. Rows after its last page are dropped.
       path: the accepted nodes in order, root first. None: the nodes are a chain, so that path[b, i] = i.
       length: number of written rows; with 0 the sequence does not change.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the shapes do not fit together.

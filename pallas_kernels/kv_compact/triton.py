@@ -46,11 +46,6 @@ def default_config(*, parts: int, width: int) -> Config:
     return Config(min(max(tuning.elements // pl.next_power_of_2(width), 1), parts), tuning.num_warps)
 
 
-def supported(*args: object, interpret: bool | None = None) -> str | None:
-    """None: the kernel can run all arguments of `kv_compact`."""
-    return None
-
-
 def kv_compact(
     pool: jax.Array,
     rows: tuple[jax.Array, ...],

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.attention import check_mask, check_prefix
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.mla_attention import reference
 
@@ -47,15 +48,19 @@ def mla_attention(
       layer: the layer of the pool to read.
       scale: factor on the scores before the softmax in float32.
       prefix_mask: the visible ones of the S = pages * page positions, among the committed ones. None: all.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     _check_rows(q_latent, q_rope, rows, mask)
-    _check_prefix(q_latent, rows, pool, page_table, prefix_length, prefix_mask, layer)
-
+    check_prefix("rows", rows, pool, page_table, prefix_length, layer, planes=1)
+    if prefix_mask is not None:
+        if pool is None or page_table is None or prefix_length is None:
+            raise ValueError("prefix_mask requires prefix_length")
+        expected = (*q_latent.shape[:2], page_table.shape[1] * pool.shape[3])
+        if prefix_mask.shape != expected:
+            raise ValueError(f"prefix_mask {prefix_mask.shape}: must be {expected}, one for each node and position")
     arrays = (q_latent, q_rope, rows, pool, page_table, prefix_length, mask)
     return OPERATION.run(backend, *arrays, layer=layer, scale=scale, prefix_mask=prefix_mask)
 
@@ -74,37 +79,4 @@ def _check_rows(q_latent: Array, q_rope: Array, rows: Array, mask: Array | None)
         raise ValueError(f"q_latent, q_rope and rows must have the same dtype, not {dtypes}")
     if rows.shape[1] < nodes:
         raise ValueError(f"rows {rows.shape}: must have at least one for each of the {nodes} nodes")
-    if mask is not None and mask.shape not in ((batch, nodes, rows.shape[1]), (1, nodes, rows.shape[1])):
-        expected = (batch, nodes, rows.shape[1])
-        raise ValueError(f"mask {mask.shape}: must be {expected}, for {batch} sequences, {nodes} nodes and their rows")
-
-
-def _check_prefix(
-    q_latent: Array,
-    rows: Array,
-    pool: Array | None,
-    page_table: Array | None,
-    prefix_length: Array | None,
-    prefix_mask: Array | None,
-    layer: int,
-) -> None:
-    if prefix_length is None:
-        if prefix_mask is not None:
-            raise ValueError("prefix_mask requires prefix_length")
-        return
-    if pool is None or page_table is None:
-        raise ValueError("prefix_length requires pool and page_table")
-    batch, nodes = q_latent.shape[:2]
-    if pool.ndim != 5 or (pool.shape[1], pool.shape[4]) != (1, rows.shape[2]):
-        expected = ("L", 1, "P", "page", rows.shape[2])
-        raise ValueError(f"pool {pool.shape}: must be {expected} for rows {rows.shape}")
-    if not 0 <= layer < pool.shape[0]:
-        raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
-    if page_table.shape[0] != batch or prefix_length.shape != (batch,):
-        raise ValueError(
-            f"page_table {page_table.shape} and prefix_length {prefix_length.shape}: "
-            f"must have a row of pages and a length for each of the {batch} sequences"
-        )
-    expected = (batch, nodes, page_table.shape[1] * pool.shape[3])
-    if prefix_mask is not None and prefix_mask.shape != expected:
-        raise ValueError(f"prefix_mask {prefix_mask.shape}: must be {expected}, one for each node and position")
+    check_mask(mask, batch, nodes, rows.shape[1])

@@ -29,8 +29,7 @@ def packed_matmul(
       scale: float32; row g belongs to the rows from g * group on, and the last group may be shorter.
       zero: int8, the value that stands for 0, from 0 to 16; None: 8 everywhere.
       group: a multiple of 16; or at least K for one scale per column.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import count_parts, product_in_parts, refuse_dtype
+from pallas_kernels._triton import config_of_rows, count_parts, product_in_parts, refuse_dtype
 from pallas_kernels._triton_words import Words, add_block, finished, in_ptx, load
 from pallas_kernels._types import Ref
 from pallas_kernels.packed_matmul.layout import BLOCK, PER_WORD, STRIDE
@@ -48,53 +48,36 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Constants of `default_config` for a kind of device."""
+    """Constants of `default_config` for a kind of device; the defaults are those of an H100."""
 
-    float32: Config
-    one_row: Config
-    one_row_of_few_columns: Config
-    few_rows: Config
+    float32: Config = Config(block_m=16, block_n=32, unroll=1, parts=1, num_warps=4, num_stages=1)
+    one_row: Config = Config(block_m=1, block_n=256, unroll=1, parts=1, num_warps=4, num_stages=1)
+    one_row_of_few_columns: Config = Config(block_m=1, block_n=128, unroll=2, parts=1, num_warps=8, num_stages=1)
+    few_rows: Config = Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3)
     """For up to 64 rows; `block_m` is their number, rounded up to a power of two."""
-    many_rows: Config
-    programs: int
+    many_rows: Config = Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3)
+    programs: int = 1024
     """The contraction of few rows is divided until there are this many programs, or half as many."""
-    least_part: int
+    least_part: int = 512
     """Elements of the contraction in a part, at least."""
-    one_row_least_part: int
+    one_row_least_part: int = 256
     """The same for one row."""
-    few_columns: int
+    few_columns: int = 8192
     """The most columns of `one_row_of_few_columns`."""
 
 
-TUNING = {
-    "NVIDIA H100": Tuning(
-        float32=Config(block_m=16, block_n=32, unroll=1, parts=1, num_warps=4, num_stages=1),
-        one_row=Config(block_m=1, block_n=256, unroll=1, parts=1, num_warps=4, num_stages=1),
-        one_row_of_few_columns=Config(block_m=1, block_n=128, unroll=2, parts=1, num_warps=8, num_stages=1),
-        few_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3),
-        many_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3),
-        programs=1024,
-        least_part=512,
-        one_row_least_part=256,
-        few_columns=8192,
-    )
-}
+TUNING = {"NVIDIA H100": Tuning()}
 """By device kind; the first entry is the default."""
 
 
 def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> Config:
     """The configuration for a product [rows, inner] x [inner, columns]."""
     tuning = platform.for_device_kind(TUNING)
-    least = tuning.least_part
-    if rows == 1:
-        config = tuning.one_row_of_few_columns if columns <= tuning.few_columns else tuning.one_row
-        least = tuning.one_row_least_part
-    elif jnp.dtype(dtype).itemsize > 2:
-        config = tuning.float32
-    elif rows > tuning.few_rows.block_m:
-        return tuning.many_rows
-    else:
-        config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
+    config, least = config_of_rows(tuning, rows, dtype), tuning.one_row_least_part if rows == 1 else tuning.least_part
+    if config is tuning.many_rows:
+        return config
+    if rows == 1 and columns <= tuning.few_columns:
+        config = tuning.one_row_of_few_columns
     tiles = pl.cdiv(columns, config.block_n) * pl.cdiv(rows, config.block_m)
     return dataclasses.replace(config, parts=count_parts(inner, tiles, programs=tuning.programs, least=least))
 

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention import check_prefix, check_rows
+from pallas_kernels.attention import check_prefix, check_rows, check_scores
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.paged_attention import reference
 
@@ -53,24 +53,20 @@ def paged_attention(
         windows.
       sinks: for each query head the score of one more key, neither scaled nor bounded, whose value is zero: attention
         that no row gets (gpt-oss, arXiv 2508.10925, section 2.2). None: there is none.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     check_rows(q, k_rows, v_rows, mask)
-    check_prefix(q, k_rows, pool, page_table, prefix_length, layer)
+    check_prefix("k_rows", k_rows, pool, page_table, prefix_length, layer)
     if prefix_start is not None and prefix_length is None:
         raise ValueError("prefix_start requires prefix_length")
     if prefix_start is not None and prefix_start.shape != q.shape[:2]:
         raise ValueError(f"prefix_start {prefix_start.shape}: must be {q.shape[:2]}, one for each node")
     if keep_first < 0 or (keep_first and prefix_start is None):
         raise ValueError(f"keep_first={keep_first}: must be at least 0, and 0 without prefix_start")
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(f"sinks {sinks.shape}: must be {q.shape[2:3]}, one for each head of q")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
+    check_scores(q, soft_cap, sinks)
 
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}

@@ -51,39 +51,27 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Constants of `default_config` for a kind of device."""
+    """Constants of `default_config` for a kind of device; the defaults are those of an H100."""
 
-    block_m_16_bit: int
+    block_m_16_bit: int = 128
     """Query rows of the largest tile of heads of up to 256 bytes; longer heads have fewer."""
-    block_m_32_bit: int
+    block_m_32_bit: int = 32
     """The same for float32: its products run outside the tensor cores and hold their operands in registers."""
-    block_k: int
-    block_bytes: int
+    block_k: int = 64
+    block_bytes: int = 16384
     """Maximum bytes of the keys of a block."""
-    long_split: int
+    long_split: int = 1024
     """Least keys of a split for a tile of more than 64 rows, or for a second program per multiprocessor."""
-    max_splits: int
-    low_m: int
+    max_splits: int = 31
+    low_m: int = 32
     """Query rows of the largest low tile. Those of short heads have few warps, so that several programs share a
     multiprocessor and hide the time of each other's loads."""
-    low_row_bytes: int
+    low_row_bytes: int = 256
     """Bytes of a key of the longest short head."""
-    low_block_k: int
+    low_block_k: int = 32
 
 
-TUNING = {
-    "NVIDIA H100": Tuning(
-        block_m_16_bit=128,
-        block_m_32_bit=32,
-        block_k=64,
-        block_bytes=16384,
-        long_split=1024,
-        max_splits=31,
-        low_m=32,
-        low_row_bytes=256,
-        low_block_k=32,
-    )
-}
+TUNING = {"NVIDIA H100": Tuning()}
 """By device kind; the first entry is the default."""
 
 

@@ -36,8 +36,7 @@ def residual_norm(
         `norm.rms_norm`.
       exact: a token's result does not depend on the other tokens, to the bit: XLA divides the work of a reduction by
         its shape. The kernel, one program of fixed size per token, is exact in any case.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Returns:
       the new stream, and its norm or None.

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.parts import add_parts
 from pallas_kernels.residual_norm import reference
 
@@ -43,11 +44,6 @@ def default_config(*, width: int) -> Config:
     return Config(min(max(pl.next_power_of_2(width) // tuning.elements_per_warp, 1), tuning.max_warps))
 
 
-def supported(*args: object, interpret: bool | None = None, **options: object) -> str | None:
-    """None: the kernel can run all arguments of `residual_norm`."""
-    return None
-
-
 def residual_norm(
     x: jax.Array,
     branch: jax.Array | None,
@@ -62,19 +58,21 @@ def residual_norm(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Arguments as in `api.residual_norm` and `dispatch.Operation`; always exact."""
     config = config or default_config(width=x.shape[-1])
-    return _residual_norm(eps, wide, config, platform.resolve_interpret(interpret), x, branch, norms, factor)
+    options = {"eps": eps, "wide": wide}
+    kernel = functools.partial(_call, **options, config=config, interpret=platform.resolve_interpret(interpret))
+    return with_gradients_of(functools.partial(reference.residual_norm, **options), kernel)(x, branch, norms, factor)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _residual_norm(
-    eps: float,
-    wide: bool,
-    config: Config,
-    interpret: bool,
+def _call(
     x: jax.Array,
     branch: jax.Array | None,
     norms: Norms,
     factor: jax.Array | None,
+    *,
+    eps: float,
+    wide: bool,
+    config: Config,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     width = x.shape[-1]
     tokens = x.size // width
@@ -105,18 +103,6 @@ def _residual_norm(
     out = [result.reshape(x.shape) for result in out]
     stream = x if branch is None else out.pop(0)
     return stream, out[0] if out else None
-
-
-def _forward(eps, wide, config, interpret, *operands):
-    return _residual_norm(eps, wide, config, interpret, *operands), operands
-
-
-def _backward(eps, wide, config, interpret, operands, gradients):
-    """The gradients of the reference: launch overhead does not matter in training."""
-    return jax.vjp(functools.partial(reference.residual_norm, eps=eps, wide=wide), *operands)[1](gradients)
-
-
-_residual_norm.defvjp(_forward, _backward)
 
 
 def _kernel(

@@ -25,9 +25,8 @@ def scaled_matmul(
       weight: fp8 or int8.
       scale: float32; row g belongs to the rows from g * group on, and the last group may be shorter.
       group: at least K for one scale per column.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments. For several rows and one scale per column, that
-        is XLA, which widens the matrix inside its kernel.
+      backend: as in `dispatch.Operation.run`. None: for several rows and one scale per column, XLA,
+        which widens the matrix inside its kernel.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import count_parts, dot, power_of_2_in, product_in_parts, refuse_dtype
+from pallas_kernels._triton import config_of_rows, count_parts, dot, power_of_2_in, product_in_parts, refuse_dtype
 from pallas_kernels._types import Ref
 
 
@@ -41,47 +41,29 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Constants of `default_config` for a kind of device."""
+    """Constants of `default_config` for a kind of device; the defaults are those of an H100."""
 
-    float32: Config
-    one_row: Config
-    few_rows: Config
+    float32: Config = Config(block_m=16, block_n=32, block_k=32, parts=1, num_warps=4, num_stages=2)
+    one_row: Config = Config(block_m=1, block_n=128, block_k=32, parts=1, num_warps=4, num_stages=4)
+    few_rows: Config = Config(block_m=64, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=4)
     """For up to 64 rows; `block_m` is the power of two that holds them."""
-    many_rows: Config
-    programs: int
+    many_rows: Config = Config(block_m=128, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=3)
+    programs: int = 1024
     """The contraction of few rows is divided until there are this many programs, or half as many."""
-    least_part: int
+    least_part: int = 512
     """Elements of the contraction in a part, at least."""
-    one_row_least_part: int
+    one_row_least_part: int = 128
     """The same for one row."""
 
 
-TUNING = {
-    "NVIDIA H100": Tuning(
-        float32=Config(block_m=16, block_n=32, block_k=32, parts=1, num_warps=4, num_stages=2),
-        one_row=Config(block_m=1, block_n=128, block_k=32, parts=1, num_warps=4, num_stages=4),
-        few_rows=Config(block_m=64, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=4),
-        many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=3),
-        programs=1024,
-        least_part=512,
-        one_row_least_part=128,
-    )
-}
+TUNING = {"NVIDIA H100": Tuning()}
 """By device kind; the first entry is the default."""
 
 
 def default_config(*, rows: int, inner: int, columns: int, group: int, dtype: DTypeLike) -> Config:
     """The configuration for a product [rows, inner] x [inner, columns] with groups of this size."""
     tuning = platform.for_device_kind(TUNING)
-    least = tuning.least_part
-    if rows == 1:
-        config, least = tuning.one_row, tuning.one_row_least_part
-    elif jnp.dtype(dtype).itemsize > 2:
-        config = tuning.float32
-    elif rows > tuning.few_rows.block_m:
-        config = tuning.many_rows
-    else:
-        config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
+    config, least = config_of_rows(tuning, rows, dtype), tuning.one_row_least_part if rows == 1 else tuning.least_part
     if config not in (tuning.float32, tuning.many_rows):
         parts = count_parts(inner, pl.cdiv(columns, config.block_n), programs=tuning.programs, least=least)
         config = dataclasses.replace(config, parts=parts)

@@ -33,8 +33,7 @@ def split_heads(
       kv_heads: K.
       eps: added to the mean square by the norms.
       exact: a token's result does not depend on the other tokens, to the bit. The kernels are exact in any case.
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.parts import add_parts
 from pallas_kernels.split_heads import reference
 
@@ -45,11 +46,6 @@ def default_config(*, heads: int, head_dim: int) -> Config:
     return Config(min(max(tuning.elements // width, 1), pl.next_power_of_2(heads)), tuning.num_warps)
 
 
-def supported(*args: object, interpret: bool | None = None, **options: object) -> str | None:
-    """None: the kernel can run all arguments of `split_heads`."""
-    return None
-
-
 def split_heads(
     qkv: jax.Array,
     cos: jax.Array,
@@ -65,20 +61,20 @@ def split_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments as in `api.split_heads` and `dispatch.Operation`; always exact: a program owns heads of one token."""
     config = config or default_config(heads=qkv.shape[-2], head_dim=qkv.shape[-1])
-    return _split_heads(kv_heads, eps, config, platform.resolve_interpret(interpret), qkv, cos, sin, q_norm, k_norm)
+    options = {"kv_heads": kv_heads, "eps": eps}
+    kernel = functools.partial(_call, **options, config=config, interpret=platform.resolve_interpret(interpret))
+    return with_gradients_of(functools.partial(reference.split_heads, **options), kernel)(qkv, cos, sin, q_norm, k_norm)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _split_heads(
+def _call(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *norms: jax.Array | None,
     kv_heads: int,
     eps: float,
     config: Config,
     interpret: bool,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q_norm: jax.Array | None,
-    k_norm: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     *parts, batch, nodes, total, dim = qkv.shape
     dtype = cos.dtype if parts else qkv.dtype
@@ -92,21 +88,9 @@ def _split_heads(
         num_warps=config.num_warps,
         interpret=interpret,
         name="split_heads",
-    )(qkv.reshape(*parts, tokens, total, dim), *angles, q_norm, k_norm)
+    )(qkv.reshape(*parts, tokens, total, dim), *angles, *norms)
     shape = batch, nodes, -1, dim
     return q.reshape(shape), k.reshape(shape), v.reshape(shape)
-
-
-def _forward(kv_heads, eps, config, interpret, *operands):
-    return _split_heads(kv_heads, eps, config, interpret, *operands), operands
-
-
-def _backward(kv_heads, eps, config, interpret, operands, gradients):
-    """The gradients of the reference: launch overhead does not matter in training."""
-    return jax.vjp(functools.partial(reference.split_heads, kv_heads=kv_heads, eps=eps), *operands)[1](gradients)
-
-
-_split_heads.defvjp(_forward, _backward)
 
 
 def _kernel(

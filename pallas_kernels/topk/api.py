@@ -20,8 +20,7 @@ def topk(
     Args:
       logits: float32 or narrower; all computations are in float32.
       k: at most V, at most 64 for "triton", and at most 128 for "mosaic_tpu".
-      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform for the arguments.
+      backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or k is out of range.

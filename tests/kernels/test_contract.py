@@ -154,7 +154,7 @@ def test_a_kernel_module_has_the_interface(package, kernel):
 @kernels
 def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeypatch):
     args, options = captured_arguments(package, monkeypatch)
-    supported = OPERATIONS[package].module(kernel).supported
+    supported = OPERATIONS[package].supported(kernel)
     for interpret in (False,) if lacks_interpreter(kernel) else (None, True, False):
         assert supported(*args, **options, interpret=interpret) is None
 
