@@ -25,7 +25,8 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.struct import Leaf
-from jspec.models.deepseek import Deepseek, DeepseekParams, Indexer, Latent
+from jspec.models.decoder import ModelParams
+from jspec.models.deepseek import Deepseek, Indexer, Latent
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 from jspec.models.weights import Weight, linear, plain
@@ -227,7 +228,7 @@ class Unshared:
             yield from self.weight.write(value)
 
 
-def table(config: Deepseek, names: Set[str]) -> DeepseekParams:
+def table(config: Deepseek, names: Set[str]) -> ModelParams:
     """The table of the weights, with optional embeddings and LM heads of MTP heads."""
     vocabulary, width, embedding = config.vocab_size, config.hidden_size, "model.embed_tokens.weight"
     weights = config.weights()

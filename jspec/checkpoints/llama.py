@@ -26,7 +26,8 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.kv_scales import KvScales
 from jspec.checkpoints.rope import describe_rope, parse_layer_ropes, parse_rope
-from jspec.models.llama import Llama, LlamaParams
+from jspec.models.decoder import ModelParams
+from jspec.models.llama import Llama
 from jspec.models.llama_variant import LlamaVariant
 from jspec.models.rope import LongRope
 
@@ -267,7 +268,7 @@ def describe(config: Llama) -> dict[str, Any]:
     return raw
 
 
-def table(config: Llama, names: Set[str]) -> LlamaParams:
+def table(config: Llama, names: Set[str]) -> ModelParams:
     """The table of the weights, with the optional scales of keys and values."""
     weights = config.weights()
     layers = (

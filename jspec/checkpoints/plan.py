@@ -26,7 +26,7 @@ SUM_SECONDS = 8e-6
 class Checkpoint(Generic[C]):
     """A loaded language model or draft.
 
-    params: the weights, in the structure of its family or kind, such as `LlamaParams`.
+    params: the weights, in the structure of its family or kind, such as `ModelParams`.
     eos: end-of-text ids; none for drafts with a layout of their own.
     """
 

@@ -23,10 +23,10 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
+from jspec.models.decoder import ModelParams
 from jspec.models.moe import Routed
 from jspec.models.qwen3_next import (
     Qwen3Next,
-    Qwen3NextParams,
 )
 
 ARCHITECTURES = {
@@ -143,7 +143,7 @@ def with_mtp(config: Qwen3Next, tensors: Tensors, enabled: bool) -> Qwen3Next:
     return dataclasses.replace(config, mtp_layers=int(has_tensors and enabled))
 
 
-def table(config: Qwen3Next, names: Set[str]) -> Qwen3NextParams:
+def table(config: Qwen3Next, names: Set[str]) -> ModelParams:
     """The table of the weights, in the layout of a checkpoint with these tensors."""
     wrapped = any(name.startswith("model.language_model.") for name in names)
     grouped = any(name.endswith("in_proj_qkvz.weight") for name in names) if names else None

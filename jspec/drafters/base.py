@@ -10,7 +10,6 @@ from jspec.core.grow import Shape
 from jspec.core.options import check_options, option
 from jspec.core.propose import propose
 from jspec.core.types import DRAFTER_PARTS, Committed, DecodeState, Drafter, DraftNeeds, Params, Proposal, Target
-from jspec.models.draft import WindowedDraft
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -228,7 +227,7 @@ class WindowedDrafter(ModelDrafter[M]):
         if self.window is None:
             return
         name, kind = type(self).__name__, type(draft).__name__
-        if not isinstance(draft, WindowedDraft):
+        if not hasattr(draft, "layer_windows"):
             raise ValueError(f"{name}(window={self.window}): a draft of type {kind} has no layer_windows, so no window")
         try:
             windows = draft.layer_windows()

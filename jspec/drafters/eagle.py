@@ -24,6 +24,7 @@ from jspec.core.types import (
 )
 from jspec.drafters.base import WindowedDrafter
 from jspec.drafters.feature_head import FeatureHead
+from jspec.models.layers import ForwardBatch
 
 
 @struct
@@ -80,17 +81,11 @@ class Eagle(WindowedDrafter[FeatureHead]):
             carry: tuple[Rows | None, Float[Array, "B F E"]], frontier: Frontier
         ) -> tuple[tuple[Rows, Float[Array, "B M E"]], Proposal]:
             rows, feature = carry
-            out = self._model.apply(
-                params,
-                self._target,
-                frontier.tokens,
-                take_parents(feature, frontier),
-                (s.length + frontier.generation - 2)[:, None],
-                self.seen(state.cache),
-                s.length - 1,
-                mask=frontier.mask,
-                earlier=rows,
+            positions = (s.length + frontier.generation - 2)[:, None]
+            batch = ForwardBatch(
+                frontier.tokens, positions, self.seen(state.cache), s.length - 1, mask=frontier.mask, earlier=rows
             )
+            out = self._model.apply(params, self._target, batch, take_parents(feature, frontier))
             return (out.rows, out.feature), self.propose(s, out.logits, frontier.path, self._model.ids(params.draft))
 
         draft_tree = grow(
@@ -109,16 +104,15 @@ class Eagle(WindowedDrafter[FeatureHead]):
         assert committed.hidden is not None
         # Forward over (feature, next token) pairs.
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
-        out = self._model.apply(
-            params,
-            self._target,
+        feature = self._model.fuse(params.draft, committed.hidden)
+        batch = ForwardBatch(
             committed.tokens,
-            self._model.fuse(params.draft, committed.hidden),
             committed.start[:, None] + column,
             self.seen(state.cache),
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
         )
+        out = self._model.apply(params, self._target, batch, feature)
         # The first generation of the next tree.
         path = jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32)
         proposal = self.propose(s, out.logits, path, self._model.ids(params.draft))

@@ -2,17 +2,18 @@
 
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.core.types import Cache, Params, Rows, Target
+from jspec.core.types import Cache, Params, Target
 from jspec.models.eagle_head import HeadOutput
+from jspec.models.layers import ForwardBatch
 
 
 @runtime_checkable
 class FeatureHead(Protocol):
     """A head that reads a token and a feature of the position before it, such as `jspec.models.EagleHead`.
 
-    For a window it needs the `layer_windows` of `jspec.models.draft.WindowedDraft`, too, and a cache of `jspec.cache`.
+    For a window it needs the `layer_windows` of `jspec.models.draft.Draft`, too, and a cache of `jspec.cache`.
     """
 
     @property
@@ -47,19 +48,6 @@ class FeatureHead(Protocol):
         """The feature of captured hidden states."""
         ...
 
-    def apply(
-        self,
-        params: Params,
-        target: Target,
-        tokens: Int[Array, "B N"],
-        feature: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        cache: Cache,
-        start: Int[Array, " B"] | None,
-        *,
-        mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Rows | None = None,
-        select: Int[Array, " B"] | None = None,
-    ) -> HeadOutput:
+    def apply(self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]) -> HeadOutput:
         """One forward over N (token, feature) pairs per sequence."""
         ...

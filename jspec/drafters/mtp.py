@@ -25,6 +25,7 @@ from jspec.core.types import (
 from jspec.drafters.base import ModelDrafter, check_made_for
 from jspec.drafters.eagle import Eagle
 from jspec.models import MtpHead, MtpHeads, layers
+from jspec.models.layers import ForwardBatch
 
 
 @struct
@@ -118,8 +119,8 @@ class Mtp(ModelDrafter[MtpHeads]):
             row = start[:, None] + jnp.arange(feature.shape[1], dtype=jnp.int32)[None]
             tokens = _tokens(s, row + 1 + index, drafts[:, 0])
             # Forward and proposal.
-            prefix = None if committed.first else start
-            out, rows = head.read(params, self._target, tokens, feature, row, cache, prefix)
+            batch = ForwardBatch(tokens, row, cache, None if committed.first else start)
+            out, rows = head.read(params, self._target, batch, feature)
             last = layers.take_token(out, jnp.maximum(end - 1 - start, 0))
             logits = head.unembed(params, self._target, last)
             proposal = self.propose(s, logits, drafts)

@@ -23,6 +23,7 @@ from jspec.core.types import Params, Target
 from jspec.drafters.feature_head import FeatureHead
 from jspec.models import Assistant, BlockHead, EagleHead, MtpHead, MtpHeads
 from jspec.models.decoder import Decoder
+from jspec.models.layers import ForwardBatch
 
 
 @struct
@@ -286,13 +287,14 @@ def _of_features(
     feature = lax.dynamic_slice_in_dim(feature, 1 + at.shift, rows, axis=1)
     cache = draft.init_cache(params.draft, batch, rows, DEFAULT_PAGE_SIZE)
     place, count = jnp.arange(rows, dtype=jnp.int32), text.choices.shape[1]
-    out = draft.apply(params, target, tokens, feature, place[None], cache, None)
+    out = draft.apply(params, target, ForwardBatch(tokens, place[None], cache, None), feature)
     logits = out.logits
     if second:
         # Each row goes on with its own output, and sees the first rows up to its own, and itself.
         seen = jnp.concatenate([place[:, None] >= place[None], place[:, None] == place[None]], axis=1)
-        following, options = jnp.roll(tokens, -1, axis=1), {"mask": seen[None], "earlier": out.rows}
-        out = draft.apply(params, target, following, out.feature, place[None] + 1, cache, None, **options)
+        following = jnp.roll(tokens, -1, axis=1)
+        batch = ForwardBatch(following, place[None] + 1, cache, None, mask=seen[None], earlier=out.rows)
+        out = draft.apply(params, target, batch, out.feature)
         logits, count = out.logits[:, :-1], count - 1
     return _compare(text, logits[:, -count:], draft.ids(params.draft))
 
@@ -340,7 +342,7 @@ def _of_model(params: Params, text: Text, at: Where, *, draft: Decoder, target: 
     """A small language model reads tokens alone."""
     batch, length = text.tokens.shape
     cache = draft.init_cache(params.draft, batch, length, DEFAULT_PAGE_SIZE)
-    out = draft.apply(params.draft, text.tokens, jnp.arange(length, dtype=jnp.int32)[None], cache, None)
+    out = draft.apply(params.draft, ForwardBatch(text.tokens, jnp.arange(length, dtype=jnp.int32)[None], cache, None))
     return _compare(text, out.logits[:, -text.choices.shape[1] :], None)
 
 

@@ -23,6 +23,7 @@ from jspec.core.types import (
 )
 from jspec.drafters.base import WindowedDrafter
 from jspec.models.decoder import Decoder
+from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import is_padded
 
 
@@ -80,15 +81,11 @@ class Standalone(WindowedDrafter[Decoder]):
         assert state.proposal is not None
 
         def expand(rows: Rows | None, frontier: Frontier) -> tuple[Rows, Proposal]:
-            out = self._model.apply(
-                params.draft,
-                frontier.tokens,
-                (s.length + frontier.generation - 1)[:, None],
-                self.seen(state.cache),
-                state.length,
-                mask=frontier.mask,
-                earlier=rows,
+            positions = (s.length + frontier.generation - 1)[:, None]
+            batch = ForwardBatch(
+                frontier.tokens, positions, self.seen(state.cache), state.length, mask=frontier.mask, earlier=rows
             )
+            out = self._model.apply(params.draft, batch)
             return out.rows, self._propose(s, out.logits, frontier.path)
 
         return grow(s.root[:, 0], state.proposal, expand, None, self.shape), state
@@ -107,7 +104,8 @@ class Standalone(WindowedDrafter[Decoder]):
         # Forward, proposal and commit.
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
-        out = self._model.apply(params.draft, tokens, positions, self.seen(state.cache), prefix, select=last)
+        batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix, select=last)
+        out = self._model.apply(params.draft, batch)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
         if not committed.first:

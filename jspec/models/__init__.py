@@ -2,17 +2,17 @@
 
 from jspec.models.assistant import Assistant, AssistantParams
 from jspec.models.block_head import BlockHead, BlockParams
-from jspec.models.decoder import Decoder
-from jspec.models.deepseek import Deepseek, DeepseekParams
-from jspec.models.draft import Draft, WindowedDraft
+from jspec.models.decoder import Decoder, ModelParams
+from jspec.models.deepseek import Deepseek
+from jspec.models.draft import Draft
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma3 import Gemma3
 from jspec.models.gemma4 import Gemma4, Gemma4Params
-from jspec.models.gpt_oss import GptOss, GptOssParams
-from jspec.models.llama import Llama, LlamaParams
+from jspec.models.gpt_oss import GptOss
+from jspec.models.llama import Llama
 from jspec.models.llama_variant import LlamaVariant
 from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
-from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
+from jspec.models.qwen3_next import Qwen3Next
 
 __all__ = [
     "Assistant",
@@ -21,7 +21,6 @@ __all__ = [
     "BlockParams",
     "Decoder",
     "Deepseek",
-    "DeepseekParams",
     "Draft",
     "EagleHead",
     "EagleParams",
@@ -29,14 +28,11 @@ __all__ = [
     "Gemma4",
     "Gemma4Params",
     "GptOss",
-    "GptOssParams",
     "Llama",
-    "LlamaParams",
     "LlamaVariant",
+    "ModelParams",
     "MtpHead",
     "MtpHeads",
     "MtpParams",
     "Qwen3Next",
-    "Qwen3NextParams",
-    "WindowedDraft",
 ]

@@ -17,40 +17,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.narrow import multiplied
-from jspec.core.sharding import check_split, gather_last, sum_over_devices
+from jspec.core.sharding import check_split, gather_last
 from jspec.core.struct import Leaf, leaf, struct
 from jspec.core.types import Params
-from jspec.models import layers, weights
+from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.expert_weights import mlp_weights
-from jspec.models.gemma4 import NORMS
+from jspec.models.draft import Draft
+from jspec.models.gemma4 import Gemma4LayerParams, layer_weights
+from jspec.models.ops import Ops
 from jspec.models.sizes import keys_bytes, tree_bytes
-from jspec.models.weights import Stored, linear, plain, scalar
+from jspec.models.weights import Stored, linear, plain
 from pallas_kernels.platform import exactness
-from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.topk import topk
 
 _EMBEDDING, _ORDER = "model.embed_tokens.weight", "masked_embedding.token_ordering"
 """The LM head, and the tokens of its clusters, in checkpoints."""
 _TOPK_SIZE = 16
 """Clusters chosen by one top-k: the limit of the GPU kernel, since XLA's top-k is a sort on a GPU."""
-
-
-@struct
-class AssistantLayerParams:
-    """Weights of one layer, [in, out]. HD = H * D with the head dimension D of the target's layer, F2 = 2 * F."""
-
-    attention_norm: Float[Array, " E"]
-    q: Float[Array, "E HD"] = leaf(split=-1, linear=True)
-    q_norm: Float[Array, " D"]
-    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
-    attention_out_norm: Float[Array, " E"]
-    mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"] = leaf(split=-1, linear=True)
-    down: Float[Array, "F E"] = leaf(split=-2, linear=True)
-    mlp_out_norm: Float[Array, " E"]
-    scalar: Float[Array, ""]
-    """Factor on the output of the layer."""
 
 
 @struct
@@ -69,7 +52,8 @@ class AssistantParams:
 
     pre_projection: Float[Array, "Et2 E"] = leaf(linear=True)
     """From the target's embedding of the token, followed by the hidden state."""
-    layers: tuple[AssistantLayerParams, ...]
+    layers: tuple[Gemma4LayerParams, ...]
+    """Layers with the keys and values of another layer."""
     norm: Float[Array, " E"]
     post_projection: Float[Array, "E Et"] = leaf(linear=True)
     head: Float[Array, "V E"] | None = leaf(split=-2, if_even=True)
@@ -142,7 +126,7 @@ class AssistantOutput:
 
 
 @dataclasses.dataclass(frozen=True)
-class Assistant:
+class Assistant(Draft):
     """The configuration of an assistant; static, hashable by value, with the forward as its methods.
 
     target_layers: for each layer, the target's layer whose keys and values it reads.
@@ -165,8 +149,6 @@ class Assistant:
     target_head: bool = False
     tensor: int = 1
     drafter: ClassVar[str] = "frozen-kv-mtp"
-    """Name of the drafter for this kind of draft."""
-    at_once: ClassVar[bool] = False
     follows_target: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -229,7 +211,7 @@ class Assistant:
         return dataclasses.replace(self, tensor=devices)
 
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Layers of the assistant."""
         return len(self.target_layers)
 
@@ -243,10 +225,6 @@ class Assistant:
     def summary(self) -> str:
         """The draft in a few words."""
         return f"assistant of {self.num_layers} layers"
-
-    def param_shapes(self, dtype: DTypeLike) -> AssistantParams:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        return weights.shapes(self.weights(), dtype)
 
     def weights(self) -> AssistantParams:
         """The table of the weights."""
@@ -265,16 +243,10 @@ class Assistant:
             clusters=clusters,
         )
 
-    def _layer_weights(self, prefix: str, head_dim: int) -> AssistantLayerParams:
+    def _layer_weights(self, prefix: str, head_dim: int) -> Gemma4LayerParams:
         width, queries = self.hidden_size, self.num_heads * head_dim
-        return AssistantLayerParams(
-            **{field: plain(prefix + name, width) for field, name in NORMS.items()},
-            q=linear(width, {prefix + "self_attn.q_proj.weight": queries}),
-            q_norm=plain(prefix + "self_attn.q_norm.weight", head_dim),
-            o=linear(queries, {prefix + "self_attn.o_proj.weight": width}),
-            **mlp_weights(prefix + "mlp.", self.intermediate_size, width),
-            scalar=scalar(prefix + "layer_scalar"),
-        )
+        qkv = linear(width, {prefix + "self_attn.q_proj.weight": queries})
+        return layer_weights(prefix, width, queries, head_dim, self.intermediate_size, qkv)
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward: of a clustered LM head, the centroids and the chosen clusters."""
@@ -314,7 +286,7 @@ class Assistant:
           length: committed rows of each sequence; sliding windows end at the last of them.
           positions: rotation of the queries of each sequence.
         """
-        draft: AssistantParams = params.draft
+        draft: PyTree = params.draft
         # Join the token's embedding with the hidden state.
         joined = jnp.concatenate([target.embed(params.target, tokens), hidden], axis=-1)
         x = layers.linear(joined, draft.pre_projection)
@@ -322,11 +294,10 @@ class Assistant:
         following = [*(layer.attention_norm for layer in draft.layers[1:]), draft.norm]
         # Layers; each add computes the next norm, too.
         for layer, read, norm in zip(draft.layers, self.target_layers, following, strict=True):
-            seen = layers.linear(self._attend(layer, read, target, params, normed, cache, length, positions), layer.o)
-            seen = sum_over_devices(seen, self.tensor)
+            seen = self._attend(layer, read, target, params, normed, cache, length, positions)
+            seen = self._ops.branch(seen, layer.o)
             x, normed = self._add(x, seen, layer.attention_out_norm, layer.mlp_norm)
-            mlp = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
-            mlp = sum_over_devices(mlp, self.tensor)
+            mlp = self._ops.mlp(normed, layer.gate_up, layer.down, layers.gelu)
             x, normed = self._add(x, mlp, layer.mlp_out_norm, norm, layer.scalar)
         # The hidden state of the next step, and the logits.
         out = layers.linear(normed, draft.post_projection)
@@ -335,19 +306,21 @@ class Assistant:
         logits, ids = self._unembed(draft, normed)
         return AssistantOutput(logits, ids, out)
 
+    @property
+    def _ops(self) -> Ops:
+        return Ops(self.tensor)
+
     def _norm(self, x, weight):
-        return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
+        return self._ops.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def _add(self, x, branch, weight, following, factor=None) -> tuple[Array, Array]:
-        stream, normed = residual_norm(x, branch, (weight, following), factor, eps=self.rms_norm_eps, wide=True)
-        assert normed is not None
-        return stream, normed
+        return self._ops.residual_norm(x, branch, (weight, following), factor, self.rms_norm_eps)
 
-    def _attend(self, layer: AssistantLayerParams, read: int, target, params, normed, cache, length, positions):
+    def _attend(self, layer: Gemma4LayerParams, read: int, target, params, normed, cache, length, positions):
         """Attention of a layer's queries over the target's layer `read`, [B, N, HD]; zero if nothing is committed."""
         batch, nodes, _ = normed.shape
         keys = target.layer_keys(read).split(self.tensor)
-        q = layers.linear(normed, layer.q)
+        q = layers.linear(normed, layer.qkv)
         q = self._norm(q.reshape(batch, nodes, -1, keys.head_dim), layer.q_norm)
         q = layers.rotate(q, target.layer_rotation(read, positions[:, None], q.dtype))
         # Nodes have no rows of their own. Zeros take their place; they are seen only without a prefix, where a softmax

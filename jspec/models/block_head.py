@@ -7,7 +7,6 @@ prediction, and a confidence head.
 """
 
 import dataclasses
-from functools import partial
 from typing import ClassVar, Literal
 
 import jax
@@ -15,17 +14,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.checks import check_int
-from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers, weights
-from jspec.models.rope import Rope
 from jspec.models.sizes import tree_bytes
-from jspec.models.stack import DraftShape, LayerParams, decoder_layer, empty_cache, layer_weights
-from jspec.models.weights import interleaved, linear, plain
+from jspec.models.stack import DraftShape, LayerParams, decoder_layer
+from jspec.models.weights import linear, plain
 
 MARKOV_KINDS: tuple[Literal["vanilla", "gated", "rnn"], ...] = ("vanilla", "gated", "rnn")
 """Kinds of Markov heads (arXiv 2607.05147)."""
@@ -66,56 +62,35 @@ class BlockParams:
     confidence_bias: Float[Array, " 1"] | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockHead(DraftShape):
     """The configuration of a block draft: static and hashable by value. Its methods take the weights as arguments.
 
-    vocab_size: the target's.
-    capture_layers: the target's hidden states to read, as in `Decoder.apply`.
     block_size: rows of a block.
     mask_token: the token of all rows of a block but the first; beyond the target's, its embedding is `mask_embed`.
     next_token: row j predicts the token at its position + 1, as in DSpark. False: at its own position, as in DFlash,
       where the first row predicts nothing.
-    windows: for each layer the positions a row sees, its own included; None: all.
+    windows: one for each layer.
     causal: for each layer whether a row sees only the rows up to its own of the block.
     markov, markov_rank: kind and rank of the Markov head; None and 0: there is none.
     confidence: what the confidence head reads: "hidden", the row's output, or "markov", the embedding of the token
       before, too; None: there is none.
     logit_scale, soft_cap: factor on the logits, and bound of their result before the Markov head; None: no bound.
-    neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
-    tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole draft.
     """
 
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_length: int
-    capture_layers: tuple[int, ...]
     block_size: int
     mask_token: int
     next_token: bool
-    windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
     markov: Literal["vanilla", "gated", "rnn"] | None = None
     markov_rank: int = 0
     confidence: Literal["hidden", "markov"] | None = None
-    rms_norm_eps: float = 1e-6
-    rope: Rope = Rope()
     attention_bias: bool = False
     own_embed: bool = False
     own_head: bool = False
     logit_scale: float = 1.0
     soft_cap: float | None = None
-    neox: bool = True
-    tensor: int = 1
     drafter: ClassVar[str] = "block"
-    """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -168,8 +143,7 @@ class BlockHead(DraftShape):
         captured = len(self.capture_layers) * self.target_hidden_size
         read = width + (self.markov_rank if self.confidence == "markov" else 0)
         layers = [
-            layer_weights(
-                self,
+            self.layer_weights(
                 f"layers.{index}.",
                 norm=plain(f"layers.{index}.input_layernorm.weight", width),
                 qk_norm=True,
@@ -183,10 +157,7 @@ class BlockHead(DraftShape):
             mask_embed=None,
             fc=linear(captured, {"fc.weight": width}),
             hidden_norm=plain("hidden_norm.weight", width),
-            layers=tuple(
-                layer if self.neox else interleaved(layer, self.num_heads, self.num_kv_heads, self.head_dim)
-                for layer in layers
-            ),
+            layers=tuple(layers),
             norm=plain("norm.weight", width),
             lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if self.own_head else None,
             ids=None,
@@ -233,10 +204,6 @@ class BlockHead(DraftShape):
             (draft.fc, draft.hidden_norm)
         )
 
-    def init_cache(self, params: BlockParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
-        return empty_cache(self, batch, capacity, page_size, params.fc.dtype, self.windows)
-
     @property
     def _queries(self) -> int:
         """Columns of queries in a layer's projection."""
@@ -250,8 +217,8 @@ class BlockHead(DraftShape):
         Args:
           hidden: the target's captured hidden states at these positions, concatenated.
         """
-        feature = layers.rms_norm(layers.linear(hidden, params.fc), params.hidden_norm, self.rms_norm_eps)
-        rotation = self._rotation(positions, feature.dtype)
+        feature = self.norm(layers.linear(hidden, params.fc), params.hidden_norm)
+        rotation = self.rotation(positions, feature.dtype)
         return feature, tuple(self._context_rows(layer, feature, rotation) for layer in params.layers)
 
     def _context_rows(
@@ -262,10 +229,7 @@ class BlockHead(DraftShape):
         pair = layers.linear(feature, layer.qkv[:, self._queries :], bias)
         k, v = jnp.split(pair.reshape(*feature.shape[:2], -1, self.head_dim), 2, axis=2)
         assert layer.k_norm is not None
-        return layers.rotate(layers.rms_norm(k, layer.k_norm, self.rms_norm_eps), rotation), v
-
-    def _rotation(self, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
-        return self.rope.rotation(positions, self.head_dim, dtype)
+        return layers.rotate(self.norm(k, layer.k_norm), rotation), v
 
     def apply(
         self,
@@ -287,36 +251,29 @@ class BlockHead(DraftShape):
         """
         draft: BlockParams = params.draft
         # The block: embeddings, rotation and the mask of both directions.
-        x = self._embed(params, target, tokens)
-        rotation, nodes = self._rotation(positions, x.dtype), tokens.shape[1]
+        x = self.embed(params, target, tokens)
+        rotation, nodes = self.rotation(positions, x.dtype), tokens.shape[1]
         both_ways = jnp.ones((1, nodes, nodes), bool)
         # Layers write no rows of the block.
         for index, layer in enumerate(draft.layers):
             assert layer.attention_norm is not None
-            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
+            normed = self.norm(x, layer.attention_norm)
             mask = None if self.causal[index] else both_ways
-            options = {"start": start, "mask": mask, "scale": self.head_dim**-0.5, "positions": positions}
-            reading = layers.Reading(partial(cache.attend, index, **options))
+            batch = layers.ForwardBatch(tokens, positions, cache, start, mask)
+            reading = layers.Reading(batch, index).bound(scale=self.head_dim**-0.5, positions=positions)
             x, _ = decoder_layer(self, layer, x, normed, rotation, reading)
-        return layers.rms_norm(x, draft.norm, self.rms_norm_eps)
+        return self.norm(x, draft.norm)
 
-    def _embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        draft: BlockParams = params.draft
-        if draft.embed is None:
-            x = target.embed(params.target, tokens)
-        else:
-            x = layers.look_up(draft.embed, tokens, self.vocab_size, self.tensor)
-        if draft.mask_embed is None:
+    def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """As in `DraftShape`, with the embedding of the mask token."""
+        x, mask_embed = super().embed(params, target, tokens), params.draft.mask_embed
+        if mask_embed is None:
             return x
-        return jnp.where((tokens == self.mask_token)[:, :, None], draft.mask_embed.reshape(1, 1, -1), x)
+        return jnp.where((tokens == self.mask_token)[:, :, None], mask_embed.reshape(1, 1, -1), x)
 
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary before the Markov head, in float32."""
-        draft: BlockParams = params.draft
-        if draft.lm_head is None:
-            logits = target.unembed(params.target, normed)
-        else:
-            logits = gather_last(layers.linear(normed, draft.lm_head), self.draft_vocab_size).astype(jnp.float32)
+        logits = super().unembed(params, target, normed)
         if self.logit_scale != 1.0:
             logits = self.logit_scale * logits
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)

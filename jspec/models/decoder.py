@@ -2,25 +2,42 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import LayerKeys
+from jspec.cache import HybridCache, LayerKeys, RecurrentLayer
 from jspec.cache.narrow import check_kv
 from jspec.core import tree
+from jspec.core.sharding import check_split
+from jspec.core.struct import leaf, struct
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
-from jspec.models import layers, weights
+from jspec.models import layers
+from jspec.models.draft import Draft
+from jspec.models.layers import ForwardBatch, Reading
 from jspec.models.moe import Routed
-from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.sizes import keys_bytes, lm_head, tree_bytes
 from jspec.models.stack import LayerShape
+from jspec.models.weights import linear, plain
 
 
-class Decoder(LayerShape, abc.ABC):
+@struct
+class ModelParams:
+    """Weights of a language model."""
+
+    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
+    layers: tuple[PyTree, ...]
+    norm: Float[Array, " E"]
+    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True, default=None)
+    """None: the embedding is the LM head."""
+    mtp: tuple[PyTree, ...] = ()
+    """MTP heads, which draft for this target; its own forward does not read them."""
+
+
+class Decoder(LayerShape, Draft):
     """A language model. A family is a frozen dataclass of hyperparameters with these methods; weights are arguments.
 
     The defaults suit weights with `embed`, `layers`, `norm` and `lm_head` (None if the embedding is the LM head).
@@ -30,47 +47,38 @@ class Decoder(LayerShape, abc.ABC):
     max_length: int
     mtp_layers: int = 0
     """MTP heads in its checkpoint."""
+    tie_embeddings: bool = False
+    """Whether the embedding is the LM head."""
     drafter: ClassVar[str] = "standalone"
-    """Name of the drafter for this kind of draft."""
-    at_once: ClassVar[bool] = False
-    follows_target: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
     """Whether its attention has sinks, see `paged_attention`."""
-
-    def weights(self) -> PyTree:
-        """The table of the weights: a pytree with an entry in the place of each array, see `jspec.models.weights`.
-
-        Raises:
-          NotImplementedError: a model of no family has no checkpoints; it has `param_shapes` of its own.
-        """
-        raise NotImplementedError(f"models of type {type(self).__name__} have no table of weights")
-
-    @abc.abstractmethod
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> Cache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens."""
 
     @abc.abstractmethod
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values read by a layer: its own, or those it shares with another layer."""
 
-    @abc.abstractmethod
     def run_layers(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Any],
-        earlier: PyTree,
-        selected: layers.SelectedToken | None,
+        self, params: PyTree, x: Float[Array, "B N E"], batch: ForwardBatch
     ) -> Iterator[tuple[Float[Array, "B N E"], PyTree]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round.
 
-        x: the stream before the first layer.
-        attend: the cache's `attend`, with all arguments bound but those of the layer.
-        earlier: as in `apply`.
-        selected: if given, the last layer may yield the stream of these tokens only, [B, 1, E].
+        x: the stream before the first layer. After the last one it may have the selected tokens only, [B, 1, E].
         """
+        rotation = self.layer_rotation(0, batch.positions, x.dtype)
+        for layer, reading in zip(params.layers, batch.readings(self.num_layers, self.exact), strict=True):
+            x, rows = self.run_layer(layer, x, rotation, reading)
+            yield x, rows
+
+    def run_layer(
+        self, layer: PyTree, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
+    ) -> tuple[Float[Array, "B M E"], PyTree]:
+        """The residual stream after one layer, and the layer's rows of this round, including earlier ones.
+
+        A family has this method, or `run_layers` if its layers differ in more than their weights.
+
+        rotation: the angles of each token, see `Rope.rotation`.
+        """
+        raise NotImplementedError(f"models of type {type(self).__name__} have no layers")
 
     # Defaults
 
@@ -82,9 +90,15 @@ class Decoder(LayerShape, abc.ABC):
         """The factor on the products of queries and those keys."""
         return self.head_dim**-0.5
 
-    def param_shapes(self, dtype: DTypeLike) -> PyTree:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        return weights.shapes(self.weights(), dtype)
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens: the part of one device, if it is split."""
+        specs = [spec if isinstance(spec, int) else spec.split(self.tensor) for spec in self.cache_specs()]
+        return HybridCache.empty(batch, capacity, page_size, layers=specs, dtype=dtype)
+
+    def cache_specs(self) -> list[LayerKeys | RecurrentLayer | int]:
+        """What a hybrid cache keeps of each layer: keys and values, a state, or the rows of another layer."""
+        sources = map(self.kv_source_layer, range(self.num_layers))
+        return [self.layer_keys(layer) if source == layer else source for layer, source in enumerate(sources)]
 
     def kv_source_layer(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
@@ -96,12 +110,28 @@ class Decoder(LayerShape, abc.ABC):
         return range(self.num_layers)
 
     def split(self, devices: int) -> Self:
-        """The configuration with weights and caches split over devices, see `jspec.core.sharding`.
+        """The configuration with heads, MLPs, experts and caches split over devices; experts within each expert.
 
         Raises:
-          ValueError: they cannot be.
+          ValueError: the number does not divide the query heads or a width, or does not suit the heads of keys and
+            values of some layer; or no model of the family can be split.
         """
-        raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
+        if not _has_field(type(self), "tensor"):
+            return super().split(devices)
+        keys = {layer: self.layer_keys(layer) for layer in self.attention_layers}
+        # Layers with the same number of heads are alike.
+        first = {layer.kv_heads: index for index, layer in reversed(keys.items()) if layer.latent is None}
+        place = " in layer {}" if len(first) > 1 else ""
+        copied = {f"heads of keys and values{place.format(first[count])}": count for count in sorted(first)}
+        check_split(devices, {"heads": self.num_heads, **self.split_widths()}, copied)
+        return dataclasses.replace(self, tensor=devices)  # pyright: ignore[reportArgumentType]  # a dataclass
+
+    def split_widths(self) -> dict[str, int]:
+        """What devices share besides heads of attention -> its size."""
+        experts = [self.layer_experts(layer) for layer in range(self.num_layers)]
+        routed = next(filter(None, experts), None)
+        widths = {} if routed is None else {"columns of each expert": routed.width}
+        return widths | ({"columns of the MLP": self.intermediate_size} if None in experts else {})
 
     def exactly(self) -> Self:
         """The configuration whose forward gives a token the same bits, whatever is read beside it.
@@ -180,8 +210,7 @@ class Decoder(LayerShape, abc.ABC):
 
         params: arrays or shapes.
         """
-        head = params.embed if params.lm_head is None else params.lm_head
-        return tree_bytes((params.layers, params.norm, head)) - self.unread_expert_bytes(params, tokens)
+        return tree_bytes((params.layers, params.norm, lm_head(params))) - self.unread_expert_bytes(params, tokens)
 
     def unread_expert_bytes(self, params: PyTree, tokens: int) -> int:
         """Bytes of experts left out by a forward of `tokens` tokens, on average."""
@@ -236,10 +265,6 @@ class Decoder(LayerShape, abc.ABC):
         """Bytes of weights read by one forward while drafting."""
         return self.forward_bytes(params.draft)
 
-    def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights read by the draft after a round: those of a step."""
-        return self.forward_bytes(params.draft)
-
     # The forward
 
     def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> Cache:
@@ -261,65 +286,49 @@ class Decoder(LayerShape, abc.ABC):
         positions = tree.depths(draft_tree)
         if start is not None:
             positions = start[:, None] + positions
-        return self.apply(
-            params,
-            draft_tree.tokens,
-            positions,
-            cache,
-            start,
-            mask=tree.ancestor_mask(draft_tree),
-            select=select,
-            capture_layers=capture_layers,
-        )
+        mask = tree.ancestor_mask(draft_tree)
+        batch = ForwardBatch(draft_tree.tokens, positions, cache, start, mask=mask, select=select)
+        return self.apply(params, batch, capture_layers=capture_layers)
 
-    def apply(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        positions: Int[Array, "#B #N"],
-        cache: PyTree,
-        start: Int[Array, " B"] | None,
-        *,
-        mask: Bool[Array, "#B N R"] | None = None,
-        earlier: PyTree = None,
-        select: Int[Array, " B"] | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ForwardOutput:
-        """One forward over N tokens per sequence, given the first `start[b]` committed rows of `cache`.
+    def apply(self, params: PyTree, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
+        """One forward over the tokens of a batch.
 
-        Args:
-          cache: committed rows; training passes a stand-in with `attend` only.
-          start: committed rows to attend to; None: none.
-          mask: the rows each token sees, of the round's R; None: all up to its own.
-          earlier: R - N rows of this round from earlier forwards, before the N new ones.
-          select: the only token of each sequence for the LM head; logits are then [B, 1, V].
-          capture_layers: what is returned, concatenated in layer order, as `hidden`: i < L for the input of layer i
-            (the residual stream), L for the output of the last layer, L + 1 for that output after the final norm.
+        capture_layers: what is returned, concatenated in layer order, as `hidden`: i < L for the input of layer i
+          (the residual stream), L for the output of the last layer, L + 1 for that output after the final norm.
 
         Returns:
-          logits in float32, the rows of this round ([B, R] of them), and the hidden states or None.
+          logits in float32, of the selected tokens or of all, the rows of this round ([B, R] of them), and the hidden
+          states or None.
         """
-        # Embed, and bind the cache to this round.
-        embedded = self.embed(params, tokens)
-        attend = self.ops.attend(partial(cache.attend, start=start, mask=mask))
+        embedded = self.embed(params, batch.tokens)
         rows, states = [], [embedded]
         # The last layer's output is needed for all tokens if it is captured.
-        selected = None
-        if max(capture_layers, default=0) < self.num_layers:
-            selected = layers.SelectedToken.from_index(select, mask, tokens, earlier)
-        # Layers.
-        for state, layer_rows in self.run_layers(params, tokens, embedded, positions, attend, earlier, selected):
+        captures_last = max(capture_layers, default=0) >= self.num_layers
+        for state, layer_rows in self.run_layers(params, embedded, batch.of_all() if captures_last else batch):
             rows.append(layer_rows)
             states.append(state)
         x = states[-1]
         if len(rows) + 1 in capture_layers:
             states.append(self.norm(x, params.norm))
         # Logits, of the selected token only if one is.
-        if select is not None and x.shape[1] > 1:
-            x = layers.take_token(x, select)
-        logits = self.unembed(params, self.norm(x, params.norm))
+        logits = self.unembed(params, self.norm(batch.take(x), params.norm))
         captured = [state for index, state in enumerate(states) if index in capture_layers]
         return ForwardOutput(logits, tuple(rows), jnp.concatenate(captured, axis=-1) if captured else None)
+
+
+def model_weights(config: Decoder, layers: Iterable[PyTree], root: str = "model.", **entries: Any) -> ModelParams:
+    """The table of a model with these layers.
+
+    root: with what the names of tensors begin.
+    entries: other ones than those here.
+    """
+    width, vocabulary = config.hidden_size, config.vocab_size
+    usual = {
+        "embed": plain(root + "embed_tokens.weight", vocabulary, width),
+        "norm": plain(root + "norm.weight", width),
+        "lm_head": None if config.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
+    }
+    return ModelParams(layers=tuple(layers), **usual | entries)
 
 
 def _has_field(kind: type, name: str) -> bool:

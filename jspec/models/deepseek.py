@@ -7,29 +7,28 @@ its attention reads.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from jspec.cache import DsaCache, LayerKeys, MlaCache
-from jspec.cache.dsa import DsaRows, IndexQuery
-from jspec.cache.mla import MlaRows, UpProjections
+from jspec.cache.dsa import IndexQuery
+from jspec.cache.mla import UpProjections
 from jspec.cache.narrow import stored_dtype
-from jspec.core.sharding import check_split
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
-from jspec.models.decoder import Decoder
+from jspec.models.decoder import Decoder, ModelParams, model_weights
 from jspec.models.expert_weights import layer_mlp_weights
-from jspec.models.latent_weights import Latent, UpWeights, halves, pairs
+from jspec.models.latent_weights import Latent, UpWeights
+from jspec.models.layers import Reading
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
 from jspec.models.rope import Rope, YarnRope
-from jspec.models.weights import fused, linear, plain
+from jspec.models.weights import fused, linear, plain, reordered
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of queries and latents; independent of the other norms' epsilon."""
@@ -74,18 +73,6 @@ class DeepseekLayerParams:
     indexer: IndexerParams | None = None
 
 
-@struct
-class DeepseekParams:
-    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
-
-    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
-    layers: tuple[DeepseekLayerParams, ...]
-    norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
-    mtp: tuple[MtpParams, ...] = ()
-    """MTP heads, which draft for this target; its own forward does not read them."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Indexer:
     """Heads of an indexer, the width of its keys, and the maximum number of tokens it selects."""
@@ -100,11 +87,10 @@ class Deepseek(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     intermediate_size: width of the MLP of the first `dense_layers` layers, which have no experts.
-    mtp_layers: MTP heads in `DeepseekParams.mtp`.
+    mtp_layers: MTP heads in `ModelParams.mtp`.
     indexer: the indexer of each layer, in V3.2; None: attention reads all tokens.
-    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
-    kv: see `with_kv`; indexers' keys keep their precision.
-    exact: see `exactly`.
+    tensor: latents are whole on each device.
+    kv: indexers' keys keep their precision.
     """
 
     vocab_size: int
@@ -135,18 +121,6 @@ class Deepseek(Decoder):
             raise ValueError("exact=True: attention that reads what an indexer selects has no exact forward yet")
         return super().exactly()
 
-    def split(self, devices: int) -> Self:
-        """The configuration whose heads, MLPs and experts are split over that many devices; latents are whole.
-
-        Raises:
-          ValueError: the number does not divide them.
-        """
-        widths = {"columns of each expert": self.experts.width}
-        if self.dense_layers:
-            widths["columns of the MLP"] = self.intermediate_size
-        check_split(devices, {"heads": self.num_heads, **widths})
-        return dataclasses.replace(self, tensor=devices)
-
     @property
     def down_width(self) -> int:
         """Width of the first projection of a layer, on one device."""
@@ -162,15 +136,12 @@ class Deepseek(Decoder):
         """The layer of an MTP head as a decoder of its own; the bits of drafts do not matter, so it is not exact."""
         return dataclasses.replace(self, num_layers=1, dense_layers=0, mtp_layers=0, exact=False)
 
-    def weights(self) -> DeepseekParams:
+    def weights(self) -> ModelParams:
         """The table of the weights; embedding and LM head of MTP heads are the target's."""
-        width, vocabulary, count = self.hidden_size, self.vocab_size, self.num_layers
-        return DeepseekParams(
-            embed=plain("model.embed_tokens.weight", vocabulary, width),
-            layers=tuple(self._layer_weights(index) for index in range(count)),
-            norm=plain("model.norm.weight", width),
-            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
-            mtp=tuple(self._mtp_weights(index) for index in range(count, count + self.mtp_layers)),
+        return model_weights(
+            self,
+            map(self._layer_weights, range(self.num_layers)),
+            mtp=tuple(self._mtp_weights(self.num_layers + index) for index in range(self.mtp_layers)),
         )
 
     def _mtp_weights(self, index: int) -> MtpParams:
@@ -194,7 +165,9 @@ class Deepseek(Decoder):
             attention_norm=plain(prefix + "input_layernorm.weight", width),
             down_projection=self._down_weights(attention),
             query_norm=plain(attention + "q_a_layernorm.weight", rank) if rank else None,
-            query=self._query_weights(attention, rank) if rank else None,
+            query=reordered(linear(rank, {attention + "q_b_proj.weight": self._query_width}), self._query_order)
+            if rank
+            else None,
             latent_norm=plain(attention + "kv_a_layernorm.weight", latent.kv_rank),
             up=up,
             o=linear(self.num_heads * latent.value_dim, {attention + "o_proj.weight": width}),
@@ -205,45 +178,27 @@ class Deepseek(Decoder):
 
     def _down_weights(self, prefix: str) -> Any:
         """The first step of queries, or their only one, beside the projection to a cache row."""
-        latent, width, queries = self.latent, self.hidden_size, self._query_width
-        rope, two_steps = latent.rope_dim, latent.q_rank is not None
+        latent, width, two_steps = self.latent, self.hidden_size, self.latent.q_rank is not None
 
         def parts(first: Any, rows: Any) -> list[Any]:
             # Each device has the whole row; and the whole first step of queries, unless it is their only one.
-            down = np.tile(halves(rows[None], rope)[0].T, self.tensor)
-            if two_steps:
-                return [np.tile(first.T, self.tensor), down]
-            heads = first.reshape(self.num_heads, -1, width)
-            return [halves(heads, rope).reshape(first.shape).T, down]
+            return [np.tile(first.T, self.tensor) if two_steps else first.T, np.tile(rows.T, self.tensor)]
 
-        def split(joined: np.ndarray) -> list[np.ndarray]:
-            first, rows = np.split(joined.T, [-latent.width])
-            if not two_steps:
-                heads = first.reshape(self.num_heads, -1, width)
-                first = pairs(heads, rope).reshape(first.shape)
-            return [first, pairs(rows[None], rope)[0]]
-
-        # The stored tensors.
         name = prefix + ("q_a_proj.weight" if two_steps else "q_proj.weight")
-        stored = {name: (latent.q_rank or queries, width), prefix + "kv_a_proj_with_mqa.weight": (latent.width, width)}
-        return fused((width, self.down_width * self.tensor), stored, parts, split)
-
-    def _query_weights(self, prefix: str, rank: int) -> Any:
-        """The second step of queries."""
-
-        def permuted(order: Callable[..., Any], stored: Any) -> Any:
-            return order(stored.reshape(self.num_heads, -1, rank), self.latent.rope_dim).reshape(stored.shape)
-
-        return fused(
-            (rank, self._query_width),
-            {prefix + "q_b_proj.weight": (self._query_width, rank)},
-            lambda stored: [permuted(halves, stored).T],
-            lambda query: [permuted(pairs, query.T)],
+        outs = {name: latent.q_rank or self._query_width, prefix + "kv_a_proj_with_mqa.weight": latent.width}
+        stored = {name: (out, width) for name, out in outs.items()}
+        joined = fused(
+            (width, self.down_width * self.tensor), stored, parts, lambda joined: np.split(joined.T, [-latent.width])
         )
+        return reordered(joined, None if two_steps else self._query_order, latent.row_order(1, latent.width))
 
     @property
     def _query_width(self) -> int:
         return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
+
+    @property
+    def _query_order(self) -> np.ndarray:
+        return self.latent.row_order(self.num_heads, self.latent.nope_dim + self.latent.rope_dim)
 
     def _indexer_weights(self, sizes: Indexer, prefix: str) -> IndexerParams:
         """A layer's indexer, whose rotated dimensions are pairs (i, i + R/2) in checkpoints too."""
@@ -287,32 +242,12 @@ class Deepseek(Decoder):
         scale = (self.latent.nope_dim + self.latent.rope_dim) ** -0.5
         return scale * self.rope.scaling.score_scale if isinstance(self.rope.scaling, YarnRope) else scale
 
-    def run_layers(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Array],
-        earlier: MlaRows | DsaRows | None,
-        selected: layers.SelectedToken | None,
-    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, ...]]]:
-        """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        rotation = self.layer_rotation(0, positions, x.dtype)
-        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
-        for layer, reading in zip(params.layers, readings, strict=True):
-            x, rows = self._layer(layer, x, rotation, reading)
-            yield x, rows
-
-    def _layer(
-        self, layer: DeepseekLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: layers.Reading
+    def run_layer(
+        self, layer: DeepseekLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
     ) -> tuple[Float[Array, "B M E"], tuple[Float[Array, "B R _"], ...]]:
         """Attention, then the MLP, each added to the residual stream `x`.
 
-        rotation: the angles of each token.
-
-        Returns the residual stream, and the rows of this round including `earlier`, followed by the keys of the indexer
-        if there is one.
+        Rows are followed by the keys of the indexer, if there is one.
         """
         # Queries and the row of the cache.
         normed = self.norm(x, layer.attention_norm)

@@ -1,60 +1,54 @@
-"""What loading, benchmarks and windows ask of the configuration of a draft model."""
+"""The base of configurations of draft models: what loading, benchmarks and windows ask of them."""
 
+import abc
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Self
 
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.core.types import Params
-from jspec.models.decoder import Decoder
+from jspec.models import weights
 
 
-class Draft(Protocol):
+class Draft(abc.ABC):
     """The configuration of a draft model: a language model, an EAGLE head, a block draft, an assistant, MTP heads."""
 
     drafter: ClassVar[str]
     """Name of the drafter that uses this model as its draft."""
-    at_once: ClassVar[bool]
+    at_once: ClassVar[bool] = False
     """Whether one forward drafts all tokens of a round."""
-    follows_target: ClassVar[bool]
+    follows_target: ClassVar[bool] = False
     """Whether it is split over devices wherever its target is, because it reads the target's keys and values or is part
     of the target's checkpoint.
     """
 
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
+    num_layers: int
+    """Decoder layers."""
 
+    @abc.abstractmethod
     def summary(self) -> str:
         """The draft in a few words."""
-        ...
 
-    def param_shapes(self, dtype: DTypeLike) -> PyTree:
+    def weights(self) -> PyTree:
+        """The table of the weights: a pytree with an entry in the place of each array, see `jspec.models.weights`.
+
+        Raises:
+          NotImplementedError: a model of no family has no checkpoints; it has `param_shapes` of its own.
+        """
+        raise NotImplementedError(f"models of type {type(self).__name__} have no table of weights")
+
+    def param_shapes(self, dtype: DTypeLike) -> Any:
         """The weights as `jax.ShapeDtypeStruct`s."""
-        ...
+        return weights.shapes(self.weights(), dtype)
 
     def split(self, devices: int) -> Self:
-        """The configuration split over that many devices; raises ValueError if it cannot be."""
-        ...
+        """The configuration with weights and caches split over devices, see `jspec.core.sharding`.
 
-    def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward reads while drafting."""
-        ...
-
-    def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights that the draft reads after a round, to absorb the committed tokens; 0 if it absorbs none."""
-        ...
-
-    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of keys and values that one forward reads for a sequence of `context` tokens."""
-        ...
-
-
-@runtime_checkable
-class WindowedDraft(Protocol):
-    """A draft model whose attention a drafter can narrow to a window. Optional."""
+        Raises:
+          ValueError: they cannot be.
+        """
+        raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
 
     def layer_windows(self) -> Sequence[int | None]:
         """For each layer, the positions that a token sees by itself, its own included; None: all.
@@ -62,4 +56,19 @@ class WindowedDraft(Protocol):
         Raises:
           ValueError: a layer does not remember a row for each position, so it cannot honor a window.
         """
-        ...
+        raise ValueError("it has no rows of its own for each position")
+
+    @abc.abstractmethod
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that one forward reads while drafting."""
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights that the draft reads after a round, to absorb the committed tokens; 0 if it absorbs none."""
+        return self.step_bytes(params)
+
+    @abc.abstractmethod
+    def kv_bytes(self, context: int, itemsize: int, target: Any) -> int:
+        """Bytes of keys and values that one forward reads on a device for a sequence of `context` tokens.
+
+        target: the target's configuration.
+        """

@@ -7,24 +7,20 @@ the head's own output replaces the feature.
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, MhaCache
-from jspec.cache.mha import Rows
-from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers, weights
-from jspec.models.rope import Rope
+from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import tree_bytes
-from jspec.models.stack import DraftShape, LayerParams, decoder_layer, empty_cache, layer_weights
-from jspec.models.weights import interleaved, linear, plain
+from jspec.models.stack import DraftShape, LayerParams, decoder_layer
+from jspec.models.weights import linear, plain
 
 
 @struct
@@ -62,42 +58,21 @@ class HeadOutput:
     rows: PyTree
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleHead(DraftShape):
     """The configuration of a head: static and hashable by value. Its methods take the weights as arguments.
 
     version: 3, or 1 for EAGLE-1 and EAGLE-2 (with the same weights).
-    vocab_size: the target's.
-    capture_layers: the target's hidden states to read, as in `Decoder.apply`; for EAGLE-1, L + 1 (after the
-      final norm).
+    capture_layers: for EAGLE-1, L + 1 (after the final norm).
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
-    windows: for each layer the positions that a row sees, its own included, or None: all; empty: all in all layers.
-    neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
-    tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole head.
     """
 
     version: int
-    vocab_size: int
-    draft_vocab_size: int
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_length: int
-    capture_layers: tuple[int, ...]
     rms_norm_eps: float = 1e-5
-    rope: Rope = Rope()
     norm_before_residual: bool = False
     norm_output: bool = False
-    windows: tuple[int | None, ...] = ()
-    neox: bool = True
-    tensor: int = 1
     drafter: ClassVar[str] = "eagle"
-    """Name of the drafter for this kind of draft."""
 
     def summary(self) -> str:
         """The draft in a few words."""
@@ -162,8 +137,7 @@ class EagleHead(DraftShape):
         norm = prefix + "input_layernorm.weight"
         if index and norm not in names and prefix + "hidden_norm.weight" in names:
             norm = prefix + "hidden_norm.weight"
-        layer = layer_weights(
-            self,
+        return self.layer_weights(
             prefix,
             norm=plain(norm, width) if self.version == 3 or index else None,
             input_width=2 * width if joined else width,
@@ -171,7 +145,6 @@ class EagleHead(DraftShape):
             qkv_bias=prefix + "self_attn.q_proj.bias" in names,
             o_bias=prefix + "self_attn.o_proj.bias" in names,
         )
-        return layer if self.neox else interleaved(layer, self.num_heads, self.num_kv_heads, self.head_dim)
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
@@ -186,12 +159,6 @@ class EagleHead(DraftShape):
         fusing = (draft.fc, draft.fc_bias, draft.fc_norms, draft.input_norm) if self.version == 3 else None
         return self.step_bytes(params) + tree_bytes(fusing)
 
-    def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
-        norm = params.layers[0].mlp_norm
-        assert norm is not None
-        return empty_cache(self, batch, capacity, page_size, norm.dtype, self.windows)
-
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
         """The feature computed from captured hidden states; in EAGLE-1, the hidden states themselves."""
         # EAGLE-1 reads the last hidden state as it is.
@@ -200,68 +167,37 @@ class EagleHead(DraftShape):
         # Optional norms of each captured layer, and of all.
         if params.fc_norms is not None:
             parts = jnp.split(hidden, len(params.fc_norms), axis=-1)
-            normed = [layers.rms_norm(x, w, self.rms_norm_eps) for x, w in zip(parts, params.fc_norms, strict=True)]
+            normed = [self.norm(x, w) for x, w in zip(parts, params.fc_norms, strict=True)]
             hidden = jnp.concatenate(normed, axis=-1)
         if params.input_norm is not None:
-            hidden = layers.rms_norm(hidden, params.input_norm, self.rms_norm_eps)
+            hidden = self.norm(hidden, params.input_norm)
         return hidden if params.fc is None else layers.linear(hidden, params.fc, params.fc_bias)
 
-    def apply(
-        self,
-        params: Params,
-        target: Target,
-        tokens: Int[Array, "B N"],
-        feature: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        cache: PyTree,
-        start: Int[Array, " B"] | None,
-        *,
-        mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Rows | None = None,
-        select: Int[Array, " B"] | None = None,
-    ) -> HeadOutput:
-        """One forward over N (token, feature) pairs per sequence; `start`, `mask`, `earlier` as in `Decoder.apply`.
+    def apply(self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]) -> HeadOutput:
+        """One forward over N (token, feature) pairs per sequence.
 
         Args:
           params: the head's weights, and the target's, whose embedding and LM head it may share.
           target: the target's configuration.
+          batch: tokens, and the positions of the features; each token is one position later.
           feature: the result of `fuse`, or the `feature` of an earlier output of this head.
-          positions: positions of the features; each token is one position later.
-          select: the only pair of each sequence whose logits and feature are returned; None: all.
         """
         head: EagleParams = params.draft
         # Join the embedding with the feature.
-        x, first = self._read(head, self.embed(params, target, tokens), feature)
-        rotation = self.rope.rotation(positions, self.head_dim, x.dtype)
-        rows, selected = [], layers.SelectedToken.from_index(select, mask, tokens, earlier)
-        attend = partial(cache.attend, start=start, mask=mask, scale=self.head_dim**-0.5)
+        x, first = self._read(head, self.embed(params, target, batch.tokens), feature)
+        rotation, rows = self.rotation(batch.positions, x.dtype), []
         # Layers.
-        readings = layers.Reading.of_layers(len(head.layers), attend, earlier, selected)
-        for index, (layer, reading) in enumerate(zip(head.layers, readings, strict=True)):
+        for layer, reading in zip(head.layers, batch.readings(len(head.layers)), strict=True):
             normed = first
-            if index:
+            if reading.layer:
                 assert layer.attention_norm is not None
-                normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, reading)
+                normed = self.norm(x, layer.attention_norm)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, reading.bound(scale=self.head_dim**-0.5))
             rows.append(pair)
         # Logits, and the feature of the next step.
-        if select is not None and x.shape[1] > 1:
-            x = layers.take_token(x, select)
-        normed = x if head.norm is None else layers.rms_norm(x, head.norm, self.rms_norm_eps)
+        x = batch.take(x)
+        normed = x if head.norm is None else self.norm(x, head.norm)
         return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
-
-    def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
-        """The embeddings of `tokens` for the head."""
-        if params.draft.embed is None:
-            return target.embed(params.target, tokens)
-        return layers.look_up(params.draft.embed, tokens, self.vocab_size, self.tensor)
-
-    def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
-        """Logits over the draft's vocabulary, in float32."""
-        if params.draft.lm_head is None:
-            return target.unembed(params.target, normed)
-        logits = layers.linear(normed, params.draft.lm_head)
-        return gather_last(logits, self.draft_vocab_size).astype(jnp.float32)
 
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
         """The residual stream before the first layer, and the input of its attention."""
@@ -271,9 +207,9 @@ class EagleHead(DraftShape):
             assert head.fc is not None
             x = layers.linear(jnp.concatenate([embedded, feature], axis=-1), head.fc, head.fc_bias)
             norm = layer.attention_norm
-            return x, x if norm is None else layers.rms_norm(x, norm, self.rms_norm_eps)
+            return x, x if norm is None else self.norm(x, norm)
         # EAGLE-3: both are normalized, and the first layer is twice as wide.
         assert layer.attention_norm is not None and head.hidden_norm is not None
-        normed = layers.rms_norm(feature, head.hidden_norm, self.rms_norm_eps)
-        read = jnp.concatenate([layers.rms_norm(embedded, layer.attention_norm, self.rms_norm_eps), normed], axis=-1)
+        normed = self.norm(feature, head.hidden_norm)
+        read = jnp.concatenate([self.norm(embedded, layer.attention_norm), normed], axis=-1)
         return normed if self.norm_before_residual else feature, read

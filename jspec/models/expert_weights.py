@@ -14,6 +14,9 @@ from jspec.core.struct import Leaf
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.weights import Stored, linear, plain
 
+Parts = tuple[tuple[int, slice, slice], tuple[slice, slice]]
+"""Where a part of a matrix [in, out] is in a stack of matrices, and in the matrix."""
+
 
 def mlp_weights(prefix: str, inner: int, width: int) -> dict[str, Any]:
     """The `gate_up` and `down` of a gated MLP of width `inner`."""
@@ -82,22 +85,38 @@ class ExpertStack:
         count = self.routed.router.count + self.routed.shared
         return jax.ShapeDtypeStruct((count, rows, len(self.matrices) * columns), dtype)
 
+    def _tensors(self, stacked: bool = False) -> Iterator[tuple[str, tuple[int, int], list[Parts]]]:
+        """The tensors of single matrices: name, shape as stored, and the parts of the stack that it has.
+
+        stacked: without those of the routed experts.
+        """
+        count, inner, total = self.routed.router.count, self.routed.width, self.routed.shared_width
+        (rows, columns), everything = self._size, slice(None)
+        sides = [slice(place * columns, (place + 1) * columns) for place in range(len(self.matrices))]
+        for index in () if stacked else range(count):
+            for name, side in zip(self._names(f"experts.{index}."), sides, strict=True):
+                yield name, (columns, rows), [((index, everything, side), (everything, everything))]
+        # The shared MLP, in pieces as wide as an expert; the last one may be shorter.
+        firsts = range(0, total, inner)
+        pieces = [slice(first, min(first + inner, total)) for first in firsts]
+        for name, side in zip(self._names(self.shared), sides, strict=True) if total else ():
+            parts: list[Parts] = []
+            for index, piece in enumerate(pieces, count):
+                size = piece.stop - piece.start
+                if self.matrices == ("down",):
+                    parts.append(((index, slice(size), everything), (piece, everything)))
+                else:
+                    parts.append(((index, everything, slice(side.start, side.start + size)), (everything, piece)))
+            yield name, ((self.width, total) if self.matrices == ("down",) else (total, self.width)), parts
+
     def check(self, tensors: Stored) -> None:
         """As in `Entry`."""
-        count, (rows, columns) = self.routed.router.count, self._size
-        if self._stack in tensors.names():
-            tensors.expect(self._stack, count, len(self.matrices) * columns, rows)
-        else:
-            for name in (name for index in range(count) for name in self._names(f"experts.{index}.")):
-                tensors.expect(name, columns, rows)
-        for name in self._names(self.shared) if self.routed.shared else ():
-            tensors.expect(name, *self._shared_size)
-
-    @property
-    def _shared_size(self) -> tuple[int, int]:
-        """Rows and columns of a matrix of the shared MLP, as stored."""
-        inner = self.routed.shared_width
-        return (self.width, inner) if self.matrices == ("down",) else (inner, self.width)
+        rows, columns = self._size
+        stacked = self._stack in tensors.names()
+        if stacked:
+            tensors.expect(self._stack, self.routed.router.count, len(self.matrices) * columns, rows)
+        for name, shape, _ in self._tensors(stacked):
+            tensors.expect(name, *shape)
 
     def read(self, tensors: Stored, options: Leaf) -> PyTree:
         """As in `Entry`. The stack is filled tensor by tensor, in host memory, unless devices get parts."""
@@ -105,47 +124,25 @@ class ExpertStack:
         stacked = self._stack in tensors.names()
         like = self._stack if stacked else self._names("experts.0.")[0]
         stack = tensors.empty(count + self.routed.shared, rows, single * columns, like=like)
-        # The routed experts.
         if stacked:
             stack[:count] = tensors.read(self._stack, count, single * columns, rows).swapaxes(1, 2)
-        for index in () if stacked else range(count):
-            for place, name in enumerate(self._names(f"experts.{index}.")):
-                matrix = tensors.read(name, columns, rows, transpose=True)
-                stack[index, :, place * columns : (place + 1) * columns] = matrix
         if self.routed.shared:
-            self._read_shared(tensors, stack)
+            stack[count:] = 0
+        for name, shape, parts in self._tensors(stacked):
+            matrix = tensors.read(name, *shape, transpose=True)
+            for there, here in parts:
+                stack[there] = matrix[here]
         # Each device gets its share of gates and of ups.
         halves = [stack]
         if tensors.placement is not None:
             halves = [stack[..., place * columns : (place + 1) * columns] for place in range(single)]
         return tensors.put(options, halves)
 
-    def _read_shared(self, tensors: Stored, stack: Any) -> None:
-        """The shared MLP, in pieces as wide as an expert; the last one is padded with zeros."""
-        # Shared experts are stored as one wide MLP; cut it in pieces of a routed expert's width.
-        first, inner, total = self.routed.router.count, self.routed.width, self.routed.shared_width
-        stack[first:] = 0
-        for place, name in enumerate(self._names(self.shared)):
-            matrix = tensors.read(name, *self._shared_size, transpose=True)
-            for index in range(self.routed.shared):
-                piece = slice(index * inner, min((index + 1) * inner, total))
-                size = piece.stop - piece.start
-                if self.matrices == ("down",):
-                    stack[first + index, :size] = matrix[piece]
-                else:
-                    stack[first + index, :, place * inner : place * inner + size] = matrix[:, piece]
-
     def write(self, value: PyTree) -> Iterator[tuple[str, Any]]:
         """As in `Entry`: tensors of single experts."""
-        count, single = self.routed.router.count, len(self.matrices)
-        # Routed experts.
-        for index in range(count):
-            matrices = np.split(np.asarray(value[index]), single, axis=-1)
-            yield from zip(self._names(f"experts.{index}."), (matrix.T for matrix in matrices), strict=True)
-        if not self.routed.shared:
-            return
-        # Shared experts, joined into one wide MLP.
-        total, axis = self.routed.shared_width, 0 if self.matrices == ("down",) else 1
-        for name, pieces in zip(self._names(self.shared), np.split(np.asarray(value[count:]), single, -1), strict=True):
-            joined = np.concatenate(pieces, axis=axis)
-            yield name, (joined[:total] if axis == 0 else joined[:, :total]).T
+        stack = np.asarray(value)
+        for name, shape, parts in self._tensors():
+            matrix = np.empty(shape[::-1], stack.dtype)
+            for there, here in parts:
+                matrix[here] = stack[there]
+            yield name, matrix.T

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any, ClassVar, Never
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,29 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache.tokens import TokenCache, put_tokens
-from jspec.core import tree
-from jspec.core.types import DraftTree, ForwardOutput
+from jspec.core.types import ForwardOutput
 from jspec.models.decoder import Decoder
+from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import tree_bytes
 
 Function = Callable[[Any, Int[Array, "B T"]], ArrayLike]
 """f(params, tokens [B, T]) -> logits [B, T, V] of the token after each."""
 _ROUNDING_FLOAT32, _ROUNDING = 1e-4, 1e-2
 """What counts as rounding in logits of at least 32 bits, and of less, relative to the largest."""
+
+
+def _refusal(reason: str) -> Callable[..., Never]:
+    """A method that raises ValueError, in place of one that only models with layers have."""
+
+    def refuse(self: "FunctionModel", *args: object, **options: object) -> Never:
+        raise ValueError(f"{describe(self.function)}: {reason}")
+
+    return refuse
+
+
+def describe(function: Function) -> str:
+    """The name of a function."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,74 +69,41 @@ class FunctionModel(Decoder):
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         return TokenCache(jnp.zeros((batch, min(capacity, self.max_length)), jnp.int32))
 
-    def forward(
-        self,
-        params: PyTree,
-        draft_tree: DraftTree,
-        cache: TokenCache,
-        start: Int[Array, " B"] | None,
-        *,
-        capture_layers: tuple[int, ...] = (),
-        select: Int[Array, " B"] | None = None,
-    ) -> ForwardOutput:
-        """As `Decoder.forward`."""
-        mask = tree.ancestor_mask(draft_tree)
-        options = {"mask": mask, "select": select, "capture_layers": capture_layers}
-        return self.apply(params, draft_tree.tokens, draft_tree.tokens, cache, start, **options)
-
-    def apply(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        positions: Int[Array, "#B #N"],
-        cache: TokenCache,
-        start: Int[Array, " B"] | None,
-        *,
-        mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Int[Array, "B before"] | None = None,
-        select: Int[Array, " B"] | None = None,
-        capture_layers: tuple[int, ...] = (),
-    ) -> ForwardOutput:
-        """As `Decoder.apply`. `positions` are not read: a token's position is its column in the function's argument."""
+    def apply(self, params: PyTree, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
+        """As `Decoder.apply`. Positions are not read: a token's position is its column in the function's argument."""
         if capture_layers:
             raise ValueError(f"capture_layers={capture_layers}: a function of tokens has no hidden states to capture")
         # The rows of a cache are the tokens themselves.
-        rows = tokens if earlier is None else jnp.concatenate([earlier, tokens], axis=1)
-        begin = jnp.zeros(tokens.shape[0], jnp.int32) if start is None else start
-        if mask is None:
-            logits = self._along_chain(params, cache.tokens, rows, begin, tokens.shape[1], select)
+        rows = batch.tokens if batch.earlier is None else jnp.concatenate([batch.earlier, batch.tokens], axis=1)
+        begin = jnp.zeros(len(rows), jnp.int32) if batch.start is None else batch.start
+        if batch.mask is None:
+            logits = self._along_chain(params, batch, rows, begin)
         else:
-            logits = self._along_paths(params, cache.tokens, rows, begin, mask, select)
+            logits = self._along_paths(params, batch, batch.mask, rows, begin)
         return ForwardOutput(logits, rows, None)
 
     def _along_chain(
-        self,
-        params: PyTree,
-        committed: Int[Array, "B C"],
-        rows: Int[Array, "B R"],
-        begin: Int[Array, " B"],
-        count: int,
-        select: Int[Array, " B"] | None,
+        self, params: PyTree, batch: ForwardBatch, rows: Int[Array, "B R"], begin: Int[Array, " B"]
     ) -> Float[Array, "B M V"]:
-        """Logits of the last `count` rows, each the continuation of the one before, or of the selected one."""
+        """Logits of the batch's tokens, each the continuation of the one before, or of the selected one."""
+        count, select = batch.tokens.shape[1], batch.select
         column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-        logits = self._call(params, put_tokens(committed, begin[:, None] + column, rows))
+        logits = self._call(params, put_tokens(batch.cache.tokens, begin[:, None] + column, rows))
         column_index = column[:, -count:] if select is None else (rows.shape[1] - count + select)[:, None]
         return jnp.take_along_axis(logits, (begin[:, None] + column_index)[:, :, None], axis=1, mode="clip")
 
     def _along_paths(
         self,
         params: PyTree,
-        committed: Int[Array, "B C"],
+        batch: ForwardBatch,
+        mask: Bool[Array, "#B N R"],
         rows: Int[Array, "B R"],
         begin: Int[Array, " B"],
-        mask: Bool[Array, "#B N R"],
-        select: Int[Array, " B"] | None,
     ) -> Float[Array, "B M V"]:
         """Logits of each node, at the end of its own path."""
-        mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
-        if select is not None:
-            mask = jnp.take_along_axis(mask, select[:, None, None], axis=1)
+        mask, committed = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:])), batch.cache.tokens
+        if batch.select is not None:
+            mask = jnp.take_along_axis(mask, batch.select[:, None, None], axis=1)
 
         def at_node(seen: Bool[Array, "B R"]) -> Float[Array, "B V"]:
             # Parents come before their children, so the rows are in the order of the path.
@@ -158,32 +139,11 @@ class FunctionModel(Decoder):
 
     # What only models with layers have
 
-    def param_shapes(self, dtype: DTypeLike) -> Never:
-        """The weights are the function's own."""
-        raise ValueError(f"{describe(self.function)}: the shapes of its weights are not known")
-
-    def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Never:
-        """There is no embedding."""
-        raise ValueError(f"{describe(self.function)}: a function of tokens has no embedding")
-
-    def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Never:
-        """There is no LM head."""
-        raise ValueError(f"{describe(self.function)}: a function of tokens has no LM head")
-
-    def layer_keys(self, layer: int = 0, *args: object, **options: object) -> Never:
-        """There are no keys."""
-        raise ValueError(f"{describe(self.function)}: a function of tokens has no keys")
-
+    param_shapes: ClassVar[Any] = _refusal("the shapes of its weights are not known")
+    embed: ClassVar[Any] = _refusal("a function of tokens has no embedding")
+    unembed: ClassVar[Any] = _refusal("a function of tokens has no LM head")
+    layer_keys: ClassVar[Any] = _refusal("a function of tokens has no keys")
     layer_rotation = layer_scale = layer_windows = layer_keys
-
-    def run_layers(self, *args: object, **options: object) -> Never:
-        """There are no layers."""
-        raise ValueError(f"{describe(self.function)}: a function of tokens has no layers")
-
-
-def describe(function: Function) -> str:
-    """The name of a function."""
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) -> bool:

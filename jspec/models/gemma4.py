@@ -6,22 +6,24 @@ the residual stream (E2B, E4B); a mixture of experts in parallel to the MLP (26B
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Self
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, LayerKeys
-from jspec.core.sharding import check_split, held_heads
+from jspec.cache import LayerKeys
+from jspec.core.sharding import held_heads
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
-from jspec.models.decoder import Decoder
+from jspec.models.decoder import Decoder, ModelParams, model_weights
 from jspec.models.expert_weights import mlp_weights
+from jspec.models.layers import ForwardBatch
 from jspec.models.moe import Routed, experts_mlp
 from jspec.models.rope import Rope
 from jspec.models.sizes import tree_bytes
+from jspec.models.stack import LayerParams
 from jspec.models.weights import heads, linear, plain, scalar, stacked
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -66,26 +68,15 @@ class ExpertParams:
 
 
 @struct
-class Gemma4LayerParams:
+class Gemma4LayerParams(LayerParams):
     """Weights of one layer, [in, out].
 
-    QKV = (H + 2 K) * D, or (H + K) * D if values are keys, or HD = H * D if both are another layer's.
+    QKV = (H + 2 K) * D, or (H + K) * D if values are keys, or HD = H * D if both are those of another layer, also of
+    another model's; there is no norm of keys then.
     """
 
-    attention_norm: Float[Array, " E"]
-    qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
-    q_norm: Float[Array, " D"]
-    k_norm: Float[Array, " D"] | None
-    """None if keys and values are those of another layer."""
-    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
-    attention_out_norm: Float[Array, " E"]
-    mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"] = leaf(split=-1, linear=True)
-    down: Float[Array, "F E"] = leaf(split=-2, linear=True)
-    mlp_out_norm: Float[Array, " E"]
-    experts: ExpertParams | None
-    per_layer: PerLayerParams | None
-    scalar: Float[Array, ""] | None
+    per_layer: PerLayerParams | None = None
+    scalar: Float[Array, ""] | None = None
     """Factor on the output of the layer; None: 1."""
 
 
@@ -99,17 +90,10 @@ class PerLayerInputParams:
 
 
 @struct
-class Gemma4Params:
+class Gemma4Params(ModelParams):
     """Weights of a model; the embedding is also the LM head."""
 
-    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
-    per_layer: PerLayerInputParams | None
-    layers: tuple[Gemma4LayerParams, ...]
-    norm: Float[Array, " E"]
-
-    @property
-    def lm_head(self) -> None:
-        """It is the embedding."""
+    per_layer: PerLayerInputParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +120,6 @@ class Gemma4(Decoder):
     double_wide_mlp: whether those layers' MLPs are twice as wide.
     per_layer_size: width of the per-layer inputs; 0: there are none.
     soft_cap: bound of the logits, None: none.
-    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
-    kv: see `with_kv`.
-    exact: see `Decoder.exactly`.
     """
 
     vocab_size: int
@@ -183,23 +164,9 @@ class Gemma4(Decoder):
             return layer
         return max(index for index in range(owners) if self.attention[index] == self.attention[layer])
 
-    def split(self, devices: int) -> Self:
-        """The configuration with heads, MLPs, experts and caches split over devices.
-
-        Experts are split within each expert; per-layer inputs are whole.
-
-        Raises:
-          ValueError: the number does not divide the query heads or a width, or does not suit the heads of keys and
-            values of some layer.
-        """
-        sizes = {"heads": self.num_heads, "columns of the MLP": self.intermediate_size}
-        if self.experts is not None:
-            sizes["columns of each expert"] = self.experts.width
-        first = {kind.kv_heads: index for index, kind in reversed([*enumerate(self.attention)])}
-        place = " in layer {}" if len(first) > 1 else ""
-        copied = {f"heads of keys and values{place.format(first[count])}": count for count in sorted(first)}
-        check_split(devices, sizes, copied)
-        return dataclasses.replace(self, tensor=devices)
+    def split_widths(self) -> dict[str, int]:
+        """As in `Decoder`; the MLP is in parallel to experts, and per-layer inputs are whole."""
+        return {"columns of the MLP": self.intermediate_size} | super().split_widths()
 
     def mlp_width(self, layer: int) -> int:
         """Width of a layer's MLP."""
@@ -211,35 +178,26 @@ class Gemma4(Decoder):
 
     def weights(self, root: str = "model.") -> Gemma4Params:
         """The table of the weights. root: with what the names of their tensors begin."""
-        width, vocabulary, size = self.hidden_size, self.vocab_size, self.per_layer_size
+        size = self.per_layer_size
         # Embeddings per layer.
         inputs = None
         if size:
             total = self.num_layers * size
             inputs = PerLayerInputParams(
-                embed=plain(root + "embed_tokens_per_layer.weight", vocabulary, total),
-                projection=linear(width, {root + "per_layer_model_projection.weight": total}),
+                embed=plain(root + "embed_tokens_per_layer.weight", self.vocab_size, total),
+                projection=linear(self.hidden_size, {root + "per_layer_model_projection.weight": total}),
                 norm=plain(root + "per_layer_projection_norm.weight", size),
             )
-        return Gemma4Params(
-            embed=plain(root + "embed_tokens.weight", vocabulary, width),
-            per_layer=inputs,
-            layers=tuple(self._layer_weights(index, f"{root}layers.{index}.") for index in range(self.num_layers)),
-            norm=plain(root + "norm.weight", width),
-        )
+        layers = [self._layer_weights(index, f"{root}layers.{index}.") for index in range(self.num_layers)]
+        return Gemma4Params(**vars(model_weights(self, layers, root, lm_head=None)), per_layer=inputs)
 
     def _layer_weights(self, index: int, prefix: str) -> Gemma4LayerParams:
-        width, size, kind, attention = (
-            self.hidden_size,
-            self.per_layer_size,
-            self.attention[index],
-            prefix + "self_attn.",
-        )
+        width, size, kind = self.hidden_size, self.per_layer_size, self.attention[index]
         # The projections: only queries with shared keys and values.
         owner, queries = self.kv_source_layer(index) == index, self.num_heads * kind.head_dim
         letters = "q" if not owner else "qk" if kind.values_are_keys else "qkv"
         outs = {letter: queries if letter == "q" else kind.kv_heads * kind.head_dim for letter in letters}
-        projections = {f"{attention}{letter}_proj.weight": out for letter, out in outs.items()}
+        projections = {f"{prefix}self_attn.{letter}_proj.weight": out for letter, out in outs.items()}
         # Inputs per layer.
         per_layer = None
         if size:
@@ -248,16 +206,13 @@ class Gemma4(Decoder):
                 out=linear(size, {prefix + "per_layer_projection.weight": width}),
                 norm=plain(prefix + "post_per_layer_input_norm.weight", width),
             )
-        return Gemma4LayerParams(
-            **{field: plain(prefix + name, width) for field, name in NORMS.items()},
-            qkv=heads(projections, width, kv_heads=kind.kv_heads, devices=self.tensor),
-            q_norm=plain(attention + "q_norm.weight", kind.head_dim),
-            k_norm=plain(attention + "k_norm.weight", kind.head_dim) if owner else None,
-            o=linear(queries, {attention + "o_proj.weight": width}),
-            **mlp_weights(prefix + "mlp.", self.mlp_width(index), width),
+        qkv = heads(projections, width, kv_heads=kind.kv_heads, devices=self.tensor)
+        layer = layer_weights(prefix, width, queries, kind.head_dim, self.mlp_width(index), qkv)
+        return dataclasses.replace(
+            layer,
+            k_norm=plain(prefix + "self_attn.k_norm.weight", kind.head_dim) if owner else None,
             experts=None if self.experts is None else self._expert_weights(self.experts, prefix),
             per_layer=per_layer,
-            scalar=scalar(prefix + "layer_scalar"),
         )
 
     def _expert_weights(self, experts: Routed, prefix: str) -> ExpertParams:
@@ -276,13 +231,6 @@ class Gemma4(Decoder):
         inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
         read = tree_bytes((params.layers, params.norm, params.embed, inputs))
         return read - self.unread_expert_bytes(params, tokens)
-
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        sources = map(self.kv_source_layer, range(self.num_layers))
-        split_keys = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
-        cache_layers = [split_keys[index] if source == index else source for index, source in enumerate(sources)]
-        return HybridCache.empty(batch, capacity, page_size, layers=cache_layers, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values read by a layer."""
@@ -304,27 +252,20 @@ class Gemma4(Decoder):
         return self._scaled(rows, self.hidden_size)
 
     def run_layers(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Array],
-        earlier: tuple[Pair | None, ...] | None,
-        selected: layers.SelectedToken | None,
+        self, params: PyTree, x: Float[Array, "B N E"], batch: ForwardBatch
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | None]]:
-        """Yields, after each layer, the residual stream and the layer's rows of this round, None if it has none."""
+        """As in `Decoder`; a layer without keys and values of its own has no rows: None."""
         # Inputs and angles, once for all layers.
-        inputs = self._per_layer_inputs(params, tokens, x)
+        inputs = self._per_layer_inputs(params, batch.tokens, x)
         rotations = {
-            kind: self.layer_rotation(self.attention.index(kind), positions, x.dtype)
+            kind: self.layer_rotation(self.attention.index(kind), batch.positions, x.dtype)
             for kind in dict.fromkeys(self.attention)
         }
         rows: list[Pair | None] = []
         # Each add computes the norm of the next branch.
         normed = self.norm(x, params.layers[0].attention_norm)
         following = [*(layer.attention_norm for layer in params.layers[1:]), None]
-        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, None)
+        readings = batch.of_all().readings(self.num_layers, self.exact)
         for index, (layer, kind, reading) in enumerate(zip(params.layers, self.attention, readings, strict=True)):
             # Rows: those of the layer, or of the layer it shares with.
             q, layer_rows = self._project(layer, kind, normed, rotations[kind])
@@ -335,7 +276,7 @@ class Gemma4(Decoder):
             pair = rows[self.kv_source_layer(index)]
             assert pair is not None
             # Attention.
-            seen = reading.attend(q, *pair, scale=self.layer_scale(index), positions=positions)
+            seen = reading.attend(q, *pair, scale=self.layer_scale(index), positions=batch.positions)
             out = self.ops.sum(self.ops.linear(seen.reshape(*x.shape[:2], -1), layer.o))
             x, normed = self._add(x, out, layer.attention_out_norm, layer.mlp_norm)
             # MLP, and experts.
@@ -392,7 +333,7 @@ class Gemma4(Decoder):
         v = self.norm_values(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :])
         return q, (layers.rotate(self.norm(k, layer.k_norm), rotation), v)
 
-    def _mlp(self, layer: Gemma4LayerParams, x, normed):
+    def _mlp(self, layer: PyTree, x, normed):
         """The MLP, plus the experts in parallel to it."""
         out = self.ops.whole(self.ops.mlp(normed, layer.gate_up, layer.down, layers.gelu), x)
         if layer.experts is None:
@@ -412,6 +353,24 @@ class Gemma4(Decoder):
         # The experts.
         normed, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
         return self.ops.sum(experts_mlp(normed, ids, weights, *matrices, layers.gelu, self.ops)).reshape(x.shape)
+
+
+def layer_weights(prefix: str, width: int, queries: int, head_dim: int, mlp_width: int, qkv: Any) -> Gemma4LayerParams:
+    """The table of a layer that shares the keys and values of another one, without experts and per-layer inputs.
+
+    prefix: of the names of its tensors.
+    queries: width of all query heads.
+    qkv: the entry of the projection to queries, and maybe to keys and values.
+    """
+    attention = prefix + "self_attn."
+    return Gemma4LayerParams(
+        **{field: plain(prefix + name, width) for field, name in NORMS.items()},
+        qkv=qkv,
+        q_norm=plain(attention + "q_norm.weight", head_dim),
+        o=linear(queries, {attention + "o_proj.weight": width}),
+        **mlp_weights(prefix + "mlp.", mlp_width, width),
+        scalar=scalar(prefix + "layer_scalar"),
+    )
 
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:

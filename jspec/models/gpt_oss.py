@@ -5,25 +5,23 @@ biases, and the experts' gate is clamped. YaRN scales the rotary positions of al
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float
 
-from jspec.cache import HybridCache, LayerKeys
-from jspec.cache.mha import Rows
+from jspec.cache import LayerKeys
 from jspec.core.sharding import added_once
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
-from jspec.models.decoder import Decoder
+from jspec.models.decoder import Decoder, ModelParams, model_weights
+from jspec.models.layers import Reading
 from jspec.models.moe import Routed
 from jspec.models.rope import Rope
-from jspec.models.stack import attention_branch, attention_weights, split_layers
-from jspec.models.weights import fused, linear, plain
+from jspec.models.stack import LayerParams, attention_branch, attention_weights
+from jspec.models.weights import fused, plain
 from pallas_kernels.group_rows import group_rows
 
 
@@ -41,43 +39,6 @@ class BiasedExperts:
     down_bias: Float[Array, "X E"]
 
 
-@struct
-class GptOssLayerParams:
-    """Weights of one layer, [in, out]. HD = H * D, QKV = (H + 2 K) * D."""
-
-    attention_norm: Float[Array, " E"]
-    qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
-    qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1)
-    sinks: Float[Array, " H"] = leaf(split=-1)
-    """The score of each query head without a key and a value."""
-    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
-    o_bias: Float[Array, " E"] | None
-    mlp_norm: Float[Array, " E"]
-    experts: BiasedExperts
-
-    @property
-    def q_norm(self) -> None:
-        """There are no norms of heads."""
-
-    @property
-    def k_norm(self) -> None:
-        """There are no norms of heads."""
-
-    @property
-    def kv_scales(self) -> None:
-        """There are no scales of keys and values."""
-
-
-@struct
-class GptOssParams:
-    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
-
-    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
-    layers: tuple[GptOssLayerParams, ...]
-    norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class GptOss(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
@@ -86,10 +47,7 @@ class GptOss(Decoder):
     experts: those of every layer.
     gate_limit: bound of the gate, from above, and of the other half of an expert's product.
     gate_slope: factor within the sigmoid of the gate.
-    tensor: devices to split heads, experts and the vocabulary over; the sizes here are those of the whole model.
     filler: additional columns of zeros of each expert, see `with_whole_groups`.
-    kv: see `with_kv`.
-    exact: see `Decoder.exactly`.
     """
 
     vocab_size: int
@@ -128,16 +86,6 @@ class GptOss(Decoder):
         """The experts of a layer."""
         return self.experts
 
-    def split(self, devices: int) -> Self:
-        """The configuration with heads, experts and caches split over devices.
-
-        Experts are split within each expert.
-
-        Raises:
-          ValueError: the number does not divide the heads or the width of an expert.
-        """
-        return split_layers(self, devices, {"columns of each expert": self.experts.width})
-
     def with_whole_groups(self, rows: int) -> Self:
         """The configuration with a multiple of `rows` rows of an expert's second matrix on each device.
 
@@ -145,24 +93,18 @@ class GptOss(Decoder):
         """
         return dataclasses.replace(self, filler=-self.experts.width % (rows * self.tensor) if self.tensor > 1 else 0)
 
-    def weights(self) -> GptOssParams:
+    def weights(self) -> ModelParams:
         """The table of the weights."""
-        vocabulary, width = self.vocab_size, self.hidden_size
-        return GptOssParams(
-            embed=plain("model.embed_tokens.weight", vocabulary, width),
-            layers=tuple(self._layer_weights(f"model.layers.{index}.") for index in range(self.num_layers)),
-            norm=plain("model.norm.weight", width),
-            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
-        )
+        return model_weights(self, [self._layer_weights(f"model.layers.{index}.") for index in range(self.num_layers)])
 
-    def _layer_weights(self, prefix: str) -> GptOssLayerParams:
+    def _layer_weights(self, prefix: str) -> LayerParams:
         # Attention.
         width, attention, experts = self.hidden_size, prefix + "self_attn.", prefix + "mlp.experts."
         projections = attention_weights(self, attention, width, bias=self.attention_bias)
         # Experts, filled up to a width of the kernels.
         count, inner = self.experts.router.count, self.experts.width
         padded = inner + self.filler
-        return GptOssLayerParams(
+        return LayerParams(
             attention_norm=plain(prefix + "input_layernorm.weight", width),
             **projections,
             sinks=plain(attention + "sinks", self.num_heads),
@@ -191,37 +133,19 @@ class GptOss(Decoder):
             ),
         )
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        keys = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
-        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
-
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
         return LayerKeys(self.num_kv_heads, self.head_dim, self.windows[layer], kv=self.kv)
 
-    def run_layers(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Array],
-        earlier: Rows | None,
-        selected: layers.SelectedToken | None,
-    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
-        """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        # Rotation, once for all layers.
-        rotation = self.layer_rotation(0, positions, x.dtype)
-        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
-        for index, (layer, reading) in enumerate(zip(params.layers, readings, strict=True)):
-            seen = reading.positions(positions, tokens)
-            reading = reading.bound(scale=self.layer_scale(index), sinks=layer.sinks, positions=seen)
-            normed = self.norm(x, layer.attention_norm)
-            branch, pair = attention_branch(self, layer, normed, rotation, reading)
-            x, normed = self.ops.add_norm(reading.take(x), branch, layer.mlp_norm, self.rms_norm_eps)
-            x = x + self.ops.sum(self._mlp(layer.experts, normed))
-            yield x, pair
+    def run_layer(
+        self, layer: LayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
+    ) -> tuple[Float[Array, "B M E"], tuple[Array, Array]]:
+        """As in `Decoder`."""
+        options = {"scale": self.layer_scale(reading.layer), "sinks": layer.sinks, "positions": reading.positions}
+        normed = self.norm(x, layer.attention_norm)
+        branch, pair = attention_branch(self, layer, normed, rotation, reading.bound(**options))
+        x, normed = self.ops.add_norm(reading.take(x), branch, layer.mlp_norm, self.rms_norm_eps)
+        return x + self.ops.sum(self._mlp(layer.experts, normed)), pair
 
     def _mlp(self, params: BiasedExperts, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         """The weighted sum, in float32, of the outputs of the experts the router chooses for each token.

@@ -34,6 +34,15 @@ class Latent:
         """Width of a cache row."""
         return self.kv_rank + self.rope_dim
 
+    def row_order(self, heads: int, dim: int) -> np.ndarray:
+        """For each row of a projection to heads [heads * dim, in], its index in a checkpoint.
+
+        There the last `rope_dim` rows of a head are pairs (2 i, 2 i + 1), here (i, i + R/2).
+        """
+        order = np.arange(dim)
+        order[-self.rope_dim :] = order[-self.rope_dim :].reshape(-1, 2).T.reshape(-1)
+        return (np.arange(heads)[:, None] * dim + order).reshape(-1)
+
 
 @dataclasses.dataclass(frozen=True)
 class UpWeights:
@@ -72,17 +81,3 @@ class UpWeights:
         """As in `Entry`."""
         up = np.concatenate([value.keys, np.asarray(value.values).swapaxes(1, 2)], axis=1)
         yield self.name, up.reshape(self._stored)
-
-
-def halves(weight: Any, rope: int) -> Any:
-    """[heads, out, in] with the pairs of each head's last `rope` outputs split: first elements, then second ones."""
-    order = np.arange(weight.shape[1])
-    order[-rope:] = order[-rope:].reshape(-1, 2).T.reshape(-1)
-    return weight[:, order]
-
-
-def pairs(weight: np.ndarray, rope: int) -> np.ndarray:
-    """The inverse of `halves`."""
-    order = np.arange(weight.shape[1])
-    order[-rope:] = order[-rope:].reshape(2, -1).T.reshape(-1)
-    return weight[:, order]

@@ -6,8 +6,7 @@ five rows by them 2.5 times faster (docs/decisions.md).
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,8 +15,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.sharding import TENSOR, sum_over_devices
+from jspec.core.struct import struct
 from jspec.models.quantized import Quantized, quantized_product
-from pallas_kernels import norm, rotary
+from pallas_kernels import rotary
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.platform import exactness, platform, result_alone
 
@@ -38,26 +38,53 @@ class SelectedToken:
     token: Int[Array, " B"]
     mask: Bool[Array, "B 1 N"]
 
-    @classmethod
-    def from_index(
-        cls,
-        token: Int[Array, " B"] | None,
-        mask: Bool[Array, "#B N R"] | None,
-        tokens: Int[Array, "B N"],
-        earlier: PyTree,
-    ) -> "SelectedToken | None":
-        """The selection of a forward; None if no token is selected, there is only one, or there are `earlier` rows.
 
-        token: index of the selected token; None: all tokens are needed.
-        mask: None: each token sees all tokens up to its own.
-        """
-        batch, nodes = tokens.shape
-        if token is None or nodes == 1 or earlier is not None:
+@struct
+class ForwardBatch:
+    """The N tokens that a forward reads for each sequence, and the rows that they see.
+
+    cache: committed rows; training passes a stand-in with `attend` only.
+    start: committed rows to attend to; None: none.
+    mask: the rows each token sees, of the round's R; None: all up to its own.
+    earlier: R - N rows of this round from earlier forwards, before the N new ones.
+    select: the only token of each sequence whose output is needed; None: all are.
+    """
+
+    tokens: Int[Array, "B N"]
+    positions: Int[Array, "#B #N"]
+    cache: PyTree
+    start: Int[Array, " B"] | None
+    mask: Bool[Array, "#B N R"] | None = None
+    earlier: PyTree = None
+    select: Int[Array, " B"] | None = None
+
+    @property
+    def selected(self) -> SelectedToken | None:
+        """The selected tokens; None if all are needed, there is only one, or there are earlier rows."""
+        (batch, nodes), token, mask = self.tokens.shape, self.select, self.mask
+        if token is None or nodes == 1 or self.earlier is not None:
             return None
         if mask is None:
-            return cls(token, jnp.arange(nodes, dtype=jnp.int32)[None, None] <= token[:, None, None])
+            return SelectedToken(token, jnp.arange(nodes, dtype=jnp.int32)[None, None] <= token[:, None, None])
         mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
-        return cls(token, take_token(mask, token))
+        return SelectedToken(token, take_token(mask, token))
+
+    def readings(self, count: int, exact: bool = False) -> "Iterator[Reading]":
+        """The readings of `count` layers. Only the last one goes on with the selected tokens.
+
+        exact: whether the attention is, see `jspec.models.ops.ExactOps`.
+        """
+        selected, options = self.selected, {"exact": True} if exact else {}
+        for index in range(count):
+            yield Reading(self, index, selected if index + 1 == count else None, options)
+
+    def of_all(self) -> "ForwardBatch":
+        """The same tokens, all of which are needed."""
+        return dataclasses.replace(self, select=None)
+
+    def take(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "B M *rest"]:
+        """What belongs to the selected token, if there is one and `x` has all tokens."""
+        return x if self.select is None or x.shape[1] == 1 else take_token(x, self.select)
 
 
 def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped[Array, "B 1 *rest"]:
@@ -67,33 +94,25 @@ def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How one layer reads the tokens of a round.
+    """How one layer reads the tokens of a forward.
 
-    attend_all: the cache's `attend` for the layer.
-    earlier: the layer's rows of this round from earlier forwards; None: there are none.
     selected: the tokens whose stream is needed after the layer, [B, 1, E]; None: all of them. Rows are those of all.
+    options: of the cache's `attend`.
     """
 
-    attend_all: Callable[..., Array]
-    earlier: Any = None
+    batch: ForwardBatch
+    layer: int
     selected: SelectedToken | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def of_layers(
-        cls, count: int, attend: Callable[..., Array], earlier: Any, selected: SelectedToken | None
-    ) -> "Iterator[Reading]":
-        """Those of `count` layers. Only the last one goes on with the selected tokens.
-
-        attend: the cache's, with all arguments bound but those of the layer.
-        earlier: the rows of all layers.
-        """
-        for index in range(count):
-            before = None if earlier is None else earlier[index]
-            yield cls(partial(attend, index), before, selected if index + 1 == count else None)
+    @property
+    def earlier(self) -> Any:
+        """The layer's rows of this round from earlier forwards; None: there are none."""
+        return None if self.batch.earlier is None else self.batch.earlier[self.layer]
 
     def bound(self, **options: Any) -> "Reading":
         """With options of `attend`."""
-        return dataclasses.replace(self, attend_all=partial(self.attend_all, **options))
+        return dataclasses.replace(self, options={**self.options, **options})
 
     def rows(self, *rows: Shaped[Array, "B N ..."]) -> tuple[Shaped[Array, "B R ..."], ...]:
         """The rows of this round after the earlier ones."""
@@ -105,15 +124,23 @@ class Reading:
         """The part of the selected tokens, or of all."""
         return x if self.selected is None else take_token(x, self.selected.token)
 
-    def positions(self, positions: Int[Array, "#B #N"], tokens: Int[Array, "B N"]) -> Int[Array, "#B #M"]:
+    @property
+    def positions(self) -> Int[Array, "#B #M"]:
         """Their positions."""
-        return positions if self.selected is None else self.take(jnp.broadcast_to(positions, tokens.shape))
+        positions = self.batch.positions
+        return positions if self.selected is None else self.take(jnp.broadcast_to(positions, self.batch.tokens.shape))
 
     def attend(self, q: Float[Array, "B N H D"], *rows: Any, **options: Any) -> Float[Array, "B M H _"]:
         """The attention of these tokens to the cache and the rows of this round."""
         if self.selected is not None:
             options["mask"] = self.selected.mask
         return self.attend_all(self.take(q), *rows, **options)
+
+    def attend_all(self, *args: Any, **options: Any) -> Any:
+        """The cache's `attend` for the layer, for all tokens."""
+        batch = self.batch
+        options = {"start": batch.start, "mask": batch.mask, **self.options, **options}
+        return batch.cache.attend(self.layer, *args, **options)
 
 
 def linear(
@@ -137,18 +164,6 @@ def linear(
 def add_bias(x: Float[Array, "*batch out"], bias: Float[Array, " out"] | None) -> Float[Array, "*batch out"]:
     """x + bias; `x` itself if there is none."""
     return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
-
-
-def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*batch E"]:
-    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
-    return norm.rms_norm(x, weight, eps)
-
-
-def wide_rms_norm(
-    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
-) -> Float[Array, "*batch E"]:
-    """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as in Gemma."""
-    return norm.wide_rms_norm(x, weight, eps)
 
 
 def layer_norm(

@@ -6,31 +6,20 @@ scan over stacked layers makes a decoding step take 2.8 times as long (docs/deci
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Self
+from collections.abc import Iterator
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, MhaCache
-from jspec.cache.mha import Rows
-from jspec.core.struct import leaf, struct
 from jspec.models import layers
-from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed
+from jspec.models.decoder import Decoder, ModelParams, model_weights
+from jspec.models.layers import ForwardBatch
+from jspec.models.moe import Routed, layer_mlp
+from jspec.models.ops import Branch
 from jspec.models.rope import Rope
-from jspec.models.stack import LayerParams, decoder_layer, empty_cache, layer_branches, layer_weights, split_layers
-from jspec.models.weights import linear, plain
-
-
-@struct
-class LlamaParams:
-    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
-
-    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
-    layers: tuple[LayerParams, ...]
-    norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
+from jspec.models.stack import attention_branch, empty_cache, layer_weights
+from jspec.models.weights import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +27,6 @@ class Llama(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
-    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
-    exact: see `Decoder.exactly`.
-    kv: see `with_kv`.
     """
 
     vocab_size: int
@@ -62,77 +48,85 @@ class Llama(Decoder):
     exact: bool = False
     kv: str | None = None
 
-    def split(self, devices: int) -> Self:
-        """The configuration with weights and caches split over devices.
-
-        Experts are split within each expert.
-
-        Raises:
-          ValueError: the number does not divide the heads or the width of an MLP.
-        """
-        widths = {}
-        if self.experts is not None:
-            widths["columns of each expert"] = self.experts.width
-        if self.experts is None or self.dense_layers:
-            widths["columns of the MLP"] = self.intermediate_size
-        return split_layers(self, devices, widths)
-
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
         return None if layer in self.dense_layers else self.experts
 
-    def weights(self) -> LlamaParams:
+    def weights(self) -> ModelParams:
         """The table of the weights."""
-        vocabulary, width = self.vocab_size, self.hidden_size
-        return LlamaParams(
-            embed=plain("model.embed_tokens.weight", vocabulary, width),
-            layers=tuple(
+        return model_weights(
+            self,
+            [
                 layer_weights(
                     self,
                     f"model.layers.{index}.",
-                    norm=plain(f"model.layers.{index}.input_layernorm.weight", width),
+                    norm=plain(f"model.layers.{index}.input_layernorm.weight", self.hidden_size),
                     qk_norm=self.qk_norm,
                     qkv_bias=self.attention_bias,
                     o_bias=self.attention_bias,
                     routed=self.layer_experts(index),
                 )
                 for index in range(self.num_layers)
-            ),
-            norm=plain("model.norm.weight", width),
-            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
+            ],
         )
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        return empty_cache(self, batch, capacity, page_size, dtype)
+        windows = [self.layer_keys(layer).window for layer in range(self.num_layers)]
+        return empty_cache(self, batch, capacity, page_size, dtype, windows)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
         return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
+    def layer_rope(self, layer: int) -> Rope:
+        """The rotation of a layer."""
+        return self.rope
+
+    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How those keys are rotated at each position."""
+        return self.layer_rope(layer).rotation(positions, self.head_dim, dtype)
+
     def run_layers(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Array],
-        earlier: Rows | None,
-        selected: layers.SelectedToken | None,
+        self, params: PyTree, x: Float[Array, "B N E"], batch: ForwardBatch
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
-        """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        rotation = self.layer_rotation(0, positions, x.dtype)
-        norms = [layer.attention_norm for layer in params.layers]
-        normed = self.norm(x, norms[0])
-        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
-        for index, (layer, reading) in enumerate(zip(params.layers, readings, strict=True)):
-            context = (rotation, reading.bound(scale=self.layer_scale(index)), self.experts)
-            if index + 1 < self.num_layers:
-                x, branch, pair = layer_branches(self, layer, x, normed, *context)
-                x, normed = self.ops.add_norm(x, branch, norms[index + 1], self.rms_norm_eps)
-            else:
-                x, pair = decoder_layer(self, layer, x, normed, *context)
+        """As in `Decoder`; each sum computes the norm of what follows, too."""
+        # Rotations, once for all layers, and the norms of what follows each branch.
+        ropes = {self.layer_rope(index): index for index in range(self.num_layers)}
+        rotations = {rope: self.layer_rotation(index, batch.positions, x.dtype) for rope, index in ropes.items()}
+        following = [*(layer.attention_norm for layer in params.layers[1:]), None]
+        first = params.layers[0].attention_norm
+        normed = x if first is None else self.norm(x, first)
+        for layer, norm, reading in zip(
+            params.layers, following, batch.readings(self.num_layers, self.exact), strict=True
+        ):
+            # Attention. Only windows need positions.
+            index = reading.layer
+            seen = None if self.layer_keys(index).window is None else reading.positions
+            bound = reading.bound(scale=self.layer_scale(index), positions=seen)
+            branch, pair = attention_branch(self, layer, normed, rotations[self.layer_rope(index)], bound)
+            x, normed = self.add(reading.take(x), branch, layer.attention_out_norm, layer.mlp_norm)
+            # MLP.
+            branch = layer_mlp(normed, layer, self.experts, self.ops)
+            x, normed = self.add(x, branch, layer.mlp_out_norm, norm)
             yield x, pair
+
+    def add(
+        self,
+        x: Float[Array, "B M E"],
+        branch: Branch,
+        norm: Float[Array, " E"] | None,
+        following: Float[Array, " E"] | None,
+    ) -> tuple[Float[Array, "B M E"], Float[Array, "B M E"]]:
+        """The stream plus a branch, and the input of the next branch.
+
+        norm: of the branch; None: there is none.
+        following: the norm before the next branch; None: its input is the stream.
+        """
+        if following is not None:
+            return self.ops.add_norm(x, branch, following, self.rms_norm_eps)
+        x = self.ops.add(x, branch)
+        return x, x
 
 
 def require_llama(config: Decoder, user: str) -> Llama:

@@ -4,21 +4,18 @@ They are Qwen2, Mistral, SmolLM3, OLMo 2 and 3, Phi-3 and Phi-4-mini, Granite, G
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, LayerKeys, MhaCache
-from jspec.cache.mha import Rows
-from jspec.models import layers
-from jspec.models.llama import Llama, LlamaParams
-from jspec.models.moe import layer_mlp
+from jspec.cache import LayerKeys
+from jspec.models.decoder import ModelParams
+from jspec.models.llama import Llama
+from jspec.models.ops import Branch
 from jspec.models.rope import Rope
-from jspec.models.stack import LayerParams, attention_branch, empty_cache
+from jspec.models.stack import LayerParams
 from jspec.models.weights import joined, plain, reordered_heads
 
 NORMS = {
@@ -78,7 +75,7 @@ class LlamaVariant(Llama):
             raise ValueError(f"tensor={devices}: norms over all heads cannot be split over devices yet")
         return super().split(devices)
 
-    def weights(self) -> LlamaParams:
+    def weights(self) -> ModelParams:
         """The table of the weights."""
         weights = super().weights()
         changed = tuple(
@@ -107,10 +104,6 @@ class LlamaVariant(Llama):
                 entries[name] = joined(entries.get(name, getattr(layer, name)), tensor)
         return entries
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache | HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        return empty_cache(self, batch, capacity, page_size, dtype, self.windows)
-
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
         window = self.windows[layer] if self.windows else None
@@ -122,10 +115,6 @@ class LlamaVariant(Llama):
             return _RESTING
         windowed = self.window_rope is not None and self.layer_keys(layer).window is not None
         return self.window_rope if windowed else self.rope  # pyright: ignore[reportReturnType]  # not None
-
-    def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
-        """How those keys are rotated at each position."""
-        return self.layer_rope(layer).rotation(positions, self.head_dim, dtype)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and those keys."""
@@ -140,46 +129,20 @@ class LlamaVariant(Llama):
         logits = super().unembed(params, normed)
         return logits if self.logit_divisor == 1 else logits / self.logit_divisor
 
-    def run_layers(
+    def add(
         self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Array],
-        earlier: Rows | None,
-        selected: layers.SelectedToken | None,
-    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
-        """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        # Rotations, once for all layers, and the norms of what follows each branch.
-        ropes = {self.layer_rope(index): index for index in range(self.num_layers)}
-        rotations = {rope: self.layer_rotation(index, positions, x.dtype) for rope, index in ropes.items()}
-        following = [*(layer.attention_norm for layer in params.layers[1:]), None]
-        first = params.layers[0].attention_norm
-        normed = x if first is None else self.norm(x, first)
-        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
-        for index, (layer, reading) in enumerate(zip(params.layers, readings, strict=True)):
-            # Attention.
-            rotation, seen = rotations[self.layer_rope(index)], reading.positions(positions, tokens)
-            reading = reading.bound(scale=self.layer_scale(index), positions=seen)
-            branch, pair = attention_branch(self, layer, normed, rotation, reading)
-            x, normed = self._add(reading.take(x), branch, layer.attention_out_norm, layer.mlp_norm)
-            # MLP.
-            branch = layer_mlp(normed, layer, None, self.ops)
-            x, normed = self._add(x, branch, layer.mlp_out_norm, following[index])
-            yield x, pair
-
-    def _add(self, x, branch, norm, following) -> tuple[Array, Array]:
-        """The stream plus a branch, and the input of the next branch: its norm, if there is one."""
+        x: Float[Array, "B M E"],
+        branch: Branch,
+        norm: Float[Array, " E"] | None,
+        following: Float[Array, " E"] | None,
+    ) -> tuple[Float[Array, "B M E"], Float[Array, "B M E"]]:
+        """As in `Llama`."""
         if norm is not None or self.residual_scale != 1:
             branch = self.ops.whole(branch, x)
             if norm is not None:
                 branch = self.norm(branch, norm)
             branch = self._scaled(branch, self.residual_scale)
-        if following is not None:
-            return self.ops.add_norm(x, branch, following, self.rms_norm_eps)
-        x = self.ops.add(x, branch)
-        return x, x
+        return super().add(x, branch, norm, following)
 
     def _scaled(self, x, factor: float) -> Array:
         """A product with a factor in float32."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core.sharding import gather_last, sum_over_devices
 from jspec.models import layers
 from jspec.models.quantized import Quantized, Weight
-from pallas_kernels import parts
+from pallas_kernels import norm, parts
 from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.platform import exactness
@@ -86,19 +86,19 @@ class Ops:
     # Norms and heads
 
     def rms_norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Array:
-        """Root-mean-square norm, see `layers.rms_norm`."""
-        return layers.rms_norm(x, weight, eps)
+        """Root-mean-square norm, see `pallas_kernels.norm`."""
+        return norm.rms_norm(x, weight, eps)
 
     def wide_rms_norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float) -> Array:
         """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as in Gemma."""
-        return layers.wide_rms_norm(x, weight, eps)
+        return norm.wide_rms_norm(x, weight, eps)
 
     def add_norm(
         self, x: Float[Array, "*batch E"], branch: Branch, weight: Float[Array, " E"], eps: float
     ) -> tuple[Array, Array]:
         """The residual stream with a branch added, and its `rms_norm`."""
         x = x + branch
-        return x, layers.rms_norm(x, weight, eps)
+        return x, norm.rms_norm(x, weight, eps)
 
     def residual_norm(self, x: Array, branch: Array | None, norms: Any, factor: Array | None, eps: float) -> Any:
         """The stream with a normed branch added, and its norm: `residual_norm` of Gemma's norms."""
@@ -137,10 +137,6 @@ class Ops:
     def apart(self, x: Array) -> Array:
         """`x`, a product; a compiler does not merge it with a sum, as it would in some shapes."""
         return x
-
-    def attend(self, attend: Callable[..., Array]) -> Callable[..., Array]:
-        """A cache's `attend`."""
-        return attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +219,6 @@ class ExactOps(Ops):
     def apart(self, x: Array) -> Array:
         """As in `Ops`."""
         return lax.optimization_barrier(x)
-
-    def attend(self, attend: Callable[..., Array]) -> Callable[..., Array]:
-        """As in `Ops`."""
-        return functools.partial(attend, exact=True)
 
 
 def _wide(weight: Weight) -> Float[Array, "*stack in out"]:

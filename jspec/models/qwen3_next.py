@@ -7,25 +7,26 @@ differ only in how checkpoints lay out the projections of delta nets; both are r
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float
 
-from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
-from jspec.core.sharding import check_split, held_heads
+from jspec.cache import LayerKeys, RecurrentLayer, RecurrentRows
+from jspec.core.sharding import held_heads
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
-from jspec.models.decoder import Decoder
+from jspec.models.decoder import Decoder, ModelParams, model_weights
 from jspec.models.expert_weights import layer_mlp_weights
+from jspec.models.layers import Reading
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
 from jspec.models.rope import Rope
-from jspec.models.weights import centered, copy_heads, fused, linear, plain
+from jspec.models.weights import centered, copy_heads, fused, linear, plain, reordered
+from pallas_kernels import norm
 from pallas_kernels.rotary import rotate
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -70,18 +71,6 @@ class Qwen3NextLayerParams:
     """Experts; mutually exclusive with gate_up and down."""
 
 
-@struct
-class Qwen3NextParams:
-    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
-
-    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
-    layers: tuple[Qwen3NextLayerParams, ...]
-    norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
-    mtp: tuple[MtpParams, ...] = ()
-    """MTP heads to draft for this target; its own forward does not read them."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Qwen3Next(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
@@ -90,9 +79,8 @@ class Qwen3Next(Decoder):
     state: the state of those others.
     intermediate_size: width of the MLP of layers without experts.
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
-    mtp_layers: MTP heads in `Qwen3NextParams.mtp`.
-    tensor: devices to split heads, MLPs and the vocabulary over; the sizes here are those of the whole model.
-    kv: see `with_kv`; states keep their precision.
+    mtp_layers: MTP heads in `ModelParams.mtp`.
+    kv: states keep their precision.
     """
 
     vocab_size: int
@@ -123,24 +111,10 @@ class Qwen3Next(Decoder):
         """Layers of the model."""
         return len(self.is_full_attention)
 
-    def split(self, devices: int) -> Self:
-        """The configuration with heads, states, MLPs and experts split over devices.
-
-        Of a recurrent layer, each device has some key heads and all their value heads.
-
-        Raises:
-          ValueError: the number does not divide them.
-        """
-        # Sizes to be divided among the devices.
-        sizes = {"heads": self.num_heads}
-        if not all(self.is_full_attention):
-            sizes["key heads of the recurrent layers"] = self.state.key_heads
-        if self.experts is not None:
-            sizes["columns of each expert"] = self.experts.width
-        if self.experts is None or self.dense_layers:
-            sizes["columns of the MLP"] = self.intermediate_size
-        check_split(devices, sizes, {"heads of keys and values": self.num_kv_heads})
-        return dataclasses.replace(self, tensor=devices)
+    def split_widths(self) -> dict[str, int]:
+        """As in `Decoder`. Of a recurrent layer, each device has some key heads and all their value heads."""
+        states = {} if all(self.is_full_attention) else {"key heads of the recurrent layers": self.state.key_heads}
+        return states | super().split_widths()
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
@@ -157,22 +131,21 @@ class Qwen3Next(Decoder):
         window = (state.kernel - 1) * state.channels * itemsize
         return count * (4 * state.value_heads * state.key_dim * state.value_dim + window)
 
-    def weights(self, root: str = "model.", grouped: bool | None = None) -> Qwen3NextParams:
+    def weights(self, root: str = "model.", grouped: bool | None = None) -> ModelParams:
         """The table of the weights.
 
         root: with what the names of their tensors begin.
         grouped: whether projections of delta nets are grouped by key head, as in Qwen3-Next; None: with experts.
         """
-        vocabulary, width = self.vocab_size, self.hidden_size
         grouped = self.experts is not None if grouped is None else grouped
-        return Qwen3NextParams(
-            embed=plain(root + "embed_tokens.weight", vocabulary, width),
-            layers=tuple(
+        return model_weights(
+            self,
+            [
                 self._layer_weights(f"{root}layers.{index}.", self.layer_experts(index), None if full else grouped)
                 for index, full in enumerate(self.is_full_attention)
-            ),
-            norm=centered(root + "norm.weight", width),
-            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
+            ],
+            root,
+            norm=centered(root + "norm.weight", self.hidden_size),
             mtp=(self._mtp_weights(),) * self.mtp_layers,
         )
 
@@ -237,7 +210,7 @@ class Qwen3Next(Decoder):
         width, state, wide = self.hidden_size, self.state, jnp.float32
         keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
         return DeltaParams(
-            qkv=(grouped_projections if grouped else delta_projections)(state, width, prefix),
+            qkv=delta_projections(state, width, prefix, grouped),
             conv=fused(
                 (state.kernel, state.channels),
                 {prefix + "conv1d.weight": (state.channels, 1, state.kernel)},
@@ -254,16 +227,9 @@ class Qwen3Next(Decoder):
         """The layer of an MTP head (full attention) as a decoder of its own."""
         return dataclasses.replace(self, is_full_attention=(True,), dense_layers=(), mtp_layers=0)
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens; states in float32.
-
-        It is the part of one device, if the model is split.
-        """
-        kinds = [
-            self.layer_keys(index).split(self.tensor) if full else self.state.split(self.tensor)
-            for index, full in enumerate(self.is_full_attention)
-        ]
-        return HybridCache.empty(batch, capacity, page_size, layers=kinds, dtype=dtype)
+    def cache_specs(self) -> list[LayerKeys | RecurrentLayer | int]:
+        """As in `Decoder`; states are in float32."""
+        return [self.layer_keys(layer) if full else self.state for layer, full in enumerate(self.is_full_attention)]
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer.
@@ -275,27 +241,10 @@ class Qwen3Next(Decoder):
             raise ValueError(f"layer {layer} keeps a state and has no keys")
         return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
-    def run_layers(
-        self,
-        params: PyTree,
-        tokens: Int[Array, "B N"],
-        x: Float[Array, "B N E"],
-        positions: Int[Array, "#B #N"],
-        attend: Callable[..., Any],
-        earlier: tuple[Pair | RecurrentRows, ...] | None,
-        selected: layers.SelectedToken | None,
-    ) -> Iterator[tuple[Float[Array, "B N E"], Pair | RecurrentRows]]:
-        """Yields, after each layer, the residual stream and the layer's rows of this round."""
-        rotation = self.layer_rotation(0, positions, x.dtype)
-        readings = layers.Reading.of_layers(self.num_layers, attend, earlier, selected)
-        for layer, reading in zip(params.layers, readings, strict=True):
-            x, rows = self._layer(layer, x, rotation, reading)
-            yield x, rows
-
-    def _layer(
-        self, layer: Qwen3NextLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: layers.Reading
+    def run_layer(
+        self, layer: Qwen3NextLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
     ) -> tuple[Float[Array, "B M E"], Pair | RecurrentRows]:
-        """The residual stream after one layer, and its rows of this round including earlier ones."""
+        """As in `Decoder`."""
         # Mixer: recurrence or attention.
         normed = self.norm(x, layer.mixer_norm)
         if isinstance(layer.mixer, DeltaParams):
@@ -308,9 +257,9 @@ class Qwen3Next(Decoder):
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The norm of the residual stream, and of query and key heads."""
-        return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
+        return norm.wide_rms_norm(x, weight, self.rms_norm_eps)
 
-    def _recur(self, mixer: DeltaParams, normed, reading: layers.Reading):
+    def _recur(self, mixer: DeltaParams, normed, reading: Reading):
         """The output of a gated delta net, of a device's heads if they are split, and its rows."""
         # Split the joined projection.
         state = self.state.split(self.tensor)
@@ -323,11 +272,11 @@ class Qwen3Next(Decoder):
         beta = jax.nn.sigmoid(b).astype(jnp.float32)
         # The recurrence, then its gated norm.
         out, rows = reading.attend_all(inputs, mixer.conv, g, beta, earlier=reading.earlier)
-        out = layers.rms_norm(out.astype(normed.dtype), mixer.norm, self.rms_norm_eps)
+        out = norm.rms_norm(out.astype(normed.dtype), mixer.norm, self.rms_norm_eps)
         out = out.astype(jnp.float32) * jax.nn.silu(z.reshape(shape).astype(jnp.float32))
         return reading.take(layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.o)), rows
 
-    def _attend(self, mixer: AttentionParams, normed, rotation, reading: layers.Reading):
+    def _attend(self, mixer: AttentionParams, normed, rotation, reading: Reading):
         """The output of gated attention, of a device's heads if they are split, and its keys and values."""
         heads, kv_heads = self.num_heads // self.tensor, held_heads(self.num_kv_heads, self.tensor) // self.tensor
         # Queries, keys, values and gate; rotate.
@@ -340,44 +289,23 @@ class Qwen3Next(Decoder):
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)
 
 
-def _delta_sizes(state: RecurrentLayer) -> list[int]:
-    """Columns of `DeltaParams.qkv`: queries, keys, values, gate, beta and decay."""
-    keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
-    return [keys, keys, values, values, state.value_heads, state.value_heads]
+def delta_projections(state: RecurrentLayer, width: int, prefix: str, grouped: bool) -> Any:
+    """The projections of a delta net: to queries, keys, values, the gate, beta and the decay.
+
+    grouped: in two tensors, all rows of a key head together, as Qwen3-Next has them. Otherwise queries, keys and values
+      are in one tensor, and the others apart, as in Qwen3.5.
+    """
+    keys, values, count = state.key_heads * state.key_dim, state.value_heads * state.value_dim, state.value_heads
+    if not grouped:
+        outs = {"qkv": (keys, keys, values), "z": values, "b": count, "a": count}
+        return linear(width, {f"{prefix}in_proj_{name}.weight": out for name, out in outs.items()})
+    outs = {"qkvz": (keys, keys, values, values), "ba": (count, count)}
+    stacked = linear(width, {f"{prefix}in_proj_{name}.weight": out for name, out in outs.items()})
+    return reordered(stacked, *(_ungrouped(out, state.key_heads) for out in outs.values()))
 
 
-def delta_projections(state: RecurrentLayer, width: int, prefix: str) -> Any:
-    """The projections of a delta net as Qwen3.5 has them: queries, keys and values in one tensor, the others apart."""
-    sizes = _delta_sizes(state)
-    queries, values = sizes[0], sizes[2]
-    outs = {"qkv": state.channels, "z": values, "b": state.value_heads, "a": state.value_heads}
-
-    def parts(mixed: Any, *others: Any) -> list[Any]:
-        return [part.T for part in (*np.split(mixed, [queries, 2 * queries]), *others)]
-
-    def split(joined: np.ndarray) -> list[np.ndarray]:
-        return np.split(joined.T, np.cumsum(list(outs.values()))[:-1])
-
-    stored = {f"{prefix}in_proj_{name}.weight": (out, width) for name, out in outs.items()}
-    return fused((width, sum(sizes)), stored, parts, split)
-
-
-def grouped_projections(state: RecurrentLayer, width: int, prefix: str) -> Any:
-    """The projections of a delta net as Qwen3-Next has them: in two tensors, all rows of a key head together."""
-    sizes, heads = _delta_sizes(state), state.key_heads
-    per_head = [size // heads for size in sizes]
-
-    def parts(qkvz: Any, ba: Any) -> list[Any]:
-        by_head = [stored.reshape(heads, -1, width) for stored in (qkvz, ba)]
-        split = [*np.split(by_head[0], np.cumsum(per_head[:3]), axis=1), *np.split(by_head[1], 2, axis=1)]
-        return [part.reshape(-1, width).T for part in split]
-
-    def split(joined: np.ndarray) -> list[np.ndarray]:
-        by_head = [part.reshape(heads, -1, width) for part in np.split(joined.T, np.cumsum(sizes)[:-1])]
-        return [np.concatenate(some, axis=1).reshape(-1, width) for some in (by_head[:4], by_head[4:])]
-
-    stored = {
-        prefix + "in_proj_qkvz.weight": (sum(sizes[:4]), width),
-        prefix + "in_proj_ba.weight": (sum(sizes[4:]), width),
-    }
-    return fused((width, sum(sizes)), stored, parts, split)
+def _ungrouped(outs: Sequence[int], heads: int) -> np.ndarray:
+    """The rows of all heads' first part, of their second part, and so on, where all parts of a head are together."""
+    rows = np.arange(sum(outs)).reshape(heads, -1)
+    ends = np.cumsum([out // heads for out in outs])[:-1]
+    return np.concatenate([part.reshape(-1) for part in np.split(rows, ends, axis=1)])

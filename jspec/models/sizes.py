@@ -4,13 +4,11 @@ import dataclasses
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.cache import LayerKeys
@@ -53,9 +51,9 @@ def is_padded(size: int, count: int) -> bool:
     return -min(MOST_PADDING, count // 2) <= size - count <= MOST_PADDING
 
 
-def shape_of(dtype: DTypeLike) -> Callable[..., Any]:
-    """A function from dimensions to a `jax.ShapeDtypeStruct`, which stands for an array in a pytree of weights."""
-    return partial(jax.ShapeDtypeStruct, dtype=dtype)
+def lm_head(params: PyTree) -> PyTree:
+    """The LM head of a model: a weight of its own, or the embedding."""
+    return params.embed if params.lm_head is None else params.lm_head
 
 
 def count_parameters(tree: PyTree) -> int:

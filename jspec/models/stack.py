@@ -1,8 +1,8 @@
 """Stacks of decoder layers in targets and drafts, each attention and an MLP: sizes, weights and forward."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -10,16 +10,18 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.narrow import divided, multiplied, stored_dtype
-from jspec.core.sharding import check_split, held_heads
+from jspec.core.sharding import check_split, gather_last, held_heads
 from jspec.core.struct import leaf, struct
-from jspec.core.types import Params
+from jspec.core.types import Params, Target
 from jspec.models import layers
+from jspec.models.draft import Draft
 from jspec.models.expert_weights import layer_mlp_weights
-from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.moe import Routed, layer_mlp
 from jspec.models.ops import Branch, ExactOps, Ops
 from jspec.models.rope import Rope
-from jspec.models.sizes import keys_bytes, tree_bytes
-from jspec.models.weights import heads, linear, plain
+from jspec.models.sizes import keys_bytes, lm_head, tree_bytes
+from jspec.models.weights import heads, linear, plain, reordered_heads
+from pallas_kernels import norm
 
 
 @struct
@@ -32,22 +34,24 @@ class LayerParams:
     attention_norm: Float[Array, " E"] | None
     """None in the first layer of an EAGLE-1 head."""
     qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
-    qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1)
-    q_norm: Float[Array, " D"] | None
-    k_norm: Float[Array, " D"] | None
     o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
-    o_bias: Float[Array, " E"] | None
-    mlp_norm: Float[Array, " E"] | None
+    qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1, default=None)
+    q_norm: Float[Array, " D"] | None = None
+    k_norm: Float[Array, " D"] | None = None
+    o_bias: Float[Array, " E"] | None = None
+    mlp_norm: Float[Array, " E"] | None = None
     """None in layers with norms after their branches only."""
-    gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True)
-    down: Float[Array, "F E"] | None = leaf(split=-2, linear=True)
-    experts: RoutedParams | None = None
-    """Experts; mutually exclusive with gate_up and down."""
+    gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True, default=None)
+    down: Float[Array, "F E"] | None = leaf(split=-2, linear=True, default=None)
+    experts: PyTree = None
+    """Experts, such as `RoutedParams`; mutually exclusive with gate_up and down in most families."""
     kv_scales: Float[Array, "2"] | None = None
     """What a narrow cache divides keys and values by, in float32; None: 1."""
     attention_out_norm: Float[Array, " E"] | None = None
     mlp_out_norm: Float[Array, " E"] | None = None
     """Norms after the attention and after the MLP."""
+    sinks: Float[Array, " H"] | None = leaf(split=-1, default=None)
+    """The score of each query head without a key and a value, see `paged_attention`."""
 
 
 class LayerShape:
@@ -76,21 +80,6 @@ class LayerShape:
     def ops(self) -> Ops:
         """The operations of the layers."""
         return (ExactOps if self.exact else Ops)(self.tensor, self.kv)
-
-
-S = TypeVar("S", bound=LayerShape)
-
-
-def split_layers(config: S, devices: int, widths: Mapping[str, int]) -> S:
-    """The configuration with heads and MLPs split over devices.
-
-    widths: what of the MLPs is split -> its size.
-
-    Raises:
-      ValueError: the number does not divide them.
-    """
-    check_split(devices, {"heads": config.num_heads, **widths}, {"heads of keys and values": config.num_kv_heads})
-    return dataclasses.replace(config, tensor=devices)  # pyright: ignore[reportArgumentType]  # a dataclass
 
 
 def held_kv_heads(config: LayerShape) -> int:
@@ -170,15 +159,33 @@ def empty_cache(
     return MhaCache.empty(batch, capacity, page_size, **shape, dtype=dtype)
 
 
-class DraftShape(LayerShape):
-    """`LayerShape` of a draft that reads the target's hidden states and has keys and values of its own.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftShape(LayerShape, Draft):
+    """The configuration of a draft that reads the target's hidden states and has keys and values of its own.
 
+    vocab_size: the target's.
+    capture_layers: the target's hidden states to read, as in `Decoder.apply`.
     windows: for each layer the positions that a row sees, its own included, or None: all; empty: all in all layers.
+    neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
+    tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole draft.
     """
 
-    windows: tuple[int | None, ...]
-    at_once: ClassVar[bool] = False
-    follows_target: ClassVar[bool] = False
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    capture_layers: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    windows: tuple[int | None, ...] = ()
+    neox: bool = True
+    tensor: int = 1
 
     def split(self, devices: int) -> Self:
         """The configuration with layers, LM head and cache split over devices.
@@ -186,25 +193,70 @@ class DraftShape(LayerShape):
         Raises:
           ValueError: the number does not divide the heads or the width of the MLP.
         """
-        return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
+        sizes = {"heads": self.num_heads, "columns of the MLP": self.intermediate_size}
+        check_split(devices, sizes, {"heads of keys and values": self.num_kv_heads})
+        return dataclasses.replace(self, tensor=devices)
 
     def layer_windows(self) -> tuple[int | None, ...]:
         """For each layer, the positions a row sees, its own included; None: all."""
         return self.windows or (None,) * self.num_layers
 
-    def kv_bytes(self, context: int, itemsize: int, target: LayerShape) -> int:
+    def layer_weights(self, prefix: str, **options: Any) -> LayerParams:
+        """The table of a layer, see `stack.layer_weights`."""
+        layer = layer_weights(self, prefix, **options)
+        order = Rope().order(self.head_dim, interleaved=True)
+        return layer if self.neox else reordered_heads(layer, self.num_heads, self.num_kv_heads, order)
+
+    def kv_bytes(self, context: int, itemsize: int, target: Any) -> int:
         """Bytes of its own keys and values read by a forward on a device for `context` tokens of a sequence."""
         keys = [LayerKeys(self.num_kv_heads, self.head_dim, window) for window in self.layer_windows()]
         return keys_bytes(keys, context, itemsize, self.tensor)
+
+    def head_bytes(self, params: Params) -> int:
+        """Bytes of the LM head, which may be the target's."""
+        return tree_bytes(lm_head(params.target) if params.draft.lm_head is None else params.draft.lm_head)
+
+    def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
+        return empty_cache(self, batch, capacity, page_size, params.layers[0].mlp_norm.dtype, self.windows)
+
+    def rotation(self, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
+        """How queries and keys are rotated at each position, see `Rope.rotation`."""
+        return self.rope.rotation(positions, self.head_dim, dtype)
+
+    def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
+        """The norm of features and of the residual stream."""
+        return norm.rms_norm(x, weight, self.rms_norm_eps)
 
     def ids(self, params: PyTree) -> Int[Array, " Vd"] | None:
         """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
         return params.ids
 
-    def head_bytes(self, params: Params) -> int:
-        """Bytes of the LM head, which may be the target's."""
-        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
-        return tree_bytes(shared if params.draft.lm_head is None else params.draft.lm_head)
+    def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
+        """The embeddings of `tokens` for the draft."""
+        return embed_for(params.draft, params, target, tokens, self.vocab_size, self.tensor)
+
+    def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
+        """Logits over the draft's vocabulary, in float32."""
+        return unembed_for(params.draft, params, target, normed, self.draft_vocab_size)
+
+
+def embed_for(
+    draft: PyTree, params: Params, target: Target, tokens: Int[Array, "B N"], vocab_size: int, devices: int
+) -> Float[Array, "B N Ed"]:
+    """Embeddings from a draft's own table, if it has one, or from the target's."""
+    if draft.embed is None:
+        return target.embed(params.target, tokens)
+    return layers.look_up(draft.embed, tokens, vocab_size, devices)
+
+
+def unembed_for(
+    draft: PyTree, params: Params, target: Target, normed: Float[Array, "B N E"], vocab_size: int
+) -> Float[Array, "B N Vd"]:
+    """Logits in float32 of a draft's own LM head, if it has one, or of the target's."""
+    if draft.lm_head is None:
+        return target.unembed(params.target, normed)
+    return gather_last(layers.linear(normed, draft.lm_head), vocab_size).astype(jnp.float32)
 
 
 def decoder_layer(
@@ -214,34 +266,17 @@ def decoder_layer(
     normed: Float[Array, "B N X"],
     rotation: layers.Rotation,
     reading: layers.Reading,
-    routed: Routed | None = None,
 ) -> tuple[Float[Array, "B M E"], tuple[Array, Array]]:
-    """The residual stream after a layer, and the layer's rows: arguments and rows as in `layer_branches`."""
-    x, branch, pair = layer_branches(config, layer, x, normed, rotation, reading, routed)
-    return config.ops.add(x, branch), pair
-
-
-def layer_branches(
-    config: LayerShape,
-    layer: LayerParams,
-    x: Float[Array, "B N E"],
-    normed: Float[Array, "B N X"],
-    rotation: layers.Rotation,
-    reading: layers.Reading,
-    routed: Routed | None = None,
-) -> tuple[Float[Array, "B M E"], Branch, tuple[Array, Array]]:
     """Attention over `normed`, added to the residual stream `x`, then the MLP over the sum.
 
     rotation: the angles of each token, see `Rope.rotation`.
-    routed: describes the layer's experts, if it has any.
 
-    Returns the residual stream before the MLP's output is added, that output, and the keys and values of this round
-    including earlier ones.
+    Returns the residual stream after the layer, and the keys and values of this round including earlier ones.
     """
     branch, pair = attention_branch(config, layer, normed, rotation, reading)
     assert layer.mlp_norm is not None
     x, normed = config.ops.add_norm(reading.take(x), branch, layer.mlp_norm, config.rms_norm_eps)
-    return x, layer_mlp(normed, layer, routed, config.ops), pair
+    return config.ops.add(x, layer_mlp(normed, layer, None, config.ops)), pair
 
 
 def attention_branch(
@@ -251,7 +286,7 @@ def attention_branch(
     rotation: layers.Rotation,
     reading: layers.Reading,
 ) -> tuple[Branch, tuple[Array, Array]]:
-    """The output of the attention over `normed`, and the keys and values of this round: as in `layer_branches`.
+    """The output of the attention over `normed`, and the keys and values of this round: as in `decoder_layer`.
 
     layer: weights with the fields of `LayerParams` for the attention.
     """

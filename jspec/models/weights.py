@@ -116,15 +116,8 @@ class Weight:
         yield from zip(self.tensors, self.split(np.asarray(value)), strict=True)
 
 
-def fused(
-    shape: tuple[int, ...],
-    tensors: Mapping[str, tuple[int, ...]],
-    parts: Callable[..., Sequence[Any]] = _one,
-    split: Callable[[np.ndarray], Sequence[np.ndarray]] = _one,
-    dtype: DTypeLike | None = None,
-) -> Any:
-    """A `Weight`; Any, as it takes the place of an array in a pytree of weights."""
-    return Weight(shape, tensors, parts, split, dtype)
+fused: Callable[..., Any] = Weight
+"""A `Weight`, which takes the place of an array in a pytree of weights."""
 
 
 def plain(name: str, *shape: int, dtype: DTypeLike | None = None) -> Any:
@@ -157,17 +150,23 @@ def stacked(name: str, count: int, width: int, outs: Sequence[int]) -> Any:
     return fused(shape, {name: (count, sum(outs), width)}, parts, lambda joined: [joined.swapaxes(1, 2)])
 
 
-def linear(width: int, outs: Mapping[str, int]) -> Any:
+def linear(width: int, outs: Mapping[str, int | Sequence[int]]) -> Any:
     """Matrices [out, in] with the same input as one matrix [in, sum of outs].
 
     width: in.
-    outs: name -> out of each.
+    outs: name -> out, or those of the parts of a fused matrix: each device has its share of every part.
     """
+    parts = {name: [out] if isinstance(out, int) else list(out) for name, out in outs.items()}
+    sizes = {name: sum(part) for name, part in parts.items()}
+
+    def split(stored: Any, part: Sequence[int]) -> Sequence[Any]:
+        return np.split(stored, _ends(part)) if len(part) > 1 else [stored]
+
     return fused(
-        (width, sum(outs.values())),
-        {name: (out, width) for name, out in outs.items()},
-        lambda *stored: [matrix.T for matrix in stored],
-        lambda joined: np.split(joined.T, _ends(outs.values())),
+        (width, sum(sizes.values())),
+        {name: (size, width) for name, size in sizes.items()},
+        lambda *stored: [x.T for pair in zip(stored, parts.values(), strict=True) for x in split(*pair)],
+        lambda joined: np.split(joined.T, _ends(sizes.values())),
     )
 
 
@@ -209,11 +208,6 @@ def reordered(weight: Any, *orders: np.ndarray | None, rows: int | None = None) 
         parts=lambda *stored: parts(*take(stored, orders)),
         split=lambda value: take(split(value), back),
     )
-
-
-def interleaved(layer: Any, heads: int, kv_heads: int, dim: int) -> Any:
-    """The table of a layer whose checkpoint has the rotated pairs (2 i, 2 i + 1) of each head, not (i, i + D/2)."""
-    return reordered_heads(layer, heads, kv_heads, np.arange(dim).reshape(-1, 2).T.reshape(-1))
 
 
 def reordered_heads(layer: Any, heads: int, kv_heads: int, order: np.ndarray) -> Any:

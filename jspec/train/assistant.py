@@ -15,8 +15,8 @@ from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import FrozenKvMtp
 from jspec.models import Assistant, AssistantParams
-from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
+from jspec.models.gemma4 import Gemma4LayerParams
 from jspec.train import model, ttt
 from jspec.train.model import CausalAttention
 from jspec.train.recipe import AssistantShape
@@ -231,7 +231,7 @@ def _spread(x: Float[Array, "*shape"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
-def _init_layer(shapes: AssistantLayerParams, scale: float, keys: Iterator[Key[Array, ""]]) -> AssistantLayerParams:
+def _init_layer(shapes: Gemma4LayerParams, scale: float, keys: Iterator[Key[Array, ""]]) -> Gemma4LayerParams:
     """Random weights, with norms of 1, except that of queries if the target's `scale` leaves large products."""
     layer = model.init_layer(shapes, keys)
     (dim,) = shapes.q_norm.shape

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.cache.mha import Rows
 from jspec.core.types import Params
-from jspec.models import BlockHead, BlockParams, Llama, LlamaParams
+from jspec.models import BlockHead, BlockParams, Llama, ModelParams
 from jspec.models.block_head import MarkovParams
 from jspec.models.decoder import Decoder
 from jspec.models.llama import require_llama
@@ -129,7 +129,7 @@ class BlockLearner(Learner):
             f"confidence head's cross-entropy; prediction k weighted by exp(-(k-1)/{recipe.reach:g})"
         )
 
-    def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
+    def init(self, target: ModelParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
         """Random weights, except for the norm, which is the target's. The Markov head begins small."""
         assert ids is None
         config = self.config

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 from jspec.cache.mha import Rows
 from jspec.core.checks import check_int
 from jspec.core.types import ForwardOutput, Params
-from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
+from jspec.models import EagleHead, EagleParams, Llama, ModelParams
 from jspec.models.decoder import Decoder
+from jspec.models.layers import ForwardBatch
 from jspec.models.llama import require_llama
 from jspec.train import model, ttt
 from jspec.train.batches import Source
@@ -110,7 +111,7 @@ class HeadLearner(ttt.UnrolledLearner):
             weighted.append(source.share / counts.sum() * counts)
         return most_common(np.sum(weighted, axis=0), size)
 
-    def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> EagleParams:
+    def init(self, target: ModelParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> EagleParams:
         """Random weights, except for norm and LM head, which are the target's if the widths agree."""
         shapes, width = self.config.param_shapes(jnp.float32), self.config.hidden_size
         assert shapes.lm_head is not None and shapes.fc is not None
@@ -160,7 +161,8 @@ class HeadLearner(ttt.UnrolledLearner):
         feature, earlier = carry
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] + step
         attention, read = TttAttention(tokens.shape[1]), ttt.shift(tokens, step + 1)
-        out = self.config.apply(params, self.target, read, feature, positions, attention, None, earlier=earlier)
+        batch = ForwardBatch(read, positions, attention, None, earlier=earlier)
+        out = self.config.apply(params, self.target, batch, feature)
         return out.logits, (out.feature, out.rows)
 
 

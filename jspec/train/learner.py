@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.models.decoder import Decoder
+from jspec.models.layers import ForwardBatch
 from jspec.train import batches, model
 from jspec.train.batches import Source
 from jspec.train.trainer import Setup, State
@@ -141,7 +142,8 @@ class Learner(Setup):
         """The target's forward over a text, with the captured hidden states."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         attention = model.causal_attention(self.target, self.dtype)
-        return self.target.apply(target, tokens, positions, attention, None, capture_layers=self.capture_layers)
+        batch = ForwardBatch(tokens, positions, attention, None)
+        return self.target.apply(target, batch, capture_layers=self.capture_layers)
 
     def learn_batch(
         self, params: Params, batch: Batch, ids: Int[Array, " Vd"] | None, step: Int[ArrayLike, ""]

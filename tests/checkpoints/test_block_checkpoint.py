@@ -23,7 +23,7 @@ from jspec.checkpoints import block, drafts, language_model
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
-from jspec.models import Llama, LlamaParams
+from jspec.models import Llama, ModelParams
 from jspec.models.quantized import is_matrix, widen
 
 START = 9
@@ -74,7 +74,7 @@ def test_a_block_equals_the_oracle(draft, name):
     tokens = np.full((1, config.block_size), V - 1, np.int32)
     tokens[0, 0] = path[0, 0]
 
-    target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
+    target = ModelParams(embed, (), np.ones(16, np.float32), lm_head.T)
     rows, out, logits, corrected = jax.device_get(run(config, Params(target, loaded.params), hidden, tokens, path))
     expected, base = oracle.block(raw, stored, embed, lm_head, hidden[0, :START], path[0, 0])
     for n in range(config.num_layers):
@@ -178,7 +178,7 @@ def test_the_mask_may_have_an_embedding_of_its_own(needs, draft):
     # The forward is that of an embedding with this row.
     row = expected.embed.at[V - 1].set(vector)
     hidden, random = np.ones((1, START + 2, 48), np.float32), np.zeros((1, 4), np.int32)
-    target = LlamaParams(None, (), np.ones(16, np.float32), None)
+    target = ModelParams(None, (), np.ones(16, np.float32), None)
     tokens = np.array([[3, V - 1, V - 1, V - 1]], np.int32)
     both = [
         run(loaded.config, Params(target, weights), hidden, tokens, random)[1]

@@ -22,7 +22,8 @@ from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
 from jspec.loading import hub
-from jspec.models import EagleHead, Llama, LlamaParams
+from jspec.models import EagleHead, Llama, ModelParams
+from jspec.models.layers import ForwardBatch
 
 
 @pytest.fixture
@@ -62,16 +63,16 @@ def test_forward_equals_the_oracle(head, name):
 
     feature = np.array(fuse(config, draft, hidden[None]))
     np.testing.assert_allclose(feature[0], expected, atol=1e-5)
-    target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
+    target = ModelParams(embed, (), np.ones(16, np.float32), lm_head.T)
     params, cache = Params(target, draft), config.init_cache(draft, 1, 16, 4)
     zero, five, ids = np.array([0], np.int32), np.array([5], np.int32), tokens[None]
     positions = np.arange(len(tokens), dtype=np.int32)[None]
-    out = apply(config, params, ids, feature, positions, cache, None)
+    out = apply(config, params, ForwardBatch(ids, positions, cache, None), feature)
     np.testing.assert_allclose(np.array(out.logits)[0], logits, atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after, atol=1e-5)
 
     cache = commit(cache, out.rows, zero, None, five)
-    out = apply(config, params, ids[:, 5:], feature[:, 5:], positions[:, 5:], cache, five)
+    out = apply(config, params, ForwardBatch(ids[:, 5:], positions[:, 5:], cache, five), feature[:, 5:])
     np.testing.assert_allclose(np.array(out.logits)[0], logits[5:], atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after[5:], atol=1e-5)
     if draft.ids is not None:

@@ -17,7 +17,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints import named as named_arrays
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import LIBRARIES
-from jspec.models.llama import LlamaParams
+from jspec.models.decoder import ModelParams
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.router import Router
 from jspec.models.stack import LayerParams
@@ -50,7 +50,7 @@ def weights_of(config, seed=0):
         return dataclasses.replace(layer, **changes)
 
     layers = tuple(map(layer_of, made.layers))
-    return LlamaParams(made.embed, layers, normal(config.hidden_size), made.lm_head)
+    return ModelParams(made.embed, layers, normal(config.hidden_size), made.lm_head)
 
 
 def hugging_face(config, seed=0):

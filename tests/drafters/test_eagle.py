@@ -16,7 +16,8 @@ from jspec.core.round import step
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed
 from jspec.drafters import Eagle
-from jspec.models import layers
+from jspec.models.layers import ForwardBatch
+from pallas_kernels import norm
 
 ROUNDS = (0, 1, 4)
 
@@ -38,7 +39,7 @@ def read_by_hand(tokens):
     following = np.roll(row, -1, axis=1)
     positions = np.arange(row.shape[1], dtype=np.int32)[None]
     cache = toy.HEAD.init_cache(weights.draft, 1, 4, 4)
-    return np.array(feature), head(weights, toy.TARGET, following, feature, positions, cache, None).rows
+    return np.array(feature), head(weights, toy.TARGET, ForwardBatch(following, positions, cache, None), feature).rows
 
 
 def dist_by_hand(tokens, feature, path):
@@ -53,7 +54,7 @@ def dist_by_hand(tokens, feature, path):
     cache = toy.HEAD.init_cache(weights.draft, 1, 4, 4)
     ids = np.array([row + [0] * (width - len(row))], np.int32)
     for depth in range(len(path) + 1):
-        out = head(weights, toy.TARGET, ids, features, positions, cache, None)
+        out = head(weights, toy.TARGET, ForwardBatch(ids, positions, cache, None), features)
         if depth < len(path):
             features[0, known + depth] = np.array(out.feature)[0, known + depth - 1]
     logits = np.array(out.logits)[0, known + len(path) - 1]
@@ -185,7 +186,7 @@ def test_captured_layers_are_layer_inputs_the_last_output_and_its_norm():
     states = jnp.split(out.hidden, 4, axis=-1)
     np.testing.assert_array_equal(states[0], weights.embed[toy.IDS])
     np.testing.assert_allclose(target.unembed(weights, states[3]), out.logits, atol=1e-5)
-    np.testing.assert_allclose(layers.rms_norm(states[2], weights.norm, target.rms_norm_eps), states[3], atol=1e-6)
+    np.testing.assert_allclose(norm.rms_norm(states[2], weights.norm, target.rms_norm_eps), states[3], atol=1e-6)
     deeper = dataclasses.replace(weights, layers=weights.layers[1:])
     again = dataclasses.replace(target, num_layers=1)
     beyond = jax.jit(functools.partial(again.apply, capture_layers=(1,)))

@@ -11,6 +11,7 @@ import toy
 from jspec.core import tree
 from jspec.drafters import Eagle, Mtp
 from jspec.models import MtpHeads
+from jspec.models.layers import ForwardBatch
 
 TARGET, HEADS = toy.TARGET, toy.HEADS
 
@@ -31,7 +32,7 @@ def read_all():
             head = HEADS.head(index, TARGET)
             cache = head.init_cache(params.draft, 1, 4, 4)
             known = jnp.concatenate([text, *drafts], axis=1)[:, 1 + index : 1 + index + rows]
-            feature, (pair,) = head.read(params, TARGET, known, feature, position, cache, None)
+            feature, (pair,) = head.read(params, TARGET, ForwardBatch(known, position, cache, None), feature)
             pairs.append(pair)
             logits = head.unembed(params, TARGET, feature[:, -1:])
             drafts.append(jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)[:, None])

@@ -6,7 +6,8 @@ import functools
 import gemma
 
 from jspec.checkpoints import deepseek
-from jspec.models.deepseek import Deepseek, DeepseekParams, Indexer, Latent
+from jspec.models.decoder import ModelParams
+from jspec.models.deepseek import Deepseek, Indexer, Latent
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 
@@ -26,6 +27,6 @@ KINDS = {"mla": MLA, "dsa": dataclasses.replace(MLA, indexer=Indexer(heads=16, s
 
 
 @functools.cache
-def params(kind: str, seed: int = 0) -> DeepseekParams:
+def params(kind: str, seed: int = 0) -> ModelParams:
     """Weights with a spread that keeps logits apart."""
     return deepseek.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -5,7 +5,8 @@ import functools
 import gemma
 
 from jspec.checkpoints import gpt_oss
-from jspec.models.gpt_oss import GptOss, GptOssParams
+from jspec.models.decoder import ModelParams
+from jspec.models.gpt_oss import GptOss
 from jspec.models.moe import Routed
 from jspec.models.rope import Rope, YarnRope
 from jspec.models.router import Router
@@ -28,6 +29,6 @@ KINDS = {
 
 
 @functools.cache
-def params(kind: str, seed: int = 0) -> GptOssParams:
+def params(kind: str, seed: int = 0) -> ModelParams:
     """Weights with a spread that keeps logits apart."""
     return gpt_oss.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))

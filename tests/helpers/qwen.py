@@ -6,8 +6,9 @@ import gemma
 
 from jspec.cache import RecurrentLayer
 from jspec.checkpoints import qwen3_next
+from jspec.models.decoder import ModelParams
 from jspec.models.moe import Routed
-from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
+from jspec.models.qwen3_next import Qwen3Next
 from jspec.models.router import Router
 
 SHAPE = dict(
@@ -28,6 +29,6 @@ KINDS = {
 
 
 @functools.cache
-def params(kind: str, seed: int = 0) -> Qwen3NextParams:
+def params(kind: str, seed: int = 0) -> ModelParams:
     """Weights with a spread that keeps logits apart."""
     return qwen3_next.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import jspec
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.loading import memory
+from jspec.models.layers import ForwardBatch
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.quantized import is_matrix, widen
 from jspec.models.router import Router
@@ -81,7 +82,8 @@ def assert_same_logits(narrow, wide):
     @jax.jit
     def logits(params):
         cache = config.init_cache(params, 2, 16, 4)
-        return config.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
+        batch = ForwardBatch(tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None)
+        return config.apply(params, batch).logits
 
     got, expected = (np.asarray(logits(model.params.target)) for model in (narrow, wide))
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())

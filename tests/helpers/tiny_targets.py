@@ -12,7 +12,8 @@ import toy
 import jspec
 from jspec.cache import RecurrentLayer
 from jspec.checkpoints import language_model
-from jspec.models.llama import Llama, LlamaParams
+from jspec.models.decoder import ModelParams
+from jspec.models.llama import Llama
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.router import Router
 
@@ -62,7 +63,7 @@ PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, st
 SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.9)
 
 
-def weights(config: Llama, seed: int = 0) -> LlamaParams:
+def weights(config: Llama, seed: int = 0) -> ModelParams:
     """Random weights with biases and experts."""
     made, random = toy.random_params(config, seed), toy._matrices(seed + 1)
     layers = []
@@ -85,7 +86,7 @@ def random_weights(config, seed: int = 0):
     return language_model.read_params(config, gemma.RandomTensors(seed))
 
 
-def hybrid_weights(config: qwen.Qwen3Next, seed: int = 0) -> qwen.Qwen3NextParams:
+def hybrid_weights(config: qwen.Qwen3Next, seed: int = 0) -> qwen.ModelParams:
     """Random weights of a hybrid in which a token depends most on the one before it, which an MTP head sees, too."""
     made = language_model.read_params(config, gemma.RandomTensors(seed))
 

@@ -21,11 +21,13 @@ from jspec.models import (
     EagleHead,
     EagleParams,
     Llama,
-    LlamaParams,
+    ModelParams,
     MtpHeads,
     MtpParams,
 )
-from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
+from jspec.models.assistant import ClusterParams, Clusters
+from jspec.models.gemma4 import Gemma4LayerParams
+from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 
 TARGET = Llama(
@@ -109,7 +111,7 @@ HEAD_LAYER = dataclasses.replace(TARGET, num_layers=1)
 HEADS = MtpHeads(HEAD_LAYER, count=3)
 
 
-def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
+def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> ModelParams:
     """Weights whose spread keeps logits apart, so the argmax does not depend on rounding."""
     matrix = _matrices(seed, dtype)
 
@@ -131,7 +133,7 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParam
         for _ in range(config.num_layers)
     )
     head = None if config.tie_embeddings else matrix(width, config.vocab_size)
-    return jax.device_put(LlamaParams(matrix(config.vocab_size, width), layers, ones, head))
+    return jax.device_put(ModelParams(matrix(config.vocab_size, width), layers, ones, head))
 
 
 def _matrices(seed: int, dtype=np.float32):
@@ -175,7 +177,7 @@ def head_params() -> Params:
     return fit_head(TARGET, HEAD, params().target, plain_tokens())
 
 
-def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
+def fit_head(target: Llama, head: EagleHead, weights: ModelParams, tokens: np.ndarray) -> Params:
     """A random EAGLE-3 head with an LM head that is fitted to the target's logits on these texts."""
     matrix, width = _matrices(7), head.hidden_size
     common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
@@ -232,7 +234,7 @@ def random_block(config: BlockHead, ids: np.ndarray | None = None, seed: int = 1
     return jax.device_put(jax.tree.map(fill, config.param_shapes(np.float32)))
 
 
-def fit_block(target: Llama, config: BlockHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
+def fit_block(target: Llama, config: BlockHead, weights: ModelParams, tokens: np.ndarray) -> Params:
     """A random block draft with an LM head that is fitted to the target's logits on these texts."""
     common = np.argsort(-np.bincount(tokens.ravel(), minlength=config.vocab_size), kind="stable")
     ids = np.sort(common[: config.draft_vocab_size]).astype(np.int32)
@@ -276,7 +278,8 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
     feature = head.fuse(both.draft, out.hidden[:, :-1])
     positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
     cache = head.init_cache(both.draft, rows, 4, 4)
-    return out.logits, head.apply(both, target, tokens[:, 1:], feature, positions, cache, None).feature
+    batch = ForwardBatch(tokens[:, 1:], positions, cache, None)
+    return out.logits, head.apply(both, target, batch, feature).feature
 
 
 @functools.cache
@@ -343,9 +346,9 @@ def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
 
     norm = functools.partial(_norm, matrix)
     layers = tuple(
-        AssistantLayerParams(
+        Gemma4LayerParams(
             attention_norm=norm(width),
-            q=matrix(width, config.num_heads * head_dim),
+            qkv=matrix(width, config.num_heads * head_dim),
             q_norm=norm(head_dim),
             o=matrix(config.num_heads * head_dim, width),
             attention_out_norm=norm(width),

@@ -17,6 +17,7 @@ from jspec.core.types import Params
 from jspec.drafters import readings
 from jspec.loading.model import probe_draft
 from jspec.models import EagleHead, EagleParams, MtpHeads, MtpParams
+from jspec.models.layers import ForwardBatch
 
 AS_SHIPPED = True
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def train(kind, seed=0, **changes):
         feature = jnp.take(hidden, np.array(view.layers), axis=2).reshape(*tokens.shape, -1)
         feature = feature[:, 1 + view.shift : 1 + view.shift + rows]
         place = jnp.arange(rows, dtype=jnp.int32)[None]
-        out = view.draft.apply(params, model.target, tokens[:, 2:], feature, place, attention, None)
+        out = view.draft.apply(params, model.target, ForwardBatch(tokens[:, 2:], place, attention, None), feature)
         return -jnp.mean(jnp.sum(probs * jax.nn.log_softmax(out.logits[:, -NEW:]), axis=-1))
 
     @jax.jit

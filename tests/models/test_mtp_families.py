@@ -16,6 +16,7 @@ from jspec.core import tree
 from jspec.drafters import Mtp
 from jspec.generation import run
 from jspec.models import MtpHeads
+from jspec.models.layers import ForwardBatch
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
@@ -166,9 +167,8 @@ def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
         head = model.draft.head(index, model.target)
         cache = head.init_cache(model.params.draft, 1, 4, 4)
         tokens = jnp.asarray(known[:, 1 + index : 41 + index])
-        out = jax.jit(lambda p, t, f, head=head, cache=cache: head.apply(p, model.target, t, f, row, cache, None))(
-            model.params, tokens, feature
-        )
+        batch = ForwardBatch(tokens, row, cache, None)
+        out = jax.jit(head.apply, static_argnums=1)(model.params, model.target, batch, feature)
         np.testing.assert_allclose(out.logits[:, -1], logits[:, index].numpy(), atol=1e-4, rtol=0)
         feature = out.feature
 

@@ -26,7 +26,7 @@ from jspec.core.struct import struct
 from jspec.core.types import Params
 from jspec.models import assistant, eagle_head, gemma4, gpt_oss, layers, llama, mtp_head, qwen3_next
 from jspec.models import deepseek as deepseek_model
-from jspec.models.decoder import Decoder
+from jspec.models.decoder import Decoder, ModelParams
 from jspec.models.rope import Rope
 from jspec.models.sizes import tree_bytes
 from jspec.models.weights import linear, plain
@@ -41,14 +41,6 @@ class MinimalLayer:
     o: Float[Array, "E E"]
 
 
-@struct
-class MinimalParams:
-    embed: Float[Array, "V E"]
-    layers: tuple[MinimalLayer, ...]
-    norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Minimal(Decoder):
     vocab_size: int
@@ -61,7 +53,7 @@ class Minimal(Decoder):
 
     def weights(self):
         width = self.hidden_size
-        return MinimalParams(
+        return ModelParams(
             embed=plain("embed.weight", self.vocab_size, width),
             layers=tuple(
                 MinimalLayer(
@@ -88,17 +80,14 @@ class Minimal(Decoder):
     def layer_scale(self, layer):
         return self.layer_keys(layer).head_dim ** -0.5
 
-    def run_layers(self, params, tokens, x, positions, attend, earlier, selected):
-        rotation = self.layer_rotation(0, positions, x.dtype)
-        for index, layer in enumerate(params.layers):
-            qkv = layers.linear(self.norm(x, layer.norm), layer.qkv)
-            q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.num_heads, -1), 3, axis=2)
-            q, k = layers.rotate(q, rotation), layers.rotate(k, rotation)
-            if earlier is not None:
-                k, v = (jnp.concatenate(pair, axis=1) for pair in zip(earlier[index], (k, v), strict=True))
-            seen = attend(index, q, k, v, scale=self.layer_scale(index))
-            x = x + layers.linear(seen.reshape(x.shape), layer.o)
-            yield x, (k, v)
+    def run_layer(self, layer, x, rotation, reading):
+        qkv = layers.linear(self.norm(x, layer.norm), layer.qkv)
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.num_heads, -1), 3, axis=2)
+        q, k = layers.rotate(q, rotation), layers.rotate(k, rotation)
+        k, v = reading.rows(k, v)
+        x = reading.take(x)
+        seen = reading.attend(q, k, v, scale=self.layer_scale(reading.layer))
+        return x + layers.linear(seen.reshape(x.shape), layer.o), (k, v)
 
 
 # checkpoints/minimal.py

@@ -24,6 +24,7 @@ from jspec.core.types import Params, Prompts
 from jspec.drafters import Ngram, Plain
 from jspec.loading import memory
 from jspec.models import layers, quantized
+from jspec.models.layers import ForwardBatch
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.quantized import FORMATS, Quantized, dtype_names, is_matrix, quantize, quantize_shapes, widen
 from jspec.models.router import Router
@@ -168,7 +169,7 @@ def test_logits_are_those_of_the_widened_weights(family, weights):
     def logits(params):
         cache = config.init_cache(params, 2, 16, 4)
         positions = jnp.arange(9, dtype=jnp.int32)[None]
-        return config.apply(params, tokens, positions, cache, None).logits
+        return config.apply(params, ForwardBatch(tokens, positions, cache, None)).logits
 
     got, expected = np.asarray(logits(narrow)), np.asarray(logits(wide))
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
@@ -315,7 +316,8 @@ def test_wrong_arguments(directory):
     with pytest.raises(ValueError, match=r"exact=True: no exact products of quantized weights yet"):
         tokens = jnp.zeros((1, 1), jnp.int32)
         exactly = toy.TARGET.exactly()
-        exactly.apply(model.params.target, tokens, tokens, exactly.init_cache(model.params.target, 1, 16, 4), None)
+        cache = exactly.init_cache(model.params.target, 1, 16, 4)
+        exactly.apply(model.params.target, ForwardBatch(tokens, tokens, cache, None))
 
 
 def test_new_weights_compile_nothing(weights):

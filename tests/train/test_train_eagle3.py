@@ -15,7 +15,8 @@ from train_models import TARGET, sharp_params
 import jspec
 from jspec.checkpoints import drafts, source
 from jspec.core.types import Params
-from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
+from jspec.models import EagleHead, EagleParams, Llama, ModelParams
+from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 from jspec.train import batches, distill, draft, head, text, trainer, ttt
 from jspec.train.distill import Distillation
@@ -80,7 +81,7 @@ def test_losses_and_gradients_equal_the_authors(reference):
     config = HeadLearner.configure(target, HeadShape(draft_vocab_size=24))
     learner = HeadLearner(DraftRecipe(ttt_steps=STEPS), "float32", config, target)
     assert config.capture_layers == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope.theta == 10000
-    frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
+    frozen = ModelParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
     tokens = jnp.asarray(reference["ids"], jnp.int32)
     targets = MAKE_TARGETS(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
 
@@ -147,12 +148,13 @@ def test_training_equals_serving(target):
         cache = CONFIG.init_cache(params.draft, 2, 12, 4)
         positions = np.arange(p + 1, dtype=np.int32)[None]
         last, count = np.full(2, p, np.int32), np.full(2, p + 1, np.int32)
-        out = apply(params, TARGET, tokens[:, 1 : p + 2], fused[:, : p + 1], positions, cache, None, select=last)
+        batch = ForwardBatch(tokens[:, 1 : p + 2], positions, cache, None, select=last)
+        out = apply(params, TARGET, batch, fused[:, : p + 1])
         cache, rows = commit(cache, out.rows, np.zeros(2, np.int32), None, count), None
         for step, wanted in enumerate(trained):
             if step:
                 token, at = tokens[:, p + step + 1, None], np.full((1, 1), p + step, np.int32)
-                out = apply(params, TARGET, token, out.feature, at, cache, count, earlier=rows)
+                out = apply(params, TARGET, ForwardBatch(token, at, cache, count, earlier=rows), out.feature)
                 rows = out.rows
             np.testing.assert_allclose(np.array(out.logits)[:, 0], wanted[0][:, p], atol=2e-5)
             np.testing.assert_allclose(np.array(out.feature)[:, 0], wanted[1][:, p], atol=2e-5)

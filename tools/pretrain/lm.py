@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from jspec.checkpoints import atomic, fields, language_model, llama
 from jspec.checkpoints.files import DTYPES
 from jspec.core.options import option
-from jspec.models import LlamaParams
+from jspec.models import ModelParams
 from jspec.models.llama import require_llama
 from jspec.text.tokenizer import Tokenizer as TextTokenizer
 from jspec.train import batches, data, fingerprint, trainer
@@ -68,7 +68,7 @@ class Pretraining:
     setup: LmSetup
     sources: tuple[Source, ...]
     heldout: Heldout
-    teacher: LlamaParams | None = None
+    teacher: ModelParams | None = None
 
     def __post_init__(self):
         check(self.setup, self.sources, self.heldout, self.teacher)
@@ -109,7 +109,7 @@ class Pretraining:
         return evaluate(state.params, self.heldout, self.setup, self.teacher)
 
 
-def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: LlamaParams | None = None) -> Metrics:
+def evaluate(params: ModelParams, heldout: Heldout, setup: LmSetup, teacher: ModelParams | None = None) -> Metrics:
     """Bits per byte of the held-out text, in windows of the recipe's length; with a teacher, also the distance to it.
 
     heldout_divergence is in nats per token; heldout_agreement is the share of positions where both models choose the
@@ -129,7 +129,7 @@ def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: Lla
     return result
 
 
-def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: LlamaParams | None = None) -> None:
+def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: ModelParams | None = None) -> None:
     """Checks model, teacher, data and recipe against each other, before a run would end in the middle.
 
     teacher: its weights.

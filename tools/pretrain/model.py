@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jspec.models import Llama, LlamaParams
+from jspec.models import Llama, ModelParams
+from jspec.models.layers import ForwardBatch
 from jspec.train.model import EMBEDDING_SPREAD, causal_attention, init_layer, init_matrix
 
 SHAPES = {
@@ -39,7 +40,7 @@ SHAPES = {
 
 
 @partial(jax.jit, static_argnames=("config",))
-def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
+def init_params(config: Llama, key: Key[Array, ""]) -> ModelParams:
     """Random weights in float32: matrices with a standard deviation of in^-0.5, smaller at the end of a branch."""
     shapes = config.param_shapes(jnp.float32)
     keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
@@ -47,10 +48,10 @@ def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
     embed = jax.random.normal(next(keys), shapes.embed.shape, jnp.float32) * EMBEDDING_SPREAD
     head = None if shapes.lm_head is None else init_matrix(next(keys), *shapes.lm_head.shape)
     stack = tuple(init_layer(layer, keys, branch=branch) for layer in shapes.layers)
-    return LlamaParams(embed, stack, jnp.ones(shapes.norm.shape, jnp.float32), head)
+    return ModelParams(embed, stack, jnp.ones(shapes.norm.shape, jnp.float32), head)
 
 
-def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype: str) -> Float[Array, "B N V"]:
+def logits(config: Llama, params: ModelParams, tokens: Int[Array, "B N"], dtype: str) -> Float[Array, "B N V"]:
     """Logits in float32 of sequences that start at position 0, computed in `dtype` from weights of any precision."""
     batch, length = tokens.shape
     cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -60,4 +61,4 @@ def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype:
     cast = dataclasses.replace(cast, embed=rows, lm_head=head)
     index = jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length)
     positions = jnp.arange(length, dtype=jnp.int32)[None]
-    return config.apply(cast, index, positions, causal_attention(config, dtype), None).logits
+    return config.apply(cast, ForwardBatch(index, positions, causal_attention(config, dtype), None)).logits

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.options import option
-from jspec.models import Llama, LlamaParams
+from jspec.models import Llama, ModelParams
 from jspec.train import trainer
 from jspec.train.extra import optax
 from jspec.train.recipe import Recipe, with_default
@@ -41,12 +41,12 @@ class LmSetup(Setup):
     config: Llama
     teacher: Llama | None
 
-    def forward(self, params: LlamaParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def forward(self, params: ModelParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """The logits."""
         return model.logits(self.config, params, tokens, self.dtype)
 
     def loss(
-        self, state: State, frozen: LlamaParams | None, batch: Batch
+        self, state: State, frozen: ModelParams | None, batch: Batch
     ) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
         """Mean loss in nats per token that counts, and the number of these tokens.
 
@@ -80,7 +80,7 @@ def init(setup: LmSetup) -> State:
 
 @partial(jax.jit, static_argnames=("setup",))
 def measure(
-    params: LlamaParams, teacher: LlamaParams | None, batch: Batch, *, setup: LmSetup
+    params: ModelParams, teacher: ModelParams | None, batch: Batch, *, setup: LmSetup
 ) -> tuple[Float[Array, ""], Float[Array, ""], Int[Array, ""]]:
     """Sums over the tokens of the batch that count: cross-entropy and distance to the teacher in nats, and tokens where
     both choose the same.
