@@ -107,7 +107,7 @@ class Operation:
         return unavailable(self, kernel) or self.supported(kernel)(*args, **options)
 
     def supported(self, kernel: str) -> Callable[..., str | None]:
-        """The function of a kernel backend that says why it cannot run some arguments; None if it can."""
+        """Why a kernel backend cannot run some arguments, as a function of them; it returns None if it can."""
         return getattr(self.module(kernel), "supported", lambda *_, **__: None)
 
 

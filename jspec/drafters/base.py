@@ -218,7 +218,7 @@ class WindowedDrafter(ModelDrafter[M]):
         self.check_width(draft.draft_vocab_size, f"the vocabulary of the {name}")
         self.check_windowed(draft)
 
-    def check_windowed(self, draft: object) -> None:
+    def check_windowed(self, draft: Any) -> None:
         """Checks the layers of a draft model against the window.
 
         Raises:

@@ -15,7 +15,7 @@ class Draft(abc.ABC):
     """The configuration of a draft model: a language model, an EAGLE head, a block draft, an assistant, MTP heads."""
 
     drafter: ClassVar[str]
-    """Name of the drafter that uses this model as its draft."""
+    """Name of the drafter for this kind of draft."""
     at_once: ClassVar[bool] = False
     """Whether one forward drafts all tokens of a round."""
     follows_target: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class Draft(abc.ABC):
         raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
 
     def layer_windows(self) -> Sequence[int | None]:
-        """For each layer, the positions that a token sees by itself, its own included; None: all.
+        """For each layer, the positions a token sees by itself, its own included; None: all.
 
         Raises:
           ValueError: a layer does not remember a row for each position, so it cannot honor a window.
@@ -60,15 +60,15 @@ class Draft(abc.ABC):
 
     @abc.abstractmethod
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward reads while drafting."""
+        """Bytes of weights read by one forward while drafting."""
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights that the draft reads after a round, to absorb the committed tokens; 0 if it absorbs none."""
+        """Bytes of weights read after a round, to absorb the committed tokens; 0: it absorbs none."""
         return self.step_bytes(params)
 
     @abc.abstractmethod
     def kv_bytes(self, context: int, itemsize: int, target: Any) -> int:
-        """Bytes of keys and values that one forward reads on a device for a sequence of `context` tokens.
+        """Bytes of keys and values read by one forward on a device for a sequence of `context` tokens.
 
         target: the target's configuration.
         """

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jspec.cache import LayerKeys
 from jspec.core.sharding import added_once
@@ -138,7 +138,7 @@ class GptOss(Decoder):
         return LayerKeys(self.num_kv_heads, self.head_dim, self.windows[layer], kv=self.kv)
 
     def run_layer(
-        self, layer: LayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
+        self, layer: PyTree, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
     ) -> tuple[Float[Array, "B M E"], tuple[Array, Array]]:
         """As in `Decoder`."""
         options = {"scale": self.layer_scale(reading.layer), "sinks": layer.sinks, "positions": reading.positions}

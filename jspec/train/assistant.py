@@ -231,7 +231,7 @@ def _spread(x: Float[Array, "*shape"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
-def _init_layer(shapes: Gemma4LayerParams, scale: float, keys: Iterator[Key[Array, ""]]) -> Gemma4LayerParams:
+def _init_layer(shapes: PyTree, scale: float, keys: Iterator[Key[Array, ""]]) -> Gemma4LayerParams:
     """Random weights, with norms of 1, except that of queries if the target's `scale` leaves large products."""
     layer = model.init_layer(shapes, keys)
     (dim,) = shapes.q_norm.shape

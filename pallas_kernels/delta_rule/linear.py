@@ -7,22 +7,12 @@ from jaxtyping import Array, Float, Shaped
 
 
 def refuse_tree(
-    most: int,
-    state: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    mask: jax.Array | None,
-    earlier: jax.Array | None = None,
-    live: jax.Array | None = None,
-    *,
-    interpret: object = None,
+    most: int, state: jax.Array | None, q: jax.Array, *others: jax.Array | None, interpret: object = None
 ) -> str | None:
     """None, or why a kernel for `most` nodes cannot run these arguments of `tree_delta_rule`."""
     if q.shape[1] > most:
         return f"q has {q.shape[1]} nodes: must be at most {most}"
+    _, _, _, _, _, earlier, *_ = (*others, None)
     return None if earlier is None else "earlier is given: must be None"
 
 

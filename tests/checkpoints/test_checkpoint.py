@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import toy
+from batches import read_by
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 from scaled_files import equal
@@ -19,7 +20,6 @@ from jspec.checkpoints import files, language_model, llama, tensors
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.core.sharding import Placement
-from jspec.models.layers import ForwardBatch
 from jspec.models.rope import Llama3Rope, Rope
 
 ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
@@ -58,7 +58,7 @@ def test_precision_of_weights_and_logits(saved, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(dtype)}
     cache = loaded.config.init_cache(loaded.params, 1, 16, 16)
     assert cache.pool.dtype == jnp.dtype(dtype)
-    batch = ForwardBatch(np.array([[1, 2]], np.int32), np.array([[0, 1]], np.int32), cache, None)
+    batch = read_by(np.array([[1, 2]], np.int32), np.array([[0, 1]], np.int32), cache)
     out = jax.jit(loaded.config.apply)(loaded.params, batch)
     assert out.logits.dtype == jnp.float32
 

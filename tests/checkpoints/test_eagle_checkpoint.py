@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import toy
+from batches import read_by
 from eagle_files import HEADS, TARGET, V, load, random_head, write
 from safetensors.numpy import load_file
 from scaled_files import assert_close_in_int8, equal
@@ -23,7 +24,6 @@ from jspec.checkpoints.source import Source
 from jspec.core.types import Params
 from jspec.loading import hub
 from jspec.models import EagleHead, Llama, ModelParams
-from jspec.models.layers import ForwardBatch
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_forward_equals_the_oracle(head, name):
     params, cache = Params(target, draft), config.init_cache(draft, 1, 16, 4)
     zero, five, ids = np.array([0], np.int32), np.array([5], np.int32), tokens[None]
     positions = np.arange(len(tokens), dtype=np.int32)[None]
-    out = apply(config, params, ForwardBatch(ids, positions, cache, None), feature)
+    out = apply(config, params, read_by(ids, positions, cache), feature)
     np.testing.assert_allclose(np.array(out.logits)[0], logits, atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after, atol=1e-5)
 
     cache = commit(cache, out.rows, zero, None, five)
-    out = apply(config, params, ForwardBatch(ids[:, 5:], positions[:, 5:], cache, five), feature[:, 5:])
+    out = apply(config, params, read_by(ids[:, 5:], positions[:, 5:], cache, five), feature[:, 5:])
     np.testing.assert_allclose(np.array(out.logits)[0], logits[5:], atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after[5:], atol=1e-5)
     if draft.ids is not None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from batches import read_by
 from planted import best_first_by_hand
 
 from jspec.core import accept, tree
@@ -16,7 +17,6 @@ from jspec.core.round import step
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed
 from jspec.drafters import Eagle
-from jspec.models.layers import ForwardBatch
 from pallas_kernels import norm
 
 ROUNDS = (0, 1, 4)
@@ -39,7 +39,7 @@ def read_by_hand(tokens):
     following = np.roll(row, -1, axis=1)
     positions = np.arange(row.shape[1], dtype=np.int32)[None]
     cache = toy.HEAD.init_cache(weights.draft, 1, 4, 4)
-    return np.array(feature), head(weights, toy.TARGET, ForwardBatch(following, positions, cache, None), feature).rows
+    return np.array(feature), head(weights, toy.TARGET, read_by(following, positions, cache), feature).rows
 
 
 def dist_by_hand(tokens, feature, path):
@@ -54,7 +54,7 @@ def dist_by_hand(tokens, feature, path):
     cache = toy.HEAD.init_cache(weights.draft, 1, 4, 4)
     ids = np.array([row + [0] * (width - len(row))], np.int32)
     for depth in range(len(path) + 1):
-        out = head(weights, toy.TARGET, ForwardBatch(ids, positions, cache, None), features)
+        out = head(weights, toy.TARGET, read_by(ids, positions, cache), features)
         if depth < len(path):
             features[0, known + depth] = np.array(out.feature)[0, known + depth - 1]
     logits = np.array(out.logits)[0, known + len(path) - 1]
@@ -193,7 +193,7 @@ def test_captured_layers_are_layer_inputs_the_last_output_and_its_norm():
     skipped = dataclasses.replace(deeper, embed=states[1].reshape(-1, target.hidden_size))
     index = jnp.arange(toy.IDS.size, dtype=jnp.int32).reshape(toy.IDS.shape)
     positions = jnp.arange(toy.IDS.shape[1], dtype=jnp.int32)[None]
-    np.testing.assert_allclose(beyond(skipped, index, positions, cache, None).hidden, states[2], atol=1e-5)
+    np.testing.assert_allclose(beyond(skipped, read_by(index, positions, cache)).hidden, states[2], atol=1e-5)
     for capture_layers in ((1,), (0, 2)):
         narrow = run(weights, chain, cache, None, capture_layers=capture_layers).hidden
         np.testing.assert_array_equal(narrow, jnp.concatenate([states[i] for i in capture_layers], axis=-1))

@@ -99,7 +99,7 @@ def attend_by_hand(config, target, layer, read, z, keys, values, position):
     if not len(keys):
         return np.zeros(np.asarray(layer.o).shape[1])
     dim = keys.shape[-1]
-    q = rms((rms(z, layer.attention_norm) @ np.asarray(layer.q, np.float64)).reshape(-1, dim), layer.q_norm)
+    q = rms((rms(z, layer.attention_norm) @ np.asarray(layer.qkv, np.float64)).reshape(-1, dim), layer.q_norm)
     angle = position * np.array(frequencies(target, read))
     first, second = np.split(q, 2, axis=1)
     cos, sin = np.cos(angle), np.sin(angle)

@@ -278,8 +278,7 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
     feature = head.fuse(both.draft, out.hidden[:, :-1])
     positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
     cache = head.init_cache(both.draft, rows, 4, 4)
-    batch = ForwardBatch(tokens[:, 1:], positions, cache, None)
-    return out.logits, head.apply(both, target, batch, feature).feature
+    return out.logits, head.apply(both, target, ForwardBatch(tokens[:, 1:], positions, cache, None), feature).feature
 
 
 @functools.cache

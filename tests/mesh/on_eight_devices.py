@@ -40,7 +40,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.sharding import TENSOR
 from jspec.drafters import Ngram, Standalone
 from jspec.generation import score
-from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
 
 slow = pytest.mark.slow
 
@@ -223,7 +223,7 @@ def test_states_are_split_by_key_heads(directories):
 def test_a_family_that_cannot_be_split_is_an_error_before_it_is_read(tmp_path, monkeypatch):
     language_model.save(tmp_path, TIED, weights(TIED))
     monkeypatch.setattr(tensors.Tensors, "get", None)
-    monkeypatch.setattr(type(TIED), "split", Decoder.split)  # What a family has that defines nothing else.
+    monkeypatch.setattr(type(TIED), "split", Draft.split)  # What a family has that defines nothing else.
     with pytest.raises(ValueError, match="tensor=2: models of type Llama cannot be split over devices yet"):
         jspec.load(tmp_path, tensor=2)
 

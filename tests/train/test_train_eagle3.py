@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batches import read_by
 from train_files import lines
 from train_models import TARGET, sharp_params
 
@@ -16,7 +17,6 @@ import jspec
 from jspec.checkpoints import drafts, source
 from jspec.core.types import Params
 from jspec.models import EagleHead, EagleParams, Llama, ModelParams
-from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 from jspec.train import batches, distill, draft, head, text, trainer, ttt
 from jspec.train.distill import Distillation
@@ -148,13 +148,13 @@ def test_training_equals_serving(target):
         cache = CONFIG.init_cache(params.draft, 2, 12, 4)
         positions = np.arange(p + 1, dtype=np.int32)[None]
         last, count = np.full(2, p, np.int32), np.full(2, p + 1, np.int32)
-        batch = ForwardBatch(tokens[:, 1 : p + 2], positions, cache, None, select=last)
+        batch = read_by(tokens[:, 1 : p + 2], positions, cache, select=last)
         out = apply(params, TARGET, batch, fused[:, : p + 1])
         cache, rows = commit(cache, out.rows, np.zeros(2, np.int32), None, count), None
         for step, wanted in enumerate(trained):
             if step:
                 token, at = tokens[:, p + step + 1, None], np.full((1, 1), p + step, np.int32)
-                out = apply(params, TARGET, ForwardBatch(token, at, cache, count, earlier=rows), out.feature)
+                out = apply(params, TARGET, read_by(token, at, cache, count, earlier=rows), out.feature)
                 rows = out.rows
             np.testing.assert_allclose(np.array(out.logits)[:, 0], wanted[0][:, p], atol=2e-5)
             np.testing.assert_allclose(np.array(out.feature)[:, 0], wanted[1][:, p], atol=2e-5)
