@@ -185,11 +185,7 @@ def fit_head(target: Llama, head: EagleHead, weights: ModelParams, tokens: np.nd
     layer = LayerParams(
         attention_norm=np.ones(target.hidden_size, np.float32),
         qkv=matrix(target.hidden_size + width, (head.num_heads + 2 * head.num_kv_heads) * head.head_dim),
-        qkv_bias=None,
-        q_norm=None,
-        k_norm=None,
         o=matrix(head.num_heads * head.head_dim, width),
-        o_bias=None,
         mlp_norm=np.ones(width, np.float32),
         gate_up=matrix(width, 2 * head.intermediate_size),
         down=matrix(head.intermediate_size, width),
