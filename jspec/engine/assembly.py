@@ -116,7 +116,7 @@ def make_requests(
     priority: int = 0,
     salt: str = "",
 ) -> list[Request]:
-    """Makes requests for this device or for others like it; call `hold` before they are queued.
+    """Makes requests for this device or for others like it; call `Device.hold` before they are queued.
 
     Raises:
       ValueError, TypeError: options at odds with the model or each other, or a request too large to fit.
@@ -143,20 +143,3 @@ def make_requests(
             device.grammars.compile(request.grammar)
         requests.append(request)
     return requests
-
-
-def hold(requests: Sequence[tuple[Device, Request]]) -> None:
-    """Puts the automata of each request into the pools of its device: of all requests or, after an error, of none.
-
-    Raises:
-      ValueError, QueueFull: as `Device.hold`: the stop strings or grammars of other requests leave no space for these.
-    """
-    held: list[tuple[Device, Request]] = []
-    try:
-        for device, request in requests:
-            device.hold(request)
-            held.append((device, request))
-    except BaseException:
-        for device, request in held:
-            device.forget(request)
-        raise

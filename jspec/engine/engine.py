@@ -1,5 +1,6 @@
 """The engine: any number of requests over a fixed number of slots, with the loop on the device."""
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,7 +14,7 @@ from jspec.core.checks import check_int
 from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.engine.assembly import OneShape, assemble, hold, make_requests
+from jspec.engine.assembly import OneShape, assemble, make_requests
 from jspec.engine.balance import choose
 from jspec.engine.group import Group, clock
 from jspec.engine.handle import Handle
@@ -303,14 +304,13 @@ class Engine:
           EngineError: requests are waiting or running, or the engine has failed or is closed.
         """
         options = RequestOptions(max_new_tokens=1, sampling=sampling, logprobs=logprobs)
-        requests = self.make([[0]] * len(self.groups), options)
-        hold([(group.device, request) for group, request in zip(self.groups, requests, strict=True)])
-        try:
-            calls = zip(self.groups, requests, strict=True)
-            warm = self._on_all([partial(group.warm_up, request) for group, request in calls])
-        finally:
-            for group, request in zip(self.groups, requests, strict=True):
-                group.device.forget(request)
+        calls = []
+        with contextlib.ExitStack() as after:
+            for group, request in zip(self.groups, self.make([[0]] * len(self.groups), options), strict=True):
+                group.device.hold(request)
+                after.callback(group.device.forget, request)
+                calls.append(partial(group.warm_up, request))
+            warm = self._on_all(calls)
         if not all(warm):
             raise EngineError("warm_up: requests are waiting or running; call it before them")
 
@@ -415,22 +415,22 @@ class Engine:
         """Puts requests of `make` into the queues of groups, all or none, if at most `most` wait then.
 
         Raises:
-          ValueError, QueueFull: more would wait, or `hold` raises one; no request is in a queue then.
+          ValueError, QueueFull: more would wait, or as `Device.hold`; no request is in a queue then.
         """
-        with self._choosing:
-            if most is not None and sum(group.waiting for group in self.groups) + len(requests) > most:
-                raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
-            pairs = [(self._choose(request), request) for request in requests]
-        try:
-            hold([(group.device, request) for group, request in pairs])
-        except BaseException:
-            for group, request in pairs:
-                group.withdraw(request)
-            raise
+        with contextlib.ExitStack() as undo:
+            with self._choosing:
+                if most is not None and sum(group.waiting for group in self.groups) + len(requests) > most:
+                    raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
+                groups = [self._choose(request) for request in requests]
+            for group in groups:
+                undo.callback(group.withdraw)
+            for group, request in zip(groups, requests, strict=True):
+                group.device.hold(request)
+                undo.callback(group.device.forget, request)
+            undo.pop_all()
         handles: dict[Request, Handle] = {}
         for group in self.groups:
-            accepted = [request for chosen_group, request in pairs if chosen_group is group]
-            if accepted:
+            if accepted := [request for other, request in zip(groups, requests, strict=True) if other is group]:
                 handles.update(zip(accepted, group.submit(accepted), strict=True))
         return [handles[request] for request in requests]
 
@@ -474,13 +474,10 @@ class Engine:
         """Ends the engine, and all its requests with an error of one group or of another process."""
         with self._choosing:
             self._error = self._error or error
-        if self._leader is None:
-            for group in self.groups:
-                group.stop(self._error)
-            return
-        self._leader.abort(self._error)
+        if self._leader is not None:
+            self._leader.abort(self._error)
         for group in self.groups:
-            group.abandon(self._error)
+            group.stop(self._error)
 
     def _desert(self, error: BaseException) -> None:
         """Ends the engine in all processes because of an error in this one."""

@@ -83,7 +83,7 @@ class Group:
             self.load, self.assigned = self.load + 1, self.assigned + 1
             self._last = request
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw(self) -> None:
         """Undoes `expect`."""
         with self._wake:
             self.load, self.assigned = self.load - 1, self.assigned - 1
@@ -94,12 +94,14 @@ class Group:
         handles = [Handle(request, self.model.tokenizer, self._cancel, drafter) for request in requests]
 
         def submit() -> None:
-            for handle in handles:
-                self._handles[handle.request] = handle
-                self.scheduler.submit(handle.request)
+            for request in requests:
+                self.scheduler.submit(request)
 
+        # From here on, the end of the thread ends the handles.
+        self._handles.update(zip(requests, handles, strict=True))
         if not self._call(submit):
             for handle in handles:
+                self._handles.pop(handle.request, None)
                 handle.end(self._error)
         return handles
 
@@ -122,16 +124,19 @@ class Group:
         return future
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Ends all requests, cancelled or with an error, and then the thread."""
+        """Ends the thread, and then all requests, as cancelled.
+
+        error: ends all requests with it at once, as the thread may be waiting for a lost process.
+        """
         with self._wake:
             self._error = self._error or error
             self._closing = True
             self._wake.notify()
         self.device.ready.stop()
+        if error is not None:
+            self._end_all()
 
-    def abandon(self, error: BaseException) -> None:
-        """Ends all requests with an error at once, as the thread may be waiting for a lost process."""
-        self.stop(error)
+    def _end_all(self) -> None:
         for handle in list(self._handles.values()):
             wake(handle.end(self._error))
 
@@ -226,10 +231,9 @@ class Group:
         finally:
             # No request is left without an end.
             self.stop()
-            self._take_calls(wait=False)
-            for handle in self._handles.values():
-                wake(handle.end(self._error))
+            self._end_all()
             self._handles.clear()
+            self._calls.clear()
             # No cycle keeps the state on the devices alive.
             del self._fail
 
@@ -343,18 +347,17 @@ class Group:
             self._counters.observe("queue_time", now - times.submitted)
 
     def _count_tokens(self, handle: Handle, output: Output, now: float) -> None:
-        # Differences of the request's counters since its last output.
-        counters, times, old = self._counters, handle.times, handle.counted
+        # Differences from the request's last output.
+        counters, times, before = self._counters, handle.times, handle.last
         counters.new_tokens += len(output.tokens)
-        counters.rounds += output.rounds - old[0]
-        rounds = [output.rounds] if output.branch_counts is None else list(map(sum, output.branch_counts))
-        drafts = [(count, limit) for count, limit in zip(rounds, handle.draft_limits, strict=True) if limit]
-        drafted, drafting = sum(count * limit for count, limit in drafts), sum(count for count, _ in drafts)
-        counters.drafted += drafted - old[2]
-        counters.drafting_rounds += drafting - old[3]
-        for index, count in enumerate(output.accept_counts):
-            counters.accept_counts[index] += count - old[1][index]
-        handle.counted = output.rounds, output.accept_counts, drafted, drafting
+        counters.rounds += output.rounds - before.rounds
+        for index, (count, old) in enumerate(zip(output.accept_counts, before.accept_counts, strict=True)):
+            counters.accept_counts[index] += count - old
+        for sign, part in ((1, output), (-1, before)):
+            rounds = [part.rounds] if part.branch_counts is None else map(sum, part.branch_counts)
+            for count, limit in zip(rounds, handle.draft_limits, strict=False):
+                counters.drafted += sign * count * limit
+                counters.drafting_rounds += sign * count * (limit > 0)
         if not output.tokens:
             return
         if times.last_token is None:

@@ -1,10 +1,12 @@
 """The caller's handle to a request: streaming, result, cancellation."""
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +49,6 @@ class Handle:
       times: of its events.
       cached_tokens: of the prompt, found in the prefix cache.
       draft_limits: of `jspec.generation.speculation.draft_limits`.
-      counted: rounds, accept counts, drafts and rounds with drafts already in the engine's counters.
     """
 
     def __init__(
@@ -62,14 +63,15 @@ class Handle:
         self._changed = threading.Condition()
         self._waiters: list[Waiter] = []
         self._pieces: list[Piece] = []
-        self._origin: list[int] = []
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[list[tuple[int, float]]] = []
-        self._sampled_logprobs: list[float] = []
-        self._ended, self._dropped, self.cached_tokens = False, 0, 0
+        self._outputs = [Output(len(request.prompt), [], stopping.RUNNING, 0, [0] * (drafter.depth + 1))]
+        self._ended, self.cached_tokens = False, 0
         self._error: BaseException | None = None
         self._finish: FinishReason | None = None
-        self.counted: tuple[int, list[int], int, int] = 0, [0] * (drafter.depth + 1), 0, 0
+
+    @property
+    def last(self) -> Output:
+        """The last output; one without tokens before the first."""
+        return self._outputs[-1]
 
     @property
     def done(self) -> bool:
@@ -78,14 +80,7 @@ class Handle:
 
     def __iter__(self) -> Iterator[Piece]:
         index = 0
-        while True:
-            with self._changed:
-                while index >= len(self._pieces) and not self._ended:
-                    self._changed.wait()
-                new = self._pieces[index:]
-            if not new:
-                self._raise()
-                return
+        while new := self._after(index, wait=True):
             index += len(new)
             yield from new
 
@@ -95,21 +90,26 @@ class Handle:
         with self._changed:
             self._waiters.append(waiter)
         try:
-            while True:
-                event.clear()
-                new = self._pieces[index:]
-                if not new and not self._ended:
+            while (new := self._after(index)) != []:
+                if new is None:
                     await event.wait()
+                    event.clear()
                     continue
-                if not new:
-                    self._raise()
-                    return
                 index += len(new)
                 for piece in new:
                     yield piece
         finally:
             with self._changed:
                 self._waiters.remove(waiter)
+
+    def _after(self, index: int, *, wait: bool = False) -> list[Piece] | None:
+        """The pieces from this index on; none at the end. None: there are none yet, and `wait` is False."""
+        with self._changed:
+            self._changed.wait_for(lambda: not wait or self._ended or index < len(self._pieces))
+            new, ended = self._pieces[index:], self._ended
+        if not new and ended:
+            self._raise()
+        return new if new or ended else None
 
     def result(self, timeout: float | None = None) -> Generation:
         """Waits for its end; returns the generation, up to the cancellation if it was cancelled.
@@ -128,35 +128,33 @@ class Handle:
 
     def generation(self) -> Generation:
         """The generation so far."""
-        # Counters.
-        request = self.request
-        counts = np.zeros((1, self._drafter.depth + 1), np.int32)
-        if request.accept_counts:
-            counts[0] = request.accept_counts
-        by_branch = None if request.branch_counts is None else np.array([request.branch_counts], np.int32)
+        with self._changed:
+            pieces, outputs = list(self._pieces), list(self._outputs)
         # Time between the first and the last token, without compilation.
         first, last, (before, after) = self.times.first_token, self.times.last_token, self.times.compiled
         seconds = 0.0 if first is None or last is None else last - first - (after - before)
-        with self._changed:
-            pieces = list(self._pieces)
+        # Counters.
+        now = outputs[-1]
+        by_branch = None if now.branch_counts is None else np.array([now.branch_counts], np.int32)
+        counters = (np.array([x], np.int32) for x in (now.rounds, now.accept_counts, now.dropped, self.draft_limits))
+        rounds, accept_counts, dropped, limits = counters
+        branches = Branches.of(self._drafter, by_branch, 1)
+
+        def joined(name: str) -> list[Any]:
+            return [entry for output in outputs for entry in getattr(output, name) or ()]
+
+        request = self.request
         return Generation(
-            tokens=[token for piece in pieces for token in piece.tokens],
+            tokens=joined("tokens"),
             text=None if self._tokenizer is None else "".join(piece.text for piece in pieces),
             finish_reason=self._finish,
-            stats=GenerationStats(
-                np.array([request.rounds], np.int32),
-                counts,
-                seconds,
-                np.array([self._dropped], np.int32),
-                Branches.of(self._drafter, by_branch, 1),
-                np.array([self.draft_limits], np.int32),
-            ),
-            origin=list(self._origin),
-            logprobs=list(self._logprobs) if request.logprobs else None,
+            stats=GenerationStats(rounds, accept_counts, seconds, dropped, branches, limits),
+            origin=joined("origin"),
+            logprobs=joined("logprobs") if request.logprobs else None,
             prompt=list(request.prompt),
             tokenizer=self._tokenizer,
-            top_logprobs=list(self._top_logprobs) if request.top_logprobs else None,
-            sampled_logprobs=list(self._sampled_logprobs) if request.logprobs else None,
+            top_logprobs=joined("top_logprobs") if request.top_logprobs else None,
+            sampled_logprobs=joined("sampled_logprobs") if request.logprobs else None,
         )
 
     def cancel(self) -> None:
@@ -169,10 +167,6 @@ class Handle:
         """Appends an output, and the end if it has one. compiled: the device's `Runner.compile_seconds`."""
         tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:
-            self._origin += output.origin
-            self._logprobs += output.logprobs or []
-            self._top_logprobs += output.top_logprobs or []
-            self._sampled_logprobs += output.sampled_logprobs or []
             before = compiled if self.times.first_token is None else self.times.compiled[0]
             self.times.first_token = self.times.first_token or now
             self.times.last_token, self.times.compiled = now, (before, compiled)
@@ -185,24 +179,23 @@ class Handle:
         # Append, and wake all waiters.
         reason = FINISH_REASONS.get(output.finish_code)
         with self._changed:
+            self._outputs.append(output)
             if tokens or text:
                 logprobs = output.logprobs if self.request.logprobs else None
                 about = logprobs, reason, output.top_logprobs, output.origin, stopped_by
                 self._pieces.append(Piece(0, text, tokens, *about))
-            if ends:
-                self._dropped = output.dropped
-                self._finish, self._ended, self.times.ended = reason, True, now
-            self._changed.notify_all()
-            return list(self._waiters)
+            return self._notify(reason, now)
 
     def end(self, error: BaseException | None = None) -> list[Waiter]:
         """Ends it without a finish code: cancelled, or failed with an error."""
         with self._changed:
-            if not self._ended:
-                self._finish, self._error, self._ended = "cancelled", error, True
-                self.times.ended = time.monotonic()
-            self._changed.notify_all()
-            return list(self._waiters)
+            return self._notify("cancelled", time.monotonic(), error)
+
+    def _notify(self, reason: FinishReason | None, now: float, error: BaseException | None = None) -> list[Waiter]:
+        if reason is not None and not self._ended:
+            self._finish, self._error, self._ended, self.times.ended = reason, error, True, now
+        self._changed.notify_all()
+        return list(self._waiters)
 
     def _raise(self) -> None:
         if isinstance(self._error, CompilationError):
@@ -222,5 +215,5 @@ def wake(waiters: list[Waiter]) -> None:
             event.set()
 
     for loop, waiting in events.items():
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(set_all, waiting)

@@ -122,7 +122,8 @@ class Ready:
         program = self._padded(program)
         replacement = self._find(program)
         if replacement is None and program.kind == "admit":
-            replacement = max((other for other in self._compiled if other.kind == "admit"), default=None)
+            with self._changed:
+                replacement = max((other for other in self._compiled if other.kind == "admit"), default=None)
         if self._thread is None or replacement is None:
             return program
         if replacement != program:

@@ -115,6 +115,24 @@ def test_admissions_take_several_programs(start):
     assert [ready.choose(Program("admit", rows=rows)).rows for rows in (1, 2, 4, 9)] == [1, 4, 4, 4]
 
 
+def test_a_choice_does_not_meet_a_program_that_is_being_added(start):
+    ready = start(Program("admit", rows=4))
+
+    class Compiled(set):
+        def __iter__(self):
+            for index, program in enumerate(list(super().__iter__())):
+                if index:
+                    thread = threading.Thread(target=ready.add, args=(Program("admit", rows=16),))
+                    thread.start()
+                    thread.join(0.1)
+                    assert thread.is_alive(), "changed while it is read"
+                yield program
+
+    programs, ready._compiled = ready._compiled, Compiled(ready._compiled)
+    assert ready.choose(Program("admit", rows=9)).rows in (4, 16)
+    ready._compiled = programs
+
+
 def test_what_does_not_compile_is_tried_again_for_later_requests(start):
     attempts = []
 
