@@ -101,7 +101,7 @@ FIELDS = (
         "limits of another request",
         "jspec.runner.device:Device._admitted",
         "draft_limits(request.speculation, self.method.drafter)",
-        "draft_limits(admissions[0].request.speculation, self.method.drafter)",
+        "draft_limits(requests[0].speculation, self.method.drafter)",
         "engine/test_speculation.py::test_mixed_requests_are_those_of_drafters_of_their_depths[rejection]",
     ),
     # Acceptance rules
@@ -299,7 +299,7 @@ FIELDS = (
         "plan.ends",
         f"{_STORM}[standalone-tiny_pool]",
     ),
-    ("noise depends on the slot", "jspec.runner:Device._admitted", "request.seed", "(admission.slot, 0)", _RETRACTED),
+    ("noise depends on the slot", "jspec.runner:Device._admitted", "request.seed", "(request.slot, 0)", _RETRACTED),
     (
         "stop strings begin anew after a preemption",
         "jspec.runner:Device._admitted",

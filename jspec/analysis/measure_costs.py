@@ -91,7 +91,7 @@ class Case:
         sizes = Sizes(batch, capacity, fit_page_size(DEFAULT_PAGE_SIZE, capacity))
         table = contiguous_table(batch, sizes.pages_per_slot)
         sizes = dataclasses.replace(sizes, pages=batch * sizes.pages_per_slot)
-        empty = partial(empty_state, method=method, sizes=sizes, samples=False)
+        empty = partial(empty_state, method=method, sizes=sizes)
         self._make = jax.jit(lambda params: slots.with_table(empty(params), table))
         self.params, self.rounds, self._method = params, rounds, method
         self._batch, self._context, self._capacity = batch, context, capacity

@@ -107,12 +107,15 @@ def _check_bias(logit_bias: object) -> dict[int, float]:
     return checked
 
 
-def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int) -> RowSampling | None:
+def per_row(
+    sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int, always: Sequence[str] = ()
+) -> RowSampling | None:
     """Convert parameters to arrays; None if every sequence is greedy and without other options.
 
     Grammars are not part of them, see `jspec.core.grammar.init`.
 
     sampling: one `Sampling` for all sequences, or one per sequence.
+    always: options that have an array even if no sequence uses them.
 
     Raises:
       TypeError: anything else.
@@ -124,18 +127,19 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
     # Larger values have the same effect, but do not fit in int32.
     most = {"top_k": vocab_size, **dict.fromkeys(("min_new_tokens", "thinking_budget"), np.iinfo(np.int32).max)}
     columns = {}
-    # An option that no sequence uses has no array, so the program leaves it out.
+    # Of other options that no sequence uses there is no array, so the program leaves them out.
     for field in dataclasses.fields(Sampling):
         values = [getattr(one, field.name) for one in samplings]
         unused = 0.0 if field.name == "temperature" else field.default
-        if field.name not in ("logit_bias", "grammar") and any(value != unused for value in values):
+        used = field.name in always or any(value != unused for value in values)
+        if used and field.name not in ("logit_bias", "grammar"):
             values = [off[field.name] if value is None else value for value in values]
             if field.name in most:
                 column = np.array([min(value, most[field.name]) for value in values], np.int32)
             else:
                 column = np.array(values, np.float32)
             columns[field.name] = jax.device_put(column)
-    if any(one.logit_bias for one in samplings):
+    if "logit_bias" in always or any(one.logit_bias for one in samplings):
         columns["logit_bias"] = jax.device_put(_bias_matrix(samplings, vocab_size))
     return RowSampling(**columns) if columns else None
 

@@ -10,7 +10,7 @@ from jspec.core.accept import greedy
 from jspec.core.checks import entries_of
 from jspec.core.sampling import each_of, per_row
 from jspec.core.types import RowSampling
-from jspec.engine.group import MAX_IN_FLIGHT, MAX_ROUNDS
+from jspec.engine.group import MAX_IN_FLIGHT
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.generation.method import choose_drafter, choose_method, knows_greedy
@@ -18,22 +18,9 @@ from jspec.generation.options import EngineOptions, RequestOptions, check_gramma
 from jspec.generation.speculation import draft_limits
 from jspec.loading.model import Model
 from jspec.runner import sizing
-from jspec.runner.automaton_pool import GrammarPool, StopPool
-from jspec.runner.device import Device
+from jspec.runner.device import Device, OneShape
 from jspec.runner.request import Request
 from jspec.runner.slot_state import Sizes, always_samples, extra_rows, lookahead, without_slots
-
-
-@dataclasses.dataclass(frozen=True)
-class OneShape:
-    """For requests known in advance: one program reads prompts and one runs rounds, on all slots.
-
-    read: sequences and columns of the prefill program.
-    option_set: of the sampling options in use (`jspec.runner.device.OPTION_SETS`).
-    """
-
-    read: tuple[int, int]
-    option_set: int
 
 
 def assemble(
@@ -67,21 +54,11 @@ def assemble(
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
     assert options.context is not None and options.memory_fraction is not None
     sizes = Sizes(options.slots, options.context, options.page_size)
-    budget = sizing.Budget(options.pages, options.memory_fraction, options.prefix_cache, free)
     samples = always_samples(model.params, method=method, sizes=sizes) or not knows_greedy(accept)
-    sizes, shares = sizing.fit(model.params, method, sizes, budget, samples=samples)
-    device = Device(
-        model.params,
-        method,
-        sizes,
-        (StopPool(model), GrammarPool(model)),
-        samples=samples,
-        max_rounds=MAX_ROUNDS,
-        greedy_rule=greedy if accept is None or isinstance(accept, str) else method.accept,
-        buckets=None if only is None else [sizes.slots],
-        least_option_set=0 if only is None else only.option_set,
-    )
-
+    budget = sizing.Budget(options.pages, options.memory_fraction, options.prefix_cache, free)
+    sizes, shares = sizing.fit(model.params, method, dataclasses.replace(sizes, samples=samples), budget)
+    greedy_rule = greedy if accept is None or isinstance(accept, str) else method.accept
+    device = Device(model, method, sizes, greedy_rule=greedy_rule, only=only)
     return device, _scheduler(device, sizes, options, shares, only)
 
 

@@ -14,7 +14,7 @@ from jspec.core.checks import check_int
 from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.engine.assembly import OneShape, assemble, make_requests
+from jspec.engine.assembly import assemble, make_requests
 from jspec.engine.balance import choose
 from jspec.engine.group import Group, clock
 from jspec.engine.handle import Handle
@@ -34,7 +34,7 @@ from jspec.generation.run import Prompt, check_model, encode_prompts
 from jspec.generation.score import Chunk, Scores, TokenScores, check_score, split
 from jspec.loading.model import Model
 from jspec.runner import lockstep
-from jspec.runner.device import Device
+from jspec.runner.device import Device, OneShape
 from jspec.runner.request import EngineError, QueueFull, Request
 
 T = TypeVar("T")

@@ -8,13 +8,12 @@ from tqdm import tqdm
 from jspec.core import groups
 from jspec.core.checks import check_flag, check_int
 from jspec.core.sampling import each_of
-from jspec.engine.assembly import OneShape
 from jspec.engine.engine import Engine
 from jspec.generation.options import GenerateKeywords, GenerateOptions, longest_sequence, repeat, takes
 from jspec.generation.result import Generation, Generations, GenerationStats, Piece
 from jspec.generation.run import Prompt, Run, bucket, check, encode_prompts, in_batches, one_call
 from jspec.loading.model import Model
-from jspec.runner.device import option_set_of
+from jspec.runner.device import OneShape, option_set_of
 from jspec.runner.slot_state import without_slots
 
 ROUNDS_PER_UPDATE = 16

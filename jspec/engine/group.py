@@ -23,10 +23,9 @@ from jspec.runner.device import Device, InFlight
 from jspec.runner.plan import Burst, Output, Plan
 from jspec.runner.request import Request
 from jspec.runner.runner import on_own_device
+from jspec.runner.slot_state import MAX_ROUNDS
 
 T = TypeVar("T")
-MAX_ROUNDS = 32
-"""Rounds of the longest burst."""
 MAX_IN_FLIGHT = 2
 """Bursts, and reads, dispatched before the first one has reported, so that the device never waits for the host."""
 
@@ -262,8 +261,8 @@ class Group:
         results = self._collect(news=bool(plan))
         now = time.monotonic()
         # Metrics of admissions.
-        for admission in plan.admissions:
-            self._count_admission(admission.request, now)
+        for request in plan.admissions:
+            self._count_admission(request, now)
         # Outputs, and one wake-up for all of them.
         waiters = self._refuse()
         for request, output in results:

@@ -20,7 +20,7 @@ from jspec.core.checks import check_int
 from jspec.engine import sharing
 from jspec.engine.pages import Pages
 from jspec.engine.victims import victims
-from jspec.runner.plan import Admission, Burst, Output, Plan, Read
+from jspec.runner.plan import Burst, Output, Plan, Read
 from jspec.runner.ready import Ready
 from jspec.runner.request import Phase, Request
 
@@ -242,14 +242,14 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self) -> list[Admission]:
+    def _admit(self) -> list[Request]:
         """Admits requests, as many as the next read has room for."""
         shapes = self._allowed_shapes()
         most_rows, most_columns = max(rows for rows, _ in shapes), max(rows * size for rows, size in shapes)
         reading = [request for request in self._admitted if request.phase is Phase.READING]
         left = sum(request.prefill_length - request.prefilled for request in reading)
         rows, place = len(reading), 0
-        admissions: list[Admission] = []
+        admissions: list[Request] = []
         while (
             place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
         ):
@@ -268,7 +268,7 @@ class Scheduler:
                 break
             self._queue.pop(place)
             rows, left = rows + 1, left + request.prefill_length - request.prefilled
-            admissions.append(sharing.admission(self.pages, request))
+            admissions.append(request)
         return admissions
 
     def _has_programs(self, request: Request) -> bool:
@@ -296,6 +296,8 @@ class Scheduler:
         request.pages = prefix + taken
         request.registered = len(prefix)
         request.cached = request.prefilled = len(prefix) * self.pages.size
+        snapshots = self.pages.snapshots
+        request.restore = snapshots.use(prefix[-1]) if snapshots is not None and prefix else None
         request.slot = heapq.heappop(self._free_slots)
         request.phase = Phase.READING
         insort(self._admitted, request, key=lambda other: other.order)
@@ -329,15 +331,13 @@ class Scheduler:
         ends = [request.prefilled + number == request.prefill_length for request, number in lengths]
         read = Read(
             requests=requests,
-            slots=[request.slot for request in requests if request.slot is not None],
             begin=[request.prefilled for request in requests],
             count=count,
             ends=ends,
             resumed=[request.resumed for request in requests],
+            save=[],
             rows=rows,
             size=size,
-            table=[list(request.pages) for request in requests],
-            save=[],
         )
         # The state of each request after it.
         for request, number, last in zip(requests, count, ends, strict=True):
@@ -406,8 +406,6 @@ class Scheduler:
             self._grow(request, rounds, preempt=False)
         burst = Burst(
             requests=requests,
-            slots=[request.slot for request in requests if request.slot is not None],
-            table=[list(request.pages) for request in requests],
             row_limit=[self._row_limit(request) for request in requests],
             rounds=rounds,
             per_round=self.depth + 1,

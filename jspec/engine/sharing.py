@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from jspec.engine.pages import Pages
-from jspec.runner.plan import Admission
 from jspec.runner.request import Phase, Request
 
 
@@ -72,20 +71,3 @@ def snapshot(pages: Pages, request: Request, size: int) -> int | None:
     if whole not in request.save_points and not 0 < request.prefill_length - request.prefilled <= size:
         return None
     return pages.snapshot(request.all_tokens, request.pages[:whole], request.salt)
-
-
-def admission(pages: Pages, request: Request) -> Admission:
-    """What the device gets of a request with a slot."""
-    assert request.slot is not None
-    hit, snapshots = pages.holding(request.cached), pages.snapshots
-    return Admission(
-        request=request,
-        slot=request.slot,
-        begin=request.cached,
-        restore=snapshots.use(request.pages[hit - 1]) if snapshots is not None and hit else None,
-        tokens=list(request.all_tokens),
-        resumed=request.resumed,
-        rounds=request.rounds,
-        accept_counts=list(request.accept_counts),
-        branch_counts=request.branch_counts,
-    )

@@ -2,8 +2,8 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ class AutomatonPool:
 
     def __init__(self, name: str, model: Model, *, reserved: int = 0, unused: int = 0, states: int = 1, maps: int = 1):
         self._name, self._reserved, self._unused = name, reserved, unused
-        self._vocab_size = model.target.vocab_size
+        self._model, self._vocab_size = model, model.target.vocab_size
         self._lock = threading.Lock()
         self._places: OrderedDict[Hashable, _Place] = OrderedDict()
         self._users: dict[Hashable, int] = {}
@@ -74,19 +74,25 @@ class AutomatonPool:
         """The table as an argument of programs."""
         return self._table.copy()
 
-    def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
-        """Use an automaton until `free`; returns its first state. Equal keys share one.
+    def compile(self, key: Any) -> TokenTable:
+        """Compile an automaton."""
+        raise NotImplementedError
+
+    def insert(self, key: Hashable) -> int:
+        """Use an automaton until `free`; returns its first state. Equal keys share one; None needs none, and has 0.
 
         Raises:
           ValueError: the automaton alone is too large for the pool.
           QueueFull: it is too large beside those in use.
         """
+        if key is None:
+            return 0
         with self._lock:
             present = key in self._places
             if present:
                 self._users[key] += 1
         # Compile without the lock, for this may take seconds.
-        table = None if present else compile()
+        table = None if present else self.compile(key)
         with self._lock:
             if table is not None:
                 if key not in self._places:
@@ -97,8 +103,9 @@ class AutomatonPool:
 
     def free(self, key: Hashable) -> None:
         """End one use. The automaton stays until its place is needed."""
-        with self._lock:
-            self._users[key] -= 1
+        if key is not None:
+            with self._lock:
+                self._users[key] -= 1
 
     def state_after(self, state: int, tokens: Sequence[int]) -> int:
         """The state after tokens; none of them may end the text."""
@@ -198,39 +205,30 @@ def _grown(array: np.ndarray, shape: tuple[int, ...], value: int = 0) -> np.ndar
 
 
 class StopPool(AutomatonPool):
-    """The automata of stop sets: stop strings and ids, and whether EOS is ignored."""
+    """The automata of `Request.stop_set`."""
 
     def __init__(self, model: Model):
         states, maps = _STOP_SIZES
         super().__init__("stop", model, states=states, maps=maps)
-        self._model = model
 
-    def add(self, stop: Sequence[str | int], ignore_eos: bool = False) -> int:
-        """Insert a stop set."""
-        return self.insert((tuple(stop), ignore_eos), lambda: self._compile(tuple(stop), ignore_eos))
-
-    def remove(self, stop: Sequence[str | int], ignore_eos: bool = False) -> None:
-        """Free a stop set."""
-        self.free((tuple(stop), ignore_eos))
-
-    def _compile(self, stop: tuple[str | int, ...], ignore_eos: bool) -> TokenTable:
-        vocab_size = self._model.target.vocab_size
+    def compile(self, key: tuple[tuple[str | int, ...], bool]) -> TokenTable:
+        """Compile what ends a text."""
+        stop, ignore_eos = key
         eos = () if ignore_eos else self._model.eos
-        compiled = compile_stops(self._model.tokenizer, vocab_size, eos, stop)
+        compiled = compile_stops(self._model.tokenizer, self._vocab_size, eos, stop)
         if compiled is None:
-            return TokenTable(np.full((1, 1), stopping.RUNNING, np.int16), np.zeros(vocab_size, np.int32))
+            return TokenTable(np.full((1, 1), stopping.RUNNING, np.int16), np.zeros(self._vocab_size, np.int32))
         return compiled
 
 
 class GrammarPool(AutomatonPool):
-    """The automata of grammars. Sequences without a grammar are in state `FREE`."""
+    """The automata of grammars. Sequences without a grammar are in state `FREE`, which is 0."""
 
     def __init__(self, model: Model):
         states, maps = _GRAMMAR_SIZES
         self._patterns, self._entries = _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES
         free = {"reserved": grammar.FREE + 1, "unused": grammar.FORBIDDEN}
         super().__init__("grammar", model, states=states, maps=maps, **free)
-        self._model = model
 
     def _stored(self) -> SparseTable:
         table = sparse(self._table)
@@ -239,24 +237,12 @@ class GrammarPool(AutomatonPool):
         states, classes = self._table.shape
         return table.padded(states, classes, self._patterns, self._entries)
 
-    def add(self, token_grammar: TokenGrammar | None) -> int:
-        """Insert a grammar; `FREE` for None."""
-        return (
-            grammar.FREE if token_grammar is None else self.insert(token_grammar, lambda: self.compile(token_grammar))
-        )
-
-    def remove(self, token_grammar: TokenGrammar | None) -> None:
-        """Free a grammar."""
-        if token_grammar is not None:
-            self.free(token_grammar)
-
-    def compile(self, token_grammar: TokenGrammar) -> TokenTable:
+    def compile(self, key: TokenGrammar) -> TokenTable:
         """Compile a grammar.
 
         Raises:
           ValueError: as `compile_grammar`.
         """
-        # Compilation may take seconds.
-        table = compile_grammar(token_grammar, self._model.tokenizer, self._vocab_size, self._model.eos)
+        table = compile_grammar(key, self._model.tokenizer, self._vocab_size, self._model.eos)
         assert table is not None
         return table

@@ -11,18 +11,19 @@ from jaxtyping import Array, Int
 
 from jspec.core import accept, branches
 from jspec.core.method import Method
-from jspec.core.sampling import WHOLE, Sampling, per_row
+from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
 from jspec.generation.options import MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
 from jspec.generation.speculation import draft_limits
+from jspec.loading.model import Model
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
-from jspec.runner.plan import Admission, Burst, Output, Read
+from jspec.runner.plan import Burst, Output, Read
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
 from jspec.runner.ready import Program, Ready, joined_needs
 from jspec.runner.request import Needs, Request
-from jspec.runner.runner import Runner, Variant
+from jspec.runner.runner import Runner
 from jspec.runner.slot_state import Sizes
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
@@ -35,23 +36,24 @@ OPTION_SETS: tuple[tuple[str, ...], ...] = (
     tuple(field.name for field in dataclasses.fields(RowSampling)),
 )
 """Sets of sampling options for which rounds are compiled: a burst runs the first set with all options in use."""
-
-
-_UNUSED = {
-    "temperature": 0.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": 0.0,
-    "min_new_tokens": 0,
-}
-"""Neutral values of the sampling options."""
+_NEUTRAL = Sampling(temperature=0.0, min_p=0.0)
+"""Values of sampling options without effect."""
 EXECUTIONS = 2
 """How often `Device.warm_up` runs each program: on a GPU the second run captures its kernels in graphs."""
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
 """How many of the most probable tokens a program may record: the smallest count that suffices."""
-_ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "grammar_state", "shared", "rounds")
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShape:
+    """For requests known in advance: one program reads prompts and one runs rounds, on all slots.
+
+    read: sequences and columns of the prefill program.
+    option_set: of the sampling options in use (`OPTION_SETS`).
+    """
+
+    read: tuple[int, int]
+    option_set: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,11 +77,8 @@ class Device:
     """Runs the plans of a scheduler.
 
     method: with the acceptance rule of bursts with sampling.
-    samples: whether every burst counts as one with sampling: `slot_state.always_samples`.
-    max_rounds: of a burst.
     greedy_rule: the acceptance rule of bursts without sampling.
-    buckets: slot counts for which programs are compiled, ascending, the last of them all slots; None: `slot_buckets`.
-    least_option_set: index of the smallest set of `OPTION_SETS` of any program.
+    only: the shapes of all programs; None: those for requests of any kind.
 
     Attributes:
       runner: runs the calls; owns weights and state.
@@ -89,32 +88,27 @@ class Device:
 
     def __init__(
         self,
-        params: Params,
+        model: Model,
         method: Method,
         sizes: Sizes,
-        pools: tuple[StopPool, GrammarPool],
         *,
-        samples: bool,
-        max_rounds: int,
         greedy_rule: Accept = accept.greedy,
-        buckets: Sequence[int] | None = None,
-        least_option_set: int = 0,
+        only: OneShape | None = None,
     ):
-        self.method, self.sizes, (self.stops, self.grammars) = method, sizes, pools
-        self._samples, self._least_option_set = samples, least_option_set
-        self._one_shape = buckets is not None
-        self._buckets = slot_buckets(sizes.slots) if buckets is None else buckets
+        self.method, self.sizes, self._only = method, sizes, only
+        self.stops, self.grammars = StopPool(model), GrammarPool(model)
+        self._buckets = slot_buckets(sizes.slots) if only is None else [sizes.slots]
         self.ready = Ready(self._buckets)
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
-        self.runner = Runner(params, method, sizes, samples=samples, max_rounds=max_rounds, greedy_rule=greedy_rule)
+        self.runner = Runner(model.params, method, sizes, greedy_rule)
 
     def compile_ahead(self, notify: Callable[[], object]) -> None:
         """Compiles programs in a thread before requests that need them are admitted, if this process has all devices.
 
         notify: called in the thread after each program.
         """
-        if not (self._one_shape or self.runner.spans_processes):
+        if self._only is None and not self.runner.spans_processes:
             self.ready.start(self._compile, notify)
 
     def hold(self, request: Request) -> None:
@@ -123,30 +117,25 @@ class Device:
         Raises:
           ValueError, QueueFull: as `AutomatonPool.insert`.
         """
-        request.start_state = self.stops.add(request.stop, request.ignore_eos)
+        request.start_state = self.stops.insert(request.stop_set)
         try:
-            request.start_grammar = self.grammars.add(request.grammar)
+            request.start_grammar = self.grammars.insert(request.grammar)
         except Exception:
-            self.stops.remove(request.stop, request.ignore_eos)
+            self.stops.free(request.stop_set)
             raise
-        request.needs = self._needs(request)
-
-    def _needs(self, request: Request) -> Needs:
-        record = -1
-        if request.logprobs:
-            record = next(index for index, size in enumerate(TOP_SIZES) if size >= request.top_logprobs)
-        return Needs(
-            max(self._least_option_set, option_set_of(request.sampling), int(self._samples)),
+        least = max(int(self.sizes.samples), 0 if self._only is None else self._only.option_set)
+        request.needs = Needs(
+            max(least, option_set_of(request.sampling)),
             request.grammar is not None,
-            record,
+            next(size for size in TOP_SIZES if size >= request.top_logprobs) if request.logprobs else -1,
             self.stops.level(request.start_state),
             self.grammars.level(request.start_grammar),
         )
 
     def forget(self, request: Request) -> None:
         """Frees the automata of an ended request."""
-        self.stops.remove(request.stop, request.ignore_eos)
-        self.grammars.remove(request.grammar)
+        self.stops.free(request.stop_set)
+        self.grammars.free(request.grammar)
 
     def release(self, empty: Sequence[int]) -> None:
         """Empties slots."""
@@ -160,118 +149,114 @@ class Device:
             self.runner.offer(params)
         self.runner.replace()
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """Puts requests into slots, with as few programs as are compiled."""
-        while admissions:
-            count = self.ready.choose(Program("admit", rows=len(admissions))).rows
-            self._admit(admissions[:count], count)
-            admissions = admissions[count:]
+        while requests:
+            count = self.ready.choose(Program("admit", rows=len(requests))).rows
+            self._admit(requests[:count], count)
+            requests = requests[count:]
 
-    def _admit(self, admissions: Sequence[Admission], count: int) -> None:
+    def _admit(self, requests: Sequence[Request], count: int) -> None:
         """Puts at most `count` requests into slots, with the program of this many."""
-        self.runner.admit(self._admitted(admissions, count))
-        for admission in admissions:
-            if admission.restore is not None:
-                self.runner.restore(np.int32(admission.slot), np.int32(admission.restore))
+        self.runner.admit(self._admitted(requests, count))
+        for request in requests:
+            if request.slot is not None and request.restore is not None:
+                self.runner.restore(np.int32(request.slot), np.int32(request.restore))
         self.ready.add(Program("admit", rows=count))
 
-    def _admitted(self, admissions: Sequence[Admission], count: int) -> Admitted:
+    def _admitted(self, requests: Sequence[Request], count: int) -> Admitted:
         """The arguments of a program that admits at most `count` requests."""
-        # Padded columns; slots out of range are padding.
-        columns = {name: np.zeros(count, np.int32) for name in _ADMITTED}
+        # A row for each, with zeros after short values; slots out of range are padding.
+        stats = self.runner.state.stats
+        widths = {
+            "tokens": (self.sizes.context,),
+            "seed": (2,),
+            "accept_counts": stats.accept_counts.shape[1:],
+            "draft_limits": (branches.count(self.method.drafter),),
+            "branch_counts": () if stats.branch_counts is None else stats.branch_counts.shape[1:],
+        }
+        names = [field.name for field in dataclasses.fields(Admitted)]
+        columns: dict[str, Any] = {name: np.zeros((count, *widths.get(name, ())), np.int32) for name in names}
+        columns["seed"] = columns["seed"].astype(np.uint32)
         columns["slots"][:] = self.sizes.slots
-        tokens = np.zeros((count, self.sizes.context), np.int32)
-        accept_counts = np.zeros((count, self.method.drafter.depth + 1), np.int32)
-        by_branch = self.runner.state.stats.branch_counts
-        branch_counts = None if by_branch is None else np.zeros((count, *by_branch.shape[1:]), np.int32)
-        seeds = np.zeros((count, 2), np.uint32)
-        limits = np.zeros((count, branches.count(self.method.drafter)), np.int32)
-        # One row per request.
-        for row, admission in enumerate(admissions):
-            request, known = admission.request, admission.tokens
-            tokens[row, : len(known)] = known
-            seeds[row] = request.seed
-            limits[row] = draft_limits(request.speculation, self.method.drafter)
-            if admission.accept_counts:
-                accept_counts[row] = admission.accept_counts
-            if branch_counts is not None and admission.branch_counts:
-                branch_counts[row] = admission.branch_counts
+        for row, request in enumerate(requests):
             values = {
-                "slots": admission.slot,
-                "length": len(known),
-                "limit": len(request.prompt) + request.max_new_tokens,
+                "slots": request.slot,
+                "tokens": request.all_tokens,
+                "length": request.length,
+                "limit": request.limit,
                 "prompt_length": len(request.prompt),
+                "seed": request.seed,
                 "stop_state": self.stops.state_after(request.start_state, request.tokens),
                 "grammar_state": self.grammars.state_after(request.start_grammar, request.tokens),
-                "shared": admission.begin,
-                "rounds": admission.rounds,
+                "shared": request.cached,
+                "rounds": request.rounds,
+                "accept_counts": request.accept_counts,
+                "draft_limits": draft_limits(request.speculation, self.method.drafter),
+                "branch_counts": request.branch_counts,
             }
             for name, value in values.items():
-                columns[name][row] = value
-        arguments = {name: _argument(column) for name, column in columns.items()}
-        return Admitted(
-            tokens=_argument(tokens),
-            seed=_argument(seeds),
-            accept_counts=_argument(accept_counts),
-            draft_limits=_argument(limits),
-            branch_counts=None if branch_counts is None else _argument(branch_counts),
-            **arguments,
-        )
+                if isinstance(value, Sequence):
+                    columns[name][row, : len(value)] = value
+                elif value is not None:
+                    columns[name][row] = value
+        if stats.branch_counts is None:
+            columns["branch_counts"] = None
+        return Admitted(**columns)
 
-    def read(self, plan: Read, exact: bool = False) -> InFlight:
-        """Prefills chunks of some prompts. exact: with the best program, also if it is not compiled."""
-        # The program, then its arguments.
+    def read(self, plan: Read) -> InFlight:
+        """Prefills chunks of some prompts."""
         program = Program("read", joined_needs(plan.requests), plan.rows, plan.size)
-        if not exact:
-            program = self.ready.choose(program)
-        layout = self._layout(plan.slots, program.rows)
-        view = self._view(plan.requests, plan.table, layout, program.needs)
-        columns = (plan.begin, plan.count, plan.ends, plan.resumed)
-        kinds = (np.int32, np.int32, np.bool_, np.bool_)
-        read = ReadPlan(*(layout.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
-        report = self.runner.read(view, self._variant(program.needs), read, plan.size)
-        self.ready.add(program)
-        # In order: a later snapshot may take the place of an earlier one.
-        for slot, place in zip(plan.slots, plan.save, strict=True):
-            if place is not None:
-                self.runner.save(np.int32(slot), np.int32(place))
-        # Only requests with a new token have an output.
-        new = [index for index in range(len(plan.requests)) if plan.max_tokens(index)]
-        return _in_flight(plan, report, {plan.requests[index]: layout.rows[index] for index in new})
+        return self._run(plan, self.ready.choose(program))
 
-    def burst(self, plan: Burst, rows: int = 0) -> InFlight:
-        """Runs rounds. rows: sequences of the program, also if it is not compiled; 0: of the best compiled one."""
-        # The program, then its arguments.
-        program = Program("burst", joined_needs(plan.requests), rows or len(plan.slots))
-        if not rows:
-            program = self.ready.choose(program)
+    def burst(self, plan: Burst) -> InFlight:
+        """Runs rounds."""
+        program = Program("burst", joined_needs(plan.requests), len(plan.requests))
+        return self._run(plan, self.ready.choose(program))
+
+    def _run(self, plan: Read | Burst, program: Program) -> InFlight:
+        """Runs a plan with a program that has room for it."""
         layout = self._layout(plan.slots, program.rows)
-        view = self._view(plan.requests, plan.table, layout, program.needs)
-        row_limit = layout.column(plan.row_limit, np.int32)
-        arguments = row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early)
-        report = self.runner.burst(view, self._variant(program.needs), *arguments)
+        self._send(plan.requests, layout, program.needs)
+        arguments = self._arguments(plan, layout, program.needs)
+        report = self.runner.read(*arguments) if program.kind == "read" else self.runner.burst(*arguments)
         self.ready.add(program)
-        return _in_flight(plan, report, dict(zip(plan.requests, layout.rows, strict=True)))
+        if isinstance(plan, Read):
+            # In order: a later snapshot may take the place of an earlier one.
+            for slot, place in zip(plan.slots, plan.save, strict=True):
+                if place is not None:
+                    self.runner.save(np.int32(slot), np.int32(place))
+        # Only requests with new tokens have an output; the copy of the report runs beside the next program.
+        rows = enumerate(zip(plan.requests, layout.rows, strict=True))
+        places = {request: row for index, (request, row) in rows if plan.max_tokens(index)}
+        if places and not isinstance(report, Future):
+            jax.tree.map(lambda x: x.copy_to_host_async(), report)
+        return InFlight(plan, report, places)
+
+    def _arguments(self, plan: Read | Burst, layout: "Layout", needs: Needs) -> tuple[Any, ...]:
+        """The arguments of the runner's call for a plan."""
+        view = layout.view(plan.table, self.sizes.pages_per_slot)
+        if isinstance(plan, Burst):
+            row_limit = layout.column(plan.row_limit, np.int32)
+            return view, needs, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early)
+        chunks = (layout.column(values, np.int32) for values in (plan.begin, plan.count))
+        flags = (layout.column(values, np.bool_) for values in (plan.ends, plan.resumed))
+        return view, needs, ReadPlan(*chunks, *flags), plan.size
 
     def _compile(self, program: Program) -> None:
         """Compiles a program, in the thread of `ready`: for arguments like those of the methods above."""
-        kind, needs, rows, columns = program
+        kind, needs, rows, _ = program
         if kind == "slots":
-            self.runner.compile_slots(np.zeros(self.sizes.slots, bool), np.int32(0))
-            return
-        if kind == "admit":
-            self.runner.compile_admit(self._admitted([], rows))
-            return
-        # The inputs on the devices, and a view of no requests.
-        inputs: dict[str, Any] = {name: pool.at(level) for name, pool, level in self._pools(needs)}
-        inputs["sampling"] = row_columns([None] * rows, OPTION_SETS[needs.options], self.method.target.vocab_size)
-        layout = self._layout([], rows)
-        view, variant = layout.view([], self.sizes.pages_per_slot), self._variant(needs)
-        zeros, no = layout.column([], np.int32), layout.column([], np.bool_)
-        if kind == "read":
-            self.runner.compile_read(inputs, view, variant, ReadPlan(zeros, zeros, no, no), columns)
+            self.runner.compile("release", np.zeros(self.sizes.slots, bool))
+            for name in ("restore", "save") if self.sizes.snapshots else ():
+                self.runner.compile(name, np.int32(0), np.int32(0))
+        elif kind == "admit":
+            self.runner.compile("admit", self._admitted([], rows))
         else:
-            self.runner.compile_burst(inputs, view, variant, (zeros, np.int32(1), np.bool_(False)))
+            inputs: dict[str, Any] = {name: pool.at(level) for name, pool, level in self._pools(needs)}
+            inputs["sampling"] = self._columns([None] * rows, needs)
+            arguments = self._arguments(_nothing(program), self._layout([], rows), needs)
+            self.runner.compile(kind, *arguments, inputs=inputs)
 
     def score(self, chunk: Chunk) -> TokenScores:
         """Dispatches a chunk of a score. Some device must be local."""
@@ -283,23 +268,20 @@ class Device:
         shapes: sequences and columns of the read programs.
         request: only its options matter. No program changes anything, as there are no sequences.
         """
+        needs = request.needs
+        programs = [Program("read", needs, *shape) for shape in shapes]
+        programs += [Program("burst", needs, size) for size in self._buckets]
         for _ in range(EXECUTIONS):
             for size in self._buckets:
                 self._admit([], size)
-            for rows, size in shapes:
-                nothing = {"begin": [0], "count": [0], "ends": [False], "resumed": [False], "save": [None]}
-                self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing), exact=True)
-            bursts = [
-                self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, stop_early=False), size)
-                for size in self._buckets
-            ]
+            in_flight = [self._run(_nothing(program), program) for program in programs]
             if self.sizes.snapshots:
                 # A snapshot may be in use, so it is copied to an empty slot and back.
                 self.runner.restore(np.int32(0), np.int32(0))
                 self.runner.save(np.int32(0), np.int32(0))
             self.release(range(self.sizes.slots))
             self.ready.add(Program("slots"))
-            bursts[-1].wait()
+            in_flight[-1].wait()
         if self.runner.here:
             jax.block_until_ready(self.runner.state)
 
@@ -311,37 +293,32 @@ class Device:
         padded = [*slots, *(next(others) for _ in range(size - len(slots)))]
         return Layout(np.array(padded, np.int32), list(range(len(slots))), size)
 
-    def _view(
-        self, requests: Sequence[Request], pages: Sequence[Sequence[int]], layout: "Layout", needs: Needs
-    ) -> View:
-        """Block tables of the slots of a program; copies changed automata and options to the devices."""
+    def _send(self, requests: Sequence[Request], layout: "Layout", needs: Needs) -> None:
+        """Copies changed automata and options to the devices."""
         # Automata change with the requests, options with the rows.
         for name, pool, level in self._pools(needs):
             automaton = pool.at(level)
             if self._last_automata.get(name) is not automaton and (name == "stop" or needs.grammar):
                 self.runner.keep(name, automaton)
                 self._last_automata[name] = automaton
+        if not needs.options:
+            return
         samplings: list[Sampling | None] = [None] * layout.size
         for request, row in zip(requests, layout.rows, strict=True):
             samplings[row] = request.sampling
-        if needs.options:
-            self._keep_sampling(samplings, OPTION_SETS[needs.options])
-        return layout.view(pages, self.sizes.pages_per_slot)
+        key = tuple(map(id, samplings)), needs.options
+        if key != self._last_sampling[0]:
+            self.runner.keep("sampling", self._columns(samplings, needs))
+            self._last_sampling = key, tuple(samplings)  # Keep references, so that `id()` is not reused.
 
     def _pools(self, needs: Needs) -> tuple[tuple[str, AutomatonPool, int], ...]:
         """Names of the automata of a program, their pools and levels."""
         return ("stop", self.stops, needs.stop_level), ("grammar", self.grammars, needs.grammar_level)
 
-    def _variant(self, needs: Needs) -> Variant:
-        top = None if needs.record < 0 else min(TOP_SIZES[needs.record], self.method.target.vocab_size)
-        return Variant(not needs.options, bool(needs.options), needs.grammar, top)
-
-    def _keep_sampling(self, samplings: Sequence[Sampling | None], options: tuple[str, ...]) -> None:
-        """Sends the columns of sampling options; they rarely change from burst to burst."""
-        key = tuple(map(id, samplings)), options
-        if key != self._last_sampling[0]:
-            self.runner.keep("sampling", row_columns(samplings, options, self.method.target.vocab_size))
-            self._last_sampling = key, tuple(samplings)  # Keep references, so that `id()` is not reused.
+    def _columns(self, samplings: Sequence[Sampling | None], needs: Needs) -> RowSampling:
+        """Columns of the sampling options of a program, one value per row; the neutral value in rows without one."""
+        options = per_row(samplings, len(samplings), self.method.target.vocab_size, always=OPTION_SETS[needs.options])
+        return RowSampling() if options is None else options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,36 +361,21 @@ def option_set_of(sampling: Sampling | None) -> int:
     if sampling is None:
         return 0
     names = [field.name for field in dataclasses.fields(sampling) if field.name != "grammar"]
-    values = {name: getattr(sampling, name) for name in names}
-    used = {name for name, value in values.items() if value is not None and value != _UNUSED.get(name)}
+    values = ((name, getattr(sampling, name), getattr(_NEUTRAL, name)) for name in names)
+    used = {name for name, value, neutral in values if value is not None and value != neutral}
     return next(index for index, names in enumerate(OPTION_SETS) if used <= set(names))
 
 
-def row_columns(samplings: Sequence[Sampling | None], options: tuple[str, ...], vocab_size: int) -> RowSampling:
-    """Columns of sampling options, one value per row; the neutral value in rows without the option."""
-    row = per_row(samplings, len(samplings), vocab_size)
-    columns = {}
-    for name in options:
-        column = None if row is None else getattr(row, name)
-        if column is None:  # No row uses the option.
-            shape = (len(samplings), vocab_size) if name == "logit_bias" else (len(samplings),)
-            kind = np.int32 if name in WHOLE else np.float32
-            unused = {**_UNUSED, "top_k": vocab_size, "top_p": 1.0, "thinking_budget": np.iinfo(np.int32).max}[name]
-            column = jax.device_put(np.full(shape, unused, kind))
-        columns[name] = column
-    return RowSampling(**columns)
+def _nothing(program: Program) -> Read | Burst:
+    """A plan without requests for a program; it changes nothing."""
+    if program.kind == "read":
+        return Read([], [], [], [], [], [], rows=program.rows, size=program.columns)
+    return Burst([], [], rounds=1, per_round=1, stop_early=False)
 
 
 def _argument(x: np.ndarray | np.int32) -> Array:
     """A host array as an argument of a jitted program, copied to the device at the call."""
     return cast(Array, x)
-
-
-def _in_flight(plan: Read | Burst, report: Report | Future[Report], places: dict[Request, int]) -> InFlight:
-    """Starts the copy of a report to the host, concurrent with the next program."""
-    if places and not isinstance(report, Future):
-        jax.tree.map(lambda x: x.copy_to_host_async(), report)
-    return InFlight(plan, report, places)
 
 
 def _output(request: Request, report: Report, row: int) -> Output:

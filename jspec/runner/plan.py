@@ -8,42 +8,38 @@ import dataclasses
 from jspec.runner.request import Request
 
 
-@dataclasses.dataclass
-class Admission:
-    """A request gets a slot. Its first round follows its last read."""
+class _Program:
+    """What both kinds of programs have; slots and pages are those at the dispatch."""
 
-    request: Request
-    slot: int
-    begin: int
-    """Tokens of the shared prefix; their rows are in the first pages, in all caches."""
-    restore: int | None
-    """The snapshot after these tokens, for a recurrent target; None: the state begins with zeros."""
-    tokens: list[int]
-    """Prompt and, after a preemption, the tokens generated before it."""
-    resumed: bool
-    rounds: int
-    accept_counts: list[int]
-    branch_counts: list[list[int]] | None = None
+    requests: list[Request]
+
+    @property
+    def slots(self) -> list[int]:
+        """The slot of each request."""
+        return [request.slot for request in self.requests if request.slot is not None]
+
+    @property
+    def table(self) -> list[list[int]]:
+        """The pages of each request."""
+        return [request.pages for request in self.requests]
 
 
 @dataclasses.dataclass(eq=False)
-class Read:
+class Read(_Program):
     """A program: prefills a chunk of each of some sequences."""
 
     requests: list[Request]
-    slots: list[int]
     begin: list[int]
     count: list[int]
     ends: list[bool]
     """Whether prefill ends: the sequence runs rounds afterwards."""
     resumed: list[bool]
     """Whether the next token is known from before a preemption, so none is chosen."""
+    save: list[int | None]
+    """The snapshot in which to save the state after the chunk; None: it is not saved."""
     rows: int
     size: int
     """Shape of the program: sequences and columns, padding included."""
-    table: list[list[int]]
-    save: list[int | None]
-    """The snapshot in which to save the state after the chunk; None: it is not saved."""
 
     def max_tokens(self, index: int) -> int:
         """Maximum new tokens of request `index`."""
@@ -51,12 +47,10 @@ class Read:
 
 
 @dataclasses.dataclass(eq=False)
-class Burst:
+class Burst(_Program):
     """A program: runs rounds."""
 
     requests: list[Request]
-    slots: list[int]
-    table: list[list[int]]
     row_limit: list[int]
     """Rows of its pages; at least limit + extra_rows if these are all it can need. A sequence is held if
     min(length + depth, limit) + extra_rows exceeds it."""
@@ -77,7 +71,8 @@ class Plan:
 
     released: list[int]
     """Slots to empty."""
-    admissions: list[Admission]
+    admissions: list[Request]
+    """Requests that get a slot; the first round of each follows its last read."""
     read: Read | None
     burst: Burst | None
 

@@ -5,8 +5,8 @@ slots. `save` and `restore` copy slot states, such as recurrent states, to snaps
 on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. They return a `Report`: small arrays
 of their own, never parts of the state, which the next program may already be changing.
 
-With a `placement` every device runs each program on its own part of the weights and pools; all decide alike, and their
-reports are equal.
+With a `Method.placement` every device runs each program on its own part of the weights and pools; all decide alike, and
+their reports are equal.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, PyTree, UInt32
 
-from jspec.core import branches, optional, sharding, slots, stopping
+from jspec.core import branches, optional, slots, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.loop import run_while
 from jspec.core.method import Method, on_devices
@@ -140,50 +140,33 @@ def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
     return branching.with_parts(state, parts)
 
 
-@partial(jax.jit, static_argnames=("placement",), donate_argnames=("snapshots",))
+@partial(jax.jit, static_argnames=("method",), donate_argnames=("snapshots",))
+@on_devices
 def save(
-    snapshots: list[PyTree],
-    cache: Cache,
-    slot: Int[Array, ""],
-    place: Int[Array, ""],
-    placement: sharding.Placement | None = None,
+    snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""], *, method: Method
 ) -> list[PyTree]:
     """Copies the slot state of the target's cache to a snapshot."""
-
-    def saved(snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""]) -> list[PyTree]:
-        states = [part.state_of(slot) for part in all_caches(cache)]
-        return jax.tree.map(lambda x, state: x.at[place].set(state), snapshots, states)
-
-    return sharding.over(placement, saved, snapshots, cache, slot, place)
+    states = [part.state_of(slot) for part in all_caches(cache)]
+    return jax.tree.map(lambda x, state: x.at[place].set(state), snapshots, states)
 
 
-@partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
+@partial(jax.jit, static_argnames=("method",), donate_argnames=("s",))
+@on_devices
 def restore(
-    s: DecodeState,
-    snapshots: list[PyTree],
-    slot: Int[Array, ""],
-    place: Int[Array, ""],
-    placement: sharding.Placement | None = None,
+    s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""], *, method: Method
 ) -> DecodeState:
     """Copies a snapshot to the slot state of the target's cache."""
-
-    def restored(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""]) -> DecodeState:
-        states = iter(jax.tree.map(lambda x: x[place], snapshots))
-        cache = slots.map_parts(lambda cache: cache.with_state(slot, next(states)), lambda x: x, s.cache)
-        return dataclasses.replace(s, cache=cache)
-
-    return sharding.over(placement, restored, s, snapshots, slot, place)
+    states = iter(jax.tree.map(lambda x: x[place], snapshots))
+    cache = slots.map_parts(lambda cache: cache.with_state(slot, next(states)), lambda x: x, s.cache)
+    return dataclasses.replace(s, cache=cache)
 
 
-@partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
-def release(s: DecodeState, mask: Bool[Array, " S"], placement: sharding.Placement | None = None) -> DecodeState:
+@partial(jax.jit, static_argnames=("method",), donate_argnames=("s",))
+@on_devices
+def release(s: DecodeState, mask: Bool[Array, " S"], *, method: Method) -> DecodeState:
     """Empties slots. Programs run in order, so their pages may be allocated again at once."""
-
-    def released(s: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
-        finish_code = jnp.where(mask, EMPTY, s.finish_code)
-        return dataclasses.replace(s, finish_code=finish_code, length=jnp.where(mask, 1, s.length))
-
-    return sharding.over(placement, released, s, mask)
+    finish_code = jnp.where(mask, EMPTY, s.finish_code)
+    return dataclasses.replace(s, finish_code=finish_code, length=jnp.where(mask, 1, s.length))
 
 
 @struct

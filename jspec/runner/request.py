@@ -41,9 +41,9 @@ class Phase(enum.Enum):
 class Needs(NamedTuple):
     """What a program must have for a request; larger values include smaller ones.
 
-    options: index in `jspec.runner.device.OPTION_SETS`.
+    options: index in `jspec.runner.device.OPTION_SETS`; 0: no sequence samples, and the greedy acceptance rule applies.
     grammar: whether there is one.
-    record: index in `jspec.runner.device.TOP_SIZES` of the most probable tokens to record; -1: no log-probabilities.
+    record: one of `jspec.runner.device.TOP_SIZES`, the most probable tokens to record; -1: no log-probabilities.
     stop_level, grammar_level: sizes of the tables (`AutomatonPool.at`).
     """
 
@@ -111,7 +111,9 @@ class Request:
     slot: int | None = dataclasses.field(default=None, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)
     cached: int = dataclasses.field(default=0, init=False)
-    """Tokens found in the prefix cache at its last admission."""
+    """Tokens found in the prefix cache at its last admission; their rows are in its first pages, in all caches."""
+    restore: int | None = dataclasses.field(default=None, init=False)
+    """The snapshot after these tokens, for a recurrent target; None: the state begins with zeros."""
     prefilled: int = dataclasses.field(default=0, init=False)
     """Tokens prefilled, programs in flight included; at most `prefill_length`."""
     registered: int | None = dataclasses.field(default=0, init=False)
@@ -140,6 +142,11 @@ class Request:
     def grammar(self) -> TokenGrammar | None:
         """Constrains its text; None: no constraint."""
         return None if self.sampling is None else self.sampling.grammar
+
+    @property
+    def stop_set(self) -> tuple[tuple[str | int, ...], bool]:
+        """What ends its text: stop strings and ids, and whether EOS is ignored."""
+        return self.stop, self.ignore_eos
 
     @property
     def limit(self) -> int:

@@ -24,12 +24,13 @@ from jspec.core.loop import draft_shape
 from jspec.core.method import Method
 from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Params, RowSampling
-from jspec.core.xla_options import LoopProgram, prefers_cublas
+from jspec.core.xla_options import prefers_cublas
 from jspec.generation import costs
 from jspec.generation.score import Chunk, Scorer, TokenScores
 from jspec.loading.startup import compilations
 from jspec.runner import programs
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
+from jspec.runner.request import Needs
 from jspec.runner.slot_state import Sizes, empty_snapshots, empty_state
 
 T = TypeVar("T")
@@ -72,26 +73,14 @@ def call(method: Callable[["Runner", *Arguments], T]) -> Callable[["Runner", *Ar
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """Which program of a view runs, beside its shapes.
-
-    greedy: whether no sequence samples, and the greedy acceptance rule applies.
-    sampled, constrained: whether the sampling options and the grammars on the devices are in use.
-    record: as in `Method`.
-    """
-
-    greedy: bool
-    sampled: bool
-    constrained: bool
-    record: int | None
-
-
-_empty_state = jax.jit(empty_state, static_argnames=("method", "sizes", "samples"))
+_empty_state = jax.jit(empty_state, static_argnames=("method", "sizes"))
 
 
 class Runner:
-    """Runs calls. The arguments are those of `jspec.runner.device.Device`.
+    """Runs calls.
+
+    method: with the acceptance rule of bursts with sampling.
+    greedy_rule: the acceptance rule of bursts without sampling.
 
     Attributes:
       relay: sends a call to other processes; returns a future for its report if no device is local. None: this process
@@ -104,12 +93,10 @@ class Runner:
       compile_seconds: time of the calls that compiled a program, or waited for one, so far.
     """
 
-    def __init__(
-        self, params: Params, method: Method, sizes: Sizes, *, samples: bool, max_rounds: int, greedy_rule: Accept
-    ):
+    def __init__(self, params: Params, method: Method, sizes: Sizes, greedy_rule: Accept):
         # Static parts, and inputs kept on the devices.
         self.relay: Callable[[Call], Future[Report] | None] | None = None
-        self.params, self.method, self.max_rounds = params, method, max_rounds
+        self.params, self.method, self._sizes = params, method, sizes
         self._placement, self._greedy_rule = method.placement, greedy_rule
         self._inputs: dict[str, Any] = {}
         self.replaced, self.compile_seconds = 0, 0.0
@@ -119,11 +106,11 @@ class Runner:
         self._trials: dict[int, costs.Trial | None] = {}
         # The state; only its shapes if no device is local.
         empty = _empty_state if self.here else _empty_state.eval_shape
-        self.state: DecodeState = empty(params, method=method, sizes=sizes, samples=samples)
+        self.state: DecodeState = empty(params, method=method, sizes=sizes)
         places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
         # Nodes of a round's tree. A sampling drafter reads the temperature, not part of the state of the slots.
-        sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if samples else None
+        sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if sizes.samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = draft_shape(params, state, method)[1]
 
@@ -167,52 +154,77 @@ class Runner:
     @call
     def release(self, mask: Bool[np.ndarray, " S"]) -> None:
         """`programs.release`."""
-        self.state = programs.release(self.state, mask, placement=self._placement)
+        self.state = self._program("release", self._inputs, mask)()
 
     @call
     def admit(self, new: Admitted) -> None:
         """`programs.admit`."""
-        self.state = programs.admit(self.state, new, method=self.method)
+        self.state = self._program("admit", self._inputs, new)()
 
     @call
     def restore(self, slot: np.int32, place: np.int32) -> None:
         """`programs.restore`."""
-        self.state = programs.restore(self.state, self.snapshots, slot, place, placement=self._placement)
+        self.state = self._program("restore", self._inputs, slot, place)()
 
     @call
     def save(self, slot: np.int32, place: np.int32) -> None:
         """`programs.save`."""
-        self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place, placement=self._placement)
+        self.snapshots = self._program("save", self._inputs, slot, place)()
 
     @call
-    def read(self, view: View, variant: Variant, plan: ReadPlan, size: int) -> Report | Future[Report]:
+    def read(self, view: View, needs: Needs, plan: ReadPlan, size: int) -> Report | Future[Report]:
         """`programs.read`."""
-        method, view = self._fill(view, variant, self._inputs)
-        self.state, report = programs.read(self.params, self.state, view, plan, method=method, size=size)
+        self.state, report = self._program("read", self._inputs, view, needs, plan, size)()
         return report
 
     @call
     def burst(
-        self, view: View, variant: Variant, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
+        self, view: View, needs: Needs, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
     ) -> Report | Future[Report]:
         """`programs.burst`."""
-        method, view = self._fill(view, variant, self._inputs)
-        rows, arguments = len(view.table), (view, row_limit, rounds, stop_early)
-        run = partial(self._burst_of(rows), self.params, method=method, max_rounds=self.max_rounds)
-        trial = self._trial(rows)
+        run = self._program("burst", self._inputs, view, needs, row_limit, rounds, stop_early)
+        trial = self._trial(len(view.table))
         if trial is None or trial.done:
-            self.state, report = run(self.state, *arguments)
+            self.state, report = run()
             return report
         # Costs are measured by the first bursts of this many slots.
         first, began = int(self.state.round_index), time.perf_counter()
-        self.state, report = jax.block_until_ready(run(self.state, *arguments))
+        self.state, report = jax.block_until_ready(run())
         trial.record(time.perf_counter() - began, int(self.state.round_index) - first)
         return report
 
-    def _burst_of(self, rows: int) -> LoopProgram:
-        """`programs.burst` with the compiler options for this many sequences."""
-        many = prefers_cublas(self.params, rows * self._nodes)
-        return programs.burst.variant(many=many, devices=self.method.devices)
+    def _program(self, name: str, inputs: dict[str, Any], *arguments: Any) -> "partial[Any]":
+        """The program of a call, with its arguments.
+
+        inputs: stop automaton, grammar and sampling options on the devices.
+        arguments: those of the call.
+        """
+        s, method = self.state, self.method
+        match name:
+            case "restore":
+                return partial(programs.restore, s, self.snapshots, *arguments, method=method)
+            case "save":
+                return partial(programs.save, self.snapshots, s.cache, *arguments, method=method)
+            case "release" | "admit":
+                return partial(getattr(programs, name), s, *arguments, method=method)
+        # Compiler options of rounds depend on the number of sequences.
+        view, needs, *others = arguments
+        method, view = self._fill(view, needs, inputs)
+        if name == "read":
+            plan, size = others
+            return partial(programs.read, self.params, s, view, plan, method=method, size=size)
+        many = prefers_cublas(self.params, len(view.table) * self._nodes)
+        burst = programs.burst.variant(many=many, devices=method.devices)
+        return partial(burst, self.params, s, view, *others, method=method, max_rounds=self._sizes.max_rounds)
+
+    def compile(self, name: str, *arguments: Any, inputs: dict[str, Any] | None = None) -> None:
+        """Compiles the program of a call for arguments like these, so that the call does not; runs nothing.
+
+        inputs: in place of what `keep` has copied.
+        """
+        with on_own_device(self._placement):
+            program: Any = self._program(name, _shapes(jax.tree.map(self._put, inputs or {})), *arguments)
+            program.func.lower(*_shapes(program.args), **program.keywords).compile()
 
     @contextlib.contextmanager
     def compiling(self) -> Generator[None, None, None]:
@@ -220,37 +232,6 @@ class Runner:
         began = time.monotonic()
         yield
         self.compile_seconds += time.monotonic() - began
-
-    # Compilation of a program for arguments like those of its call, so that the call does not. They run nothing.
-
-    def compile_slots(self, mask: Bool[np.ndarray, " S"], number: np.int32) -> None:
-        """`release`, `restore` and `save`."""
-        with on_own_device(self._placement):
-            state, snapshots, placement = _shapes(self.state), _shapes(self.snapshots), self._placement
-            programs.release.lower(state, mask, placement=placement).compile()
-            if self.snapshots:
-                programs.restore.lower(state, snapshots, number, number, placement=placement).compile()
-                programs.save.lower(snapshots, state.cache, number, number, placement=placement).compile()
-
-    def compile_admit(self, new: Admitted) -> None:
-        """`admit`."""
-        with on_own_device(self._placement):
-            programs.admit.lower(_shapes(self.state), new, method=self.method).compile()
-
-    def compile_read(self, inputs: dict[str, Any], view: View, variant: Variant, plan: ReadPlan, size: int) -> None:
-        """`read`. inputs: in place of what `keep` has copied."""
-        with on_own_device(self._placement):
-            method, view = self._fill(view, variant, _shapes(jax.tree.map(self._put, inputs)))
-            params, state = _shapes(self.params), _shapes(self.state)
-            programs.read.lower(params, state, view, plan, method=method, size=size).compile()
-
-    def compile_burst(self, inputs: dict[str, Any], view: View, variant: Variant, bounds: tuple[Any, ...]) -> None:
-        """`burst`. inputs: in place of what `keep` has copied. bounds: the arguments after the variant."""
-        with on_own_device(self._placement):
-            method, view = self._fill(view, variant, _shapes(jax.tree.map(self._put, inputs)))
-            # Compiler options depend on the rows.
-            arguments = _shapes(self.params), _shapes(self.state), view, *bounds
-            self._burst_of(len(view.table)).lower(*arguments, method=method, max_rounds=self.max_rounds).compile()
 
     @property
     def spans_processes(self) -> bool:
@@ -269,18 +250,19 @@ class Runner:
         """`Scorer.read`, beside the slots."""
         return self._scorer.read(self.params.target, chunk)
 
-    def _fill(self, view: View, variant: Variant, inputs: dict[str, Any]) -> tuple[Method, View]:
+    def _fill(self, view: View, needs: Needs, inputs: dict[str, Any]) -> tuple[Method, View]:
         """The method of a program, and its view of the slots with the inputs on the devices."""
         trial = self._trial(len(view.table))
         view = dataclasses.replace(
             view,
             stop=inputs["stop"],
-            grammar=inputs["grammar"] if variant.constrained else Automaton(),
-            sampling=inputs["sampling"] if variant.sampled else None,
+            grammar=inputs["grammar"] if needs.grammar else Automaton(),
+            sampling=inputs["sampling"] if needs.options else None,
             costs=None if trial is None else cast(Array, np.array(trial.costs, np.float32)),
         )
-        rule = self._greedy_rule if variant.greedy else self.method.accept
-        return dataclasses.replace(self.method, accept=rule, record=variant.record), view
+        rule = self.method.accept if needs.options else self._greedy_rule
+        record = None if needs.record < 0 else min(needs.record, self.method.target.vocab_size)
+        return dataclasses.replace(self.method, accept=rule, record=record), view
 
 
 def _shapes(tree: T) -> T:

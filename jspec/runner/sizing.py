@@ -46,12 +46,11 @@ def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> li
     return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in shapes if rows <= slots})
 
 
-def fit(params: Params, method: Method, sizes: Sizes, budget: Budget, *, samples: bool) -> tuple[Sizes, bool]:
+def fit(params: Params, method: Method, sizes: Sizes, budget: Budget) -> tuple[Sizes, bool]:
     """Adds the pages and snapshots that fit to the sizes; returns them and whether sequences share prefixes.
 
     Args:
-      sizes: slots, context and page size.
-      samples: as of `slot_state.empty_state`.
+      sizes: slots, context, page size, and whether every burst samples.
 
     Raises:
       ValueError: `budget.pages`, or the pages of one sequence, do not fit.
@@ -59,7 +58,7 @@ def fit(params: Params, method: Method, sizes: Sizes, budget: Budget, *, samples
     devices = "" if method.placement is None else f" on each of {len(method.placement.devices)} devices"
     pages, free = budget.pages, budget.free
     # Bytes of a page, of a snapshot, and of everything else.
-    one = _state(params, method, sizes, samples)
+    one = _state(params, method, sizes)
     of_page = tree_bytes(jax.eval_shape(partial(_pooled, pages=2), one)) - tree_bytes(one)
     of_snapshot = tree_bytes(slot_states(one.cache))
     fixed = tree_bytes(one) + memory.logit_bytes(method.target, method.drafter, sizes.slots, sizes.context)
@@ -91,9 +90,9 @@ def fit(params: Params, method: Method, sizes: Sizes, budget: Budget, *, samples
     return fitting, share and (snapshots > 0 or not of_snapshot)
 
 
-def _state(params: Params, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
+def _state(params: Params, method: Method, sizes: Sizes) -> DecodeState:
     """The shapes of the state of all slots, with one page; of each device's part if the model is split."""
-    shapes = jax.eval_shape(partial(empty_state, method=method, sizes=sizes, samples=samples), params)
+    shapes = jax.eval_shape(partial(empty_state, method=method, sizes=sizes), params)
     return shapes if method.placement is None else method.placement.local(shapes)
 
 

@@ -21,6 +21,8 @@ from jspec.core.types import Cache, DecodeState, Drafter, Params, Prompts, RowSa
 
 WAITING, EMPTY = 8, 9
 """Finish codes of idle slots: waiting for prefill; empty."""
+MAX_ROUNDS = 32
+"""Rounds of the longest burst."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Sizes:
     page_size: rows per page.
     pages: of each pool, page 0 included.
     snapshots: places for slot states of prefixes; 0 if there are none, or if nothing is shared.
+    samples: whether every burst counts as one with sampling: what `always_samples` returns, or the rule needs.
+    max_rounds: of a burst.
     """
 
     slots: int
@@ -39,6 +43,8 @@ class Sizes:
     page_size: int
     pages: int = 1
     snapshots: int = 0
+    samples: bool = False
+    max_rounds: int = MAX_ROUNDS
 
     @property
     def pages_per_slot(self) -> int:
@@ -47,13 +53,10 @@ class Sizes:
 
 
 @on_devices
-def empty_state(params: Params, *, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
-    """A state of empty slots and of pools of pages.
-
-    samples: what `always_samples` returns.
-    """
+def empty_state(params: Params, *, method: Method, sizes: Sizes) -> DecodeState:
+    """A state of empty slots and of pools of pages."""
     # All but the caches: zeros of the shapes after a prefill.
-    like = dataclasses.replace(_prefilled_shapes(params, method, sizes, samples), sampling=None)
+    like = dataclasses.replace(_prefilled_shapes(params, method, sizes), sampling=None)
     target_cache = method.target.init_cache(params.target, sizes.slots, sizes.context, sizes.page_size)
     draft_state = method.drafter.init(params, sizes.slots, sizes.context, sizes.page_size)
     # Pools of pages.
@@ -68,40 +71,37 @@ def always_samples(params: Params, *, method: Method, sizes: Sizes) -> bool:
     A sampling drafter keeps the distributions of its drafts, so its state then has other parts.
     """
 
-    def state(samples: bool) -> DecodeState:
-        @on_devices
-        def prefilled(params: Params, *, method: Method) -> DecodeState:
-            return jax.tree.map(_zeros, _prefilled_shapes(params, method, sizes, samples))
+    @on_devices
+    def prefilled(params: Params, *, method: Method, samples: bool) -> DecodeState:
+        return jax.tree.map(_zeros, _prefilled_shapes(params, method, dataclasses.replace(sizes, samples=samples)))
 
-        return jax.eval_shape(partial(prefilled, method=method), params)
-
-    without, with_temperature = (jax.tree.structure(state(samples).draft) for samples in (False, True))
+    states = (jax.eval_shape(partial(prefilled, method=method, samples=samples), params) for samples in (False, True))
+    without, with_temperature = (jax.tree.structure(state.draft) for state in states)
     return without != with_temperature
 
 
-def _prefilled_shapes(params: Params, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
+def _prefilled_shapes(params: Params, method: Method, sizes: Sizes) -> DecodeState:
     """The shapes of `_prefilled`: a drafter's state has all its parts only after a prompt is read."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(lambda params: params, params))
-    sizes = dataclasses.replace(sizes, pages=1, snapshots=0)  # These shapes do not depend on them.
-    return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), method, sizes, samples)
+    # They do not depend on these sizes.
+    sizes = dataclasses.replace(sizes, pages=1, snapshots=0, max_rounds=MAX_ROUNDS)
+    return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), method, sizes)
 
 
 @lru_cache(maxsize=32)
-def _shapes_once(
-    structure: Any, leaves: tuple[tuple[Any, Any], ...], method: Method, sizes: Sizes, samples: bool
-) -> DecodeState:
+def _shapes_once(structure: Any, leaves: tuple[tuple[Any, Any], ...], method: Method, sizes: Sizes) -> DecodeState:
     """Cached, as an engine needs the same shapes several times, and a forward has to be traced for them."""
     params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    return jax.eval_shape(partial(_prefilled, method=method, sizes=sizes, samples=samples), params)
+    return jax.eval_shape(partial(_prefilled, method=method, sizes=sizes), params)
 
 
-def _prefilled(params: Params, *, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
-    """The state after prompts of 4 tokens, with a temperature or without."""
+def _prefilled(params: Params, *, method: Method, sizes: Sizes) -> DecodeState:
+    """The state after prompts of 4 tokens."""
     count = sizes.slots
     # Prompts of four tokens, read in two chunks.
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
     keys, stop = seeds_to_keys(jnp.zeros((count, 2), jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
-    sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
+    sampling = RowSampling(temperature=jnp.zeros(count)) if sizes.samples else None
     limits = jnp.zeros((count, branches.count(method.drafter)), jnp.int32)
     prompts = Prompts(ids, length, length + 1, keys, stop, sampling, stop, limits)
     return prefill(params, prompts, method=method, capacity=sizes.context, page_size=sizes.page_size, chunk=2)

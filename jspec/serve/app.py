@@ -156,7 +156,7 @@ class Service:
         # Reserve the ignore_eos stop set now, so its first request does not recompile.
         groups, count = self._engine.groups, min(16, self._engine.context - 1)
         for group in groups:
-            group.device.stops.add((), ignore_eos=True)
+            group.device.stops.insert(((), True))
         if programs == "all":
             # These programs run every request, so none waits for its own.
             sampling = Sampling(presence_penalty=1.0, logit_bias={0: 1.0}, grammar=Grammar.regex("a?"))

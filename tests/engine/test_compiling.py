@@ -74,7 +74,7 @@ def test_a_stream_goes_on_while_the_program_of_another_request_compiles(engine):
 
 
 def test_a_stream_goes_on_while_programs_of_a_larger_table_compile(engine):
-    engine.groups[0].device.stops.add((), ignore_eos=True)  # Otherwise, it may make room for others.
+    engine.groups[0].device.stops.insert(((), True))  # Otherwise, it may make room for others.
     handles = grow(engine)
     wait_for(lambda: engine.compiler.begun)
     assert engine.compiler.begun[0].needs.stop_level == 1

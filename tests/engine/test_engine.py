@@ -313,14 +313,14 @@ def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
     """Where there is no memory for a snapshot nothing is shared; where there is little, pages come first."""
     method = Method(qwen.KINDS["dense"], Ngram(), accept.greedy)
     params, sizes = Params(qwen.params("dense")), Sizes(slots=3, context=64, page_size=4)
-    made = sizing._state(params, method, sizes, samples=False)
+    made = sizing._state(params, method, sizes)
     monkeypatch.setattr(sizing, "_state", lambda *given, **options: made)
     fixed, snapshot = tree_bytes(made), tree_bytes(slot_state.slot_states(made.cache))
     page = tree_bytes(jax.eval_shape(functools.partial(sizing._pooled, pages=2), made)) - fixed
 
     def fit(budget, share, pages=None):
         room = sizing.Budget(pages, fraction=1.0, share=share, free=(budget, budget))
-        return sizing.fit(params, method, sizes, room, samples=False)
+        return sizing.fit(params, method, sizes, room)
 
     with pytest.raises(ValueError, match="slots=3, context=64: the state takes .* with pages for one"):
         fit(fixed + 17 * page - 1, True)

@@ -214,7 +214,7 @@ def test_a_hit_keeps_its_snapshot():
         scheduler.submit(request)
         while request.phase is not Phase.RUNNING:
             plan = scheduler.plan(1)
-            begins += [admission.begin for admission in plan.admissions]
+            begins += [request.cached for request in plan.admissions]
         scheduler.cancel(request)
         while scheduler._in_flight:
             scheduler.update(scheduler._in_flight[0], {})

@@ -106,8 +106,8 @@ def test_samples_of_a_prompt_share_its_pages():
     for sample in samples:
         scheduling.submit(sample)
     first, second = scheduling.plan(1), scheduling.plan(1)
-    assert [admission.request for admission in first.admissions] == samples[:1]
-    assert [(admission.request, admission.begin) for admission in second.admissions] == [(r, 12) for r in samples[1:]]
+    assert first.admissions == samples[:1]
+    assert [(request, request.cached) for request in second.admissions] == [(r, 12) for r in samples[1:]]
     assert (second.read.rows, second.read.count) == (4, [2, 2, 2])
     assert (scheduling.pages.queries, scheduling.pages.hits) == (56, 36)
 
@@ -120,9 +120,9 @@ def test_samples_of_a_prompt_share_its_state():
     for sample in samples:
         scheduling.submit(sample)
     first, second = scheduling.plan(1), scheduling.plan(1)
-    assert [admission.request for admission in first.admissions] == samples[:1]
+    assert first.admissions == samples[:1]
     assert (first.read.count, first.read.save) == ([12], [0])
-    assert [(each.begin, each.restore) for each in second.admissions] == [(12, 0)] * 3
+    assert [(request.cached, request.restore) for request in second.admissions] == [(12, 0)] * 3
     assert (second.read.count, second.read.save) == ([2] * 4, [None] * 4)
 
 
@@ -136,7 +136,7 @@ def test_second_text_saves_the_state_where_it_parts():
         scheduling.submit(request)
         while request.phase is not Phase.RUNNING:
             plan = scheduling.plan(1)
-            begins += [(admission.begin, admission.restore) for admission in plan.admissions]
+            begins += [(request.cached, request.restore) for request in plan.admissions]
             saved += zip(plan.read.begin, plan.read.count, plan.read.save, strict=True)
             if plan.read.ends == [True]:
                 scheduling.cancel(request)
@@ -236,7 +236,7 @@ def test_lower_priorities_come_first():
         scheduling.submit(request)
     order = []
     while not scheduling.idle:
-        order += [admission.request.arrival for admission in scheduling.plan(1).admissions]
+        order += [request.arrival for request in scheduling.plan(1).admissions]
         for request in requests:
             if request.phase is Phase.RUNNING:
                 scheduling.cancel(request)

@@ -128,11 +128,12 @@ def test_snapshots_are_copied_in_place(name):
     """Saving writes nothing but places, restoring nothing but slots, and no array of all of them is copied."""
     setup = SETUPS[name]
     sizes = slot_state.Sizes(slots=4, context=48, page_size=4, pages=20)
-    empty = functools.partial(slot_state.empty_state, method=setup.method, sizes=sizes, samples=False)
+    empty = functools.partial(slot_state.empty_state, method=setup.method, sizes=sizes)
     s = jax.eval_shape(empty, setup.weights())
     snapshots = jax.eval_shape(functools.partial(slot_state.empty_snapshots, count=3), s.cache)
     at = jax.ShapeDtypeStruct((), "int32")
-    restore, save = programs.restore.lower(s, snapshots, at, at), programs.save.lower(snapshots, s.cache, at, at)
+    restore = programs.restore.lower(s, snapshots, at, at, method=setup.method)
+    save = programs.save.lower(snapshots, s.cache, at, at, method=setup.method)
     for lowered, written, kept in [(restore, s.cache, snapshots), (save, snapshots, s.cache)]:
         lines = [line for part in hlo.computations(lowered.compile().as_text()).values() for line in part]
         for shapes, allowed in [(kept, {"parameter"}), (written, WRITES)]:

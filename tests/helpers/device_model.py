@@ -10,16 +10,16 @@ from collections import Counter
 class Slot:
     """A sequence on the device."""
 
-    def __init__(self, admission, truth):
-        self.request, self.tokens, self.truth = admission.request, list(admission.tokens), truth
-        self.limit = self.request.limit
-        self.begin, self.resumed = admission.begin, admission.resumed
+    def __init__(self, request, truth):
+        self.request, self.tokens, self.truth = request, list(request.all_tokens), truth
+        self.limit = request.limit
+        self.begin, self.resumed = request.cached, request.resumed
         self.ready, self.ended = False, False
-        self.rows = self.draft_rows = admission.begin
+        self.rows = self.draft_rows = request.cached
         self.target, self.draft = [], []
         """What the rows of this sequence contain."""
-        self.rounds = admission.rounds
-        self.counts = Counter(dict(enumerate(admission.accept_counts)))
+        self.rounds = request.rounds
+        self.counts = Counter(dict(enumerate(request.accept_counts)))
         self.reported = len(self.tokens)
 
 
@@ -45,19 +45,19 @@ class Device:
             assert self.slots[slot] is not None, "an empty slot is released"
             self.slots[slot] = None
 
-    def admit(self, admission):
-        assert self.slots[admission.slot] is None, "a slot is admitted to before its release"
-        slot = Slot(admission, self.truths[admission.request])
+    def admit(self, request):
+        assert self.slots[request.slot] is None, "a slot is admitted to before its release"
+        slot = Slot(request, self.truths[request])
         assert slot.tokens == slot.truth[: len(slot.tokens)], "an admission with wrong tokens"
         assert slot.resumed == (len(slot.tokens) > len(slot.request.prompt))
         for _ in range(slot.begin):
             self.extend(slot)
             self.extend_draft(slot)
-        state = None if admission.restore is None else self.states[admission.restore]
+        state = None if request.restore is None else self.states[request.restore]
         assert state == (slot.target[-1] if slot.begin and self.states is not None else None), (
             "the state of another text"
         )
-        self.slots[admission.slot] = slot
+        self.slots[request.slot] = slot
 
     def extend(self, slot):
         """The contents of one more row of the target."""

@@ -22,7 +22,6 @@ from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.loading.model import Model
 from jspec.runner import slot_state
-from jspec.runner.automaton_pool import GrammarPool, StopPool
 from jspec.runner.device import Device
 from jspec.runner.request import Phase, Request
 from jspec.runner.slot_state import Sizes
@@ -180,16 +179,9 @@ def start(setup: Setup, storm: Storm, given: list[Request]) -> Group:
     model: Any = Model("toy", setup.target, setup.weights(), None, storm.eos, placement=setup.placement)
     keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
     snapshots = storm.snapshots if storm.share and jax.tree.leaves(slot_state.slot_states(keeps)) else 0
-    sizes = Sizes(SLOTS, CONTEXT, PAGE, POOL, snapshots)
+    sizes = Sizes(SLOTS, CONTEXT, PAGE, POOL, snapshots, max_rounds=4)
     samples = slot_state.always_samples(model.params, method=setup.method, sizes=sizes)
-    device = Device(
-        model.params,
-        setup.method,
-        sizes,
-        (StopPool(model), GrammarPool(model)),
-        samples=samples,
-        max_rounds=4,
-    )
+    device = Device(model, setup.method, dataclasses.replace(sizes, samples=samples))
     for request in given:
         device.hold(request)
     ahead = slot_state.lookahead(device.runner.state, setup.drafter) if storm.share else None
@@ -231,8 +223,8 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
     counts = {"preemptions": 0, "shared": 0, "restored": 0, "rows": 0, "turns": 0}
 
     def count(plan):
-        counts["shared"] += sum(admission.begin for admission in plan.admissions)
-        counts["restored"] += sum(admission.restore is not None for admission in plan.admissions)
+        counts["shared"] += sum(request.cached for request in plan.admissions)
+        counts["restored"] += sum(request.restore is not None for request in plan.admissions)
         dispatch(plan)
 
     group._dispatch = count

@@ -49,9 +49,9 @@ class FakeDevice(device_model.Device):
         self.method, self.runner = SimpleNamespace(drafter=drafter), SimpleNamespace(compile_seconds=0.0)
         self.sizes, self.now, self.branch, self.programs = SimpleNamespace(snapshots=0), 0.0, 1, []
 
-    def admit(self, admissions):
-        for admission in admissions:
-            super().admit(admission)
+    def admit(self, requests):
+        for request in requests:
+            super().admit(request)
 
     def read(self, plan):
         self.programs.append(plan)

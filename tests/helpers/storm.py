@@ -138,11 +138,11 @@ class Storm:
         plan = self.scheduler.plan(self.rng.randint(1, 4))
         assert first is None or first.slot is not None, "the oldest request is preempted"
         self.device.release(plan.released)
-        for admission in plan.admissions:
-            self.device.admit(admission)
-            self.events["hits"] += admission.begin
-            self.events["restored"] += admission.restore is not None
-            self.events["resumed"] += admission.resumed
+        for request in plan.admissions:
+            self.device.admit(request)
+            self.events["hits"] += request.cached
+            self.events["restored"] += request.restore is not None
+            self.events["resumed"] += request.resumed
         if plan.read is not None:
             self.air.append((plan.read, self.device.read(plan.read, Output)))
         if plan.burst is not None:

@@ -153,10 +153,8 @@ def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):
     model = load("tied", None, 4)
     method = Method(model.target, Plain(), accept.greedy, model.placement)
     sizes = Sizes(slots=3, context=48, page_size=4)
-    own = sizing._state(model.params, method, sizes, samples=False)
-    whole = jax.eval_shape(
-        functools.partial(slot_state.empty_state, method=method, sizes=sizes, samples=False), model.params
-    )
+    own = sizing._state(model.params, method, sizes)
+    whole = jax.eval_shape(functools.partial(slot_state.empty_state, method=method, sizes=sizes), model.params)
     assert own.cache.pool.size * 4 == whole.cache.pool.size and own.tokens.shape == whole.tokens.shape
     needed = tree_bytes(own)
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (4 * (needed - 1), 10**9))
@@ -168,7 +166,7 @@ def test_snapshots_of_windows_are_split_by_heads(load):
     model = load("windows", None, 4)
     method = Method(model.target, Plain(), accept.greedy, model.placement)
     sizes = Sizes(slots=3, context=48, page_size=4, pages=5)
-    empty = functools.partial(slot_state.empty_state, method=method, sizes=sizes, samples=False)
+    empty = functools.partial(slot_state.empty_state, method=method, sizes=sizes)
     cache = jax.eval_shape(empty, model.params).cache
     made = functools.partial(slot_state.empty_snapshots, count=3, placement=model.placement)
     whole = jax.tree.leaves(jax.eval_shape(made, cache))

@@ -82,12 +82,12 @@ def test_sets_come_and_go(seed):
     refused, sizes = 0, set()
     for _ in range(60):
         if used and rng.random() < 0.45:
-            pool.remove(*used.pop(rng.randrange(len(used)))[:2])
+            pool.free(used.pop(rng.randrange(len(used)))[:2])
             continue
         strings = tuple("".join(rng.choices("abcd", k=rng.randint(1, 6))) for _ in range(rng.randint(0, 3)))
         ignore_eos = rng.random() < 0.3
         try:
-            used.append((strings, ignore_eos, pool.add(strings, ignore_eos)))
+            used.append((strings, ignore_eos, pool.insert((strings, ignore_eos))))
         except QueueFull as error:
             refused += 1
             assert "try again later" in str(error)
@@ -97,45 +97,45 @@ def test_sets_come_and_go(seed):
         sizes.add((len(pool.at(-1).table), len(pool.at(-1).token_class)))
     assert refused < 60 and all(states <= 64 and states.bit_count() == maps.bit_count() == 1 for states, maps in sizes)
     for strings, ignore_eos, _ in used:
-        pool.remove(strings, ignore_eos)
-    pool.add(("a" * 63,))
+        pool.free((strings, ignore_eos))
+    pool.insert((("a" * 63,), False))
 
 
 def test_what_nobody_uses_goes_before_the_table_grows():
     pool = StopPool(MODEL)
-    pool.add(("a" * 15,))
+    pool.insert((("a" * 15,), False))
     shape = pool.at(-1).table.shape
     for letter in "bcdefgh":
-        start = pool.add((letter * 10,))
-        assert pool.add((letter * 10,)) == start
-        pool.remove((letter * 10,))
-        pool.remove((letter * 10,))
+        start = pool.insert(((letter * 10,), False))
+        assert pool.insert(((letter * 10,), False)) == start
+        pool.free(((letter * 10,), False))
+        pool.free(((letter * 10,), False))
     assert pool.at(-1).table.shape[0] == 4 * shape[0] == 64
 
 
 def test_a_full_table_has_space_again_when_a_request_has_ended():
     pool = StopPool(MODEL)
-    first = pool.add(("a" * 40,))
-    assert pool.add(("a" * 40,)) == first
+    first = pool.insert((("a" * 40,), False))
+    assert pool.insert((("a" * 40,), False)) == first
     with pytest.raises(QueueFull, match="41 states beside those of other requests are more than 64"):
-        pool.add(("b" * 40,))
-    pool.remove(("a" * 40,))
+        pool.insert((("b" * 40,), False))
+    pool.free((("a" * 40,), False))
     with pytest.raises(QueueFull):
-        pool.add(("b" * 40,))
-    pool.remove(("a" * 40,))
-    pool.add(("b" * 40,))
+        pool.insert((("b" * 40,), False))
+    pool.free((("a" * 40,), False))
+    pool.insert((("b" * 40,), False))
 
 
 def test_a_set_that_never_fits_is_refused_for_good():
     with pytest.raises(ValueError, match="has 66 states; must be at most 64"):
-        StopPool(MODEL).add(("a" * 65,))
+        StopPool(MODEL).insert((("a" * 65,), False))
 
 
 def test_grammars_leave_the_free_state_alone():
     pool, rng = GrammarPool(MODEL), random.Random(0)
     grammars = [Grammar.regex("[a-c]{3}e*"), Grammar.choice(["abba", "ha"]), Grammar.regex("(ef|g)*h")]
-    starts = [pool.add(one) for one in grammars]
-    assert pool.add(None) == FREE and FREE not in starts
+    starts = [pool.insert(one) for one in grammars]
+    assert pool.insert(None) == FREE and FREE not in starts
     for one, start in zip(grammars, starts, strict=True):
         check_works(transitions(pool.at(-1)), start, pool.compile(one).dense(), rng)
         state = start
@@ -145,12 +145,12 @@ def test_grammars_leave_the_free_state_alone():
     found = pool.at(-1)
     assert (transitions(found)[FREE] == FREE).all() and int(np.asarray(found.likely)[FREE]) == -1
     for one in (*grammars, None):
-        pool.remove(one)
-    assert pool.add(Grammar.choice(["abba", "ha"])) == starts[1]
-    pool.remove(grammars[1])
+        pool.free(one)
+    assert pool.insert(Grammar.choice(["abba", "ha"])) == starts[1]
+    pool.free(grammars[1])
     more = Grammar.regex("[a-h]{40}")
-    start = pool.add(more)
+    start = pool.insert(more)
     check_works(transitions(pool.at(-1)), start, pool.compile(more).dense(), rng)
     assert (transitions(pool.at(-1))[FREE] == FREE).all(), "the table has grown, and others have gone"
     with pytest.raises(ValueError, match="grammar: the automaton has 64 states; must be at most 63"):
-        pool.add(Grammar.regex("a{63}"))
+        pool.insert(Grammar.regex("a{63}"))

@@ -5,7 +5,6 @@ import numpy as np
 
 import jspec
 from jspec.engine.engine import Engine
-from jspec.runner.plan import Admission
 from jspec.runner.request import Request
 
 
@@ -15,10 +14,10 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
     encode = model.tokenizer.encode
     with Engine(model, drafter=None, slots=3, context=32, page_size=8) as engine:
         request = Request(encode("def f(x):\n    "), 20)
-        request.seed, request.start_state = (41, 0), engine.groups[0].device.stops.add(("return",))
+        request.seed, request.start_state = (41, 0), engine.groups[0].device.stops.insert((("return",), False))
         request.append(encode("retu"))
-        admission = Admission(request, 2, 0, None, list(request.all_tokens), True, rounds=3, accept_counts=[3])
-        engine.groups[0].device.admit([admission])
+        request.slot, request.rounds, request.accept_counts = 2, 3, [3]
+        engine.groups[0].device.admit([request])
         s, stop = engine.groups[0].device.runner.state, jax.device_get(engine.groups[0].device.stops.at(-1))
     state = int(s.stop.state[2])
     start = request.start_state

@@ -43,10 +43,11 @@ def burst_arguments(name, count):
     model = Model("toy", loop.target, loop.weights(), None, (), getattr(loop.drafter, "model", None))
     sizes = {"slots": SLOTS, "context": 40, "page_size": PAGE, "pages": PAGES, "prefill_tokens": 16}
     requests = [Request([1, 2, 3], 9) for _ in range(count)]
-    table = [[1 + index] for index in range(count)]
-    plan = Burst(requests, list(range(count)), table, [PAGE] * count, 3, loop.drafter.depth + 1, False)
+    for index, request in enumerate(requests):
+        request.slot, request.pages = index, [1 + index]
+    plan = Burst(requests, [PAGE] * count, 3, loop.drafter.depth + 1, False)
     with Engine(model, drafter=loop.drafter, **sizes) as engine, pytest.MonkeyPatch.context() as patch:
-        engine.groups[0].device.stops.add(())
+        engine.groups[0].device.stops.insert(((), False))
         patch.setattr(programs.burst, "variant", lambda **options: stop)
         with pytest.raises(Stopped) as stopped:
             engine.groups[0].device.burst(plan)
