@@ -52,19 +52,18 @@ def assemble(
         )
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
-    assert options.context is not None and options.memory_fraction is not None
+    assert options.context is not None
     sizes = Sizes(options.slots, options.context, options.page_size)
     samples = always_samples(model.params, method=method, sizes=sizes) or not knows_greedy(accept)
-    budget = sizing.Budget(options.pages, options.memory_fraction, options.prefix_cache, free)
-    sizes, shares = sizing.fit(model.params, method, dataclasses.replace(sizes, samples=samples), budget)
+    sizes, shares = sizing.fit(model.params, method, dataclasses.replace(sizes, samples=samples), options, free)
     greedy_rule = greedy if accept is None or isinstance(accept, str) else method.accept
     device = Device(model, method, sizes, greedy_rule=greedy_rule, only=only)
-    return device, _scheduler(device, sizes, options, shares, only)
+    return device, _scheduler(device, options, shares, only)
 
 
-def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: bool, only: OneShape | None) -> Scheduler:
+def _scheduler(device: Device, options: EngineOptions, shares: bool, only: OneShape | None) -> Scheduler:
     """Makes the scheduler of a device. shares: whether sequences share prefixes."""
-    drafter = device.method.drafter
+    drafter, sizes = device.method.drafter, device.sizes
     later, extra = lookahead(device.runner.state, drafter), extra_rows(device.runner.state, drafter)
     narrowest = max(1, later or 0) + extra
     if only is None:

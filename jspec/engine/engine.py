@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import TypeVar, Unpack, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
@@ -38,6 +38,22 @@ from jspec.runner.device import Device, OneShape
 from jspec.runner.request import EngineError, QueueFull, Request
 
 T = TypeVar("T")
+
+
+class _QueueKeywords(TypedDict, total=False):
+    priority: int
+    salt: str
+    progress: bool
+
+
+class _KeywordsOfOne(RequestKeywords, _QueueKeywords, total=False):
+    """Keywords of `Engine.generate` for a single prompt."""
+
+
+class _KeywordsOfSeveral(BatchKeywords, _QueueKeywords, total=False):
+    """Keywords of `Engine.generate` for several prompts."""
+
+
 _STUCK_SECONDS = 5.0
 """How long `Engine.close` waits for a thread when another process may be gone."""
 
@@ -107,13 +123,8 @@ class Engine:
         self._error: BaseException | None = None
 
         # Make the parts, of all groups for equal shares of the free memory.
-        self._leader: lockstep.Leader | None = None
-        self._follower: lockstep.Follower | None = None
         free = lockstep.least_free(placement)
-        if placement is not None and placement.spans_processes:
-            joined = lockstep.join(placement)
-            self._leader = joined if isinstance(joined, lockstep.Leader) else None
-            self._follower = joined if isinstance(joined, lockstep.Follower) else None
+        self._leader, self._follower = lockstep.join(placement)
         models = model.by_group()
         try:
             parts = [assemble(group_model, options, free=free, only=shape) for group_model in models]
@@ -168,37 +179,16 @@ class Engine:
 
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self,
-        prompts: str | Sequence[int],
-        *,
-        priority: int = ...,
-        salt: str = ...,
-        progress: bool = ...,
-        **keywords: Unpack[RequestKeywords],
+        self, prompts: str | Sequence[int], **keywords: Unpack[_KeywordsOfOne]
     ) -> Generation: ...
 
     @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        n: int,
-        priority: int = ...,
-        salt: str = ...,
-        progress: bool = ...,
-        **keywords: Unpack[BatchKeywords],
+        self, prompts: Prompt | Sequence[Prompt], *, n: int, **keywords: Unpack[_KeywordsOfSeveral]
     ) -> Generations: ...
 
     @overload
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        priority: int = ...,
-        salt: str = ...,
-        progress: bool = ...,
-        **keywords: Unpack[BatchKeywords],
-    ) -> Generations: ...
+    def generate(self, prompts: Sequence[Prompt], **keywords: Unpack[_KeywordsOfSeveral]) -> Generations: ...
 
     @takes(RequestOptions)
     def generate(

@@ -152,9 +152,7 @@ class Group:
 
     def metrics(self) -> Metrics:
         """Counters since the start, and the present state."""
-        # The state of the scheduler, and counters of reports.
-        scheduler, counters = self.scheduler, self._counters
-        rounds, accepted = counters.rounds, counters.accepted_by_position
+        scheduler, pages = self.scheduler, self.scheduler.pages
         # Their sum is `load`, whatever the threads do meanwhile.
         load = self.load
         running = min(scheduler.running, load)
@@ -163,23 +161,14 @@ class Group:
             waiting=load - running,
             held=scheduler.held,
             slots=scheduler.slots,
-            pages=scheduler.pages.count - 1,
-            pages_used=scheduler.pages.count - 1 - scheduler.pages.available,
+            pages=pages.count - 1,
+            pages_used=pages.count - 1 - pages.available,
             snapshots=self.device.sizes.snapshots,
-            snapshots_used=0 if scheduler.pages.snapshots is None else len(scheduler.pages.snapshots),
-            prefix_queries=scheduler.pages.queries,
-            prefix_hits=scheduler.pages.hits,
-            prompt_tokens=counters.prompt_tokens,
-            new_tokens=counters.new_tokens,
-            requests_finished=dict(counters.finished),
+            snapshots_used=0 if pages.snapshots is None else len(pages.snapshots),
+            prefix_queries=pages.queries,
+            prefix_hits=pages.hits,
             preemptions=scheduler.preemptions,
-            rounds=rounds,
-            device_rounds=counters.device_rounds,
-            drafting_rounds=counters.drafting_rounds,
-            drafted=counters.drafted,
-            accepted=sum(accepted),
-            accepted_by_position=accepted,
-            **counters.histograms(),
+            **self._counters.fields(),
         )
 
     def _call(self, function: Callable[[], None]) -> bool:
@@ -320,7 +309,7 @@ class Group:
         if isinstance(program.plan, Burst):
             # Moving average of the time between reports, per round, without that of compilation.
             rounds = max(output.rounds - before[request] for request, output in outputs.items())
-            self._counters.device_rounds += rounds
+            self._counters.total["device_rounds"] += rounds
             now = time.monotonic() - self.device.runner.compile_seconds
             if self._reported_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
@@ -342,27 +331,28 @@ class Group:
         handle, times = self._handles[request], self._handles[request].times
         if times.admitted is None:
             times.admitted, handle.cached_tokens = now, request.cached
-            self._counters.prompt_tokens += len(request.prompt)
+            self._counters.total["prompt_tokens"] += len(request.prompt)
             self._counters.observe("queue_time", now - times.submitted)
 
     def _count_tokens(self, handle: Handle, output: Output, now: float) -> None:
         # Differences from the request's last output.
         counters, times, before = self._counters, handle.times, handle.last
-        counters.new_tokens += len(output.tokens)
-        counters.rounds += output.rounds - before.rounds
+        total = counters.total
+        total["new_tokens"] += len(output.tokens)
+        total["rounds"] += output.rounds - before.rounds
         for index, (count, old) in enumerate(zip(output.accept_counts, before.accept_counts, strict=True)):
             counters.accept_counts[index] += count - old
         for sign, part in ((1, output), (-1, before)):
             rounds = [part.rounds] if part.branch_counts is None else map(sum, part.branch_counts)
             for count, limit in zip(rounds, handle.draft_limits, strict=False):
-                counters.drafted += sign * count * limit
-                counters.drafting_rounds += sign * count * (limit > 0)
+                total["drafted"] += sign * count * limit
+                total["drafting_rounds"] += sign * count * (limit > 0)
         if not output.tokens:
             return
-        if times.last_token is None:
+        if not times.arrivals:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
-            counters.observe("inter_token", (now - times.last_token) / len(output.tokens), len(output.tokens))
+            counters.observe("inter_token", (now - times.arrivals[-1][0]) / len(output.tokens), len(output.tokens))
 
 
 def clock(groups: Sequence[Group]) -> float:

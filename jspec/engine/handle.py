@@ -29,13 +29,11 @@ class Times:
 
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     admitted: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
     ended: float | None = None
     compiled: tuple[float, float] = 0.0, 0.0
     """What `Runner.compile_seconds` was at the first and at the last token."""
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    """Time and number of tokens of each arrival."""
+    """Time and number of tokens of each output with tokens."""
 
 
 class Handle:
@@ -131,8 +129,8 @@ class Handle:
         with self._changed:
             pieces, outputs = list(self._pieces), list(self._outputs)
         # Time between the first and the last token, without compilation.
-        first, last, (before, after) = self.times.first_token, self.times.last_token, self.times.compiled
-        seconds = 0.0 if first is None or last is None else last - first - (after - before)
+        arrivals, (before, after) = list(self.times.arrivals), self.times.compiled
+        seconds = arrivals[-1][0] - arrivals[0][0] - (after - before) if arrivals else 0.0
         # Counters.
         now = outputs[-1]
         by_branch = None if now.branch_counts is None else np.array([now.branch_counts], np.int32)
@@ -167,9 +165,7 @@ class Handle:
         """Appends an output, and the end if it has one. compiled: the device's `Runner.compile_seconds`."""
         tokens, ends = output.tokens, output.finish_code != stopping.RUNNING
         if tokens:
-            before = compiled if self.times.first_token is None else self.times.compiled[0]
-            self.times.first_token = self.times.first_token or now
-            self.times.last_token, self.times.compiled = now, (before, compiled)
+            self.times.compiled = self.times.compiled[0] if self.times.arrivals else compiled, compiled
             self.times.arrivals.append((now, len(tokens)))
         # Text: whole characters only, and no beginning of a stop string.
         text, stopped_by = "", None

@@ -98,11 +98,17 @@ def _by_position(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class Counters:
-    """Counts of an engine, written by its thread only."""
+    """Counts of an engine, written by its thread only.
+
+    Attributes:
+      total: fields of `Metrics` that are sums.
+      finished: requests by finish reason.
+      accept_counts: rounds of sequences by accepted drafts.
+    """
 
     def __init__(self, depth: int):
-        self.prompt_tokens = self.new_tokens = self.rounds = self.device_rounds = 0
-        self.drafting_rounds = self.drafted = 0
+        names = "prompt_tokens", "new_tokens", "rounds", "device_rounds", "drafting_rounds", "drafted"
+        self.total = dict.fromkeys(names, 0)
         self.finished: Counter[str] = Counter()
         self.accept_counts = [0] * (depth + 1)
         self._values = {name: ([0] * (len(bounds) + 1), [0.0]) for name, bounds in _HISTOGRAMS.items()}
@@ -113,17 +119,16 @@ class Counters:
         counts[bisect.bisect_left(_HISTOGRAMS[name], value)] += times
         total[0] += value * times
 
-    def histograms(self) -> dict[str, Histogram]:
-        """All histograms by name."""
-        return {
+    def fields(self) -> dict[str, Any]:
+        """The fields of `Metrics` that are counted here."""
+        counts = self.accept_counts
+        accepted = tuple(sum(counts[position:]) for position in range(1, len(counts)))
+        histograms = {
             name: Histogram(tuple(counts), total[0], _HISTOGRAMS[name])
             for name, (counts, total) in self._values.items()
         }
-
-    @property
-    def accepted_by_position(self) -> tuple[int, ...]:
-        """Accepted draft tokens at each position of the chain."""
-        return tuple(sum(self.accept_counts[i:]) for i in range(1, len(self.accept_counts)))
+        finished = {"requests_finished": dict(self.finished)}
+        return {**self.total, **finished, "accepted": sum(accepted), "accepted_by_position": accepted, **histograms}
 
 
 _HISTOGRAMS = {

@@ -12,7 +12,6 @@ must agree, too. Only whole pages are shared, so no shared page is ever written.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from jspec.core.checks import check_int
 from jspec.engine.snapshots import Snapshots
 
 Key = tuple[int | str, tuple[int, ...]]
@@ -33,9 +32,7 @@ class Pages:
     """
 
     def __init__(self, count: int, size: int, lookahead: int | None, snapshots: int = 0):
-        self.count = check_int("count", count, least=2)
-        self.size = check_int("size", size, least=1)
-        self.lookahead = None if lookahead is None else check_int("lookahead", lookahead, least=0)
+        self.count, self.size, self.lookahead = count, size, lookahead
         self.snapshots = Snapshots(snapshots) if snapshots else None
         self.queries = self.hits = 0
         self._free = list(range(self.count - 1, 0, -1))

@@ -40,13 +40,13 @@ class Scheduler:
     context: the largest limit of a request.
     depth: tokens of the drafter's longest chain; a round appends up to depth + 1 tokens.
     extra_rows: rows of the drafter's cache beyond those of the target's.
-    read_shapes: (sequences, columns) of the read programs. The first chunk of a sequence has `extra_rows` tokens less
-      than columns, and `pages.min_prefill` tokens must fit.
+    read_shapes: (sequences, columns) of the read programs; `shapes` has the smallest first. The first chunk of a
+      sequence has `extra_rows` tokens less than columns, and `pages.min_prefill` tokens must fit.
     prefill_tokens: columns of a read while other sequences run, in all; or the read has the smallest shape.
     max_in_flight: reads, and bursts, in flight at most; `plan` then adds no other one.
 
     Raises:
-      ValueError, TypeError: an invalid argument.
+      ValueError: too few columns.
     """
 
     def __init__(
@@ -62,21 +62,14 @@ class Scheduler:
         max_in_flight: int = 2,
     ):
         self.pages = pages
-        self.slots = check_int("slots", slots, least=1)
-        self.context = check_int("context", context, least=2)
-        self.depth = check_int("depth", depth, least=0)
-        self.extra_rows = check_int("extra_rows", extra_rows, least=0)
-        self.max_in_flight = check_int("max_in_flight", max_in_flight, least=1)
-        prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
-        if not read_shapes:
-            raise ValueError("read_shapes=(): must have at least one shape")
-        for rows, size in read_shapes:
-            check_int("read_shapes: sequences", rows, least=1)
-            check_int("read_shapes: columns", size, least=pages.min_prefill + self.extra_rows)
+        self.slots, self.context, self.depth, self.extra_rows = slots, context, depth, extra_rows
+        self.max_in_flight = max_in_flight
+        for _, size in read_shapes:
+            check_int("read_shapes: columns", size, least=pages.min_prefill + extra_rows)
         # Smaller programs first: the cheaper of two equally useful ones.
-        self._shapes = sorted(read_shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
-        small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
-        self._small_shapes = small or self._shapes[:1]
+        self.shapes = sorted(read_shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
+        small = [shape for shape in self.shapes if shape[0] * shape[1] <= prefill_tokens]
+        self._small_shapes = small or self.shapes[:1]
         # Requests, by phase; `_queue` and `_admitted` (in slots) have the oldest first.
         self._arrivals = 0
         self._queue: list[Request] = []
@@ -151,7 +144,6 @@ class Scheduler:
 
         rounds: most rounds of the burst, at least 1.
         """
-        check_int("rounds", rounds, least=1)
         bursting = sum(isinstance(program, Burst) for program in self._in_flight) < self.max_in_flight
         reading = sum(isinstance(program, Read) for program in self._in_flight) < self.max_in_flight
         before = self.preemptions
@@ -190,11 +182,6 @@ class Scheduler:
                 self._preempted.remove(request)
                 self._enqueue(request)
         return changed
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Sequences and columns of the read programs."""
-        return list(self._shapes)
 
     @property
     def idle(self) -> bool:
@@ -310,7 +297,7 @@ class Scheduler:
 
     def _allowed_shapes(self) -> list[tuple[int, int]]:
         decodes = any(request.phase is Phase.RUNNING for request in self._admitted)
-        return self._small_shapes if decodes else self._shapes
+        return self._small_shapes if decodes else self.shapes
 
     def _plan_read(self, rounds: int) -> Read | None:
         """A chunk of the oldest request in prefill, and of others if there is room."""

@@ -11,8 +11,6 @@ second is admitted, and one before the last chunk of a long prompt.
 from collections import OrderedDict
 from collections.abc import Container
 
-from jspec.core.checks import check_int
-
 
 class Snapshots:
     """The places of the device's pool of slot states, and the page of each.
@@ -21,7 +19,7 @@ class Snapshots:
     """
 
     def __init__(self, count: int):
-        self.count = check_int("snapshots", count, least=1)
+        self.count = count
         self._free = list(range(self.count - 1, -1, -1))
         self._place_of: OrderedDict[int, int] = OrderedDict()
         """Page -> place, least recently used first."""
@@ -40,11 +38,8 @@ class Snapshots:
 
     def add(self, page: int) -> int:
         """Allocates the snapshot of a page. If no place is free, evicts the least recently used one."""
-        if not self._free:
-            _, place = self._place_of.popitem(last=False)
-            self._free.append(place)
-        self._place_of[page] = self._free.pop()
-        return self._place_of[page]
+        self._place_of[page] = place = self._free.pop() if self._free else self._place_of.popitem(last=False)[1]
+        return place
 
     def drop(self, page: int) -> None:
         """Frees the snapshot of a page, if it has one."""

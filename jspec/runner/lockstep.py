@@ -36,20 +36,22 @@ _FAREWELL_SECONDS = 1.0
 """Timeout of messages about a failure."""
 
 
-def join(placement: Placement) -> "Leader | Follower":
-    """Connects all processes of a placement; each must call this.
+def join(placement: Placement | None) -> "tuple[Leader | None, Follower | None]":
+    """Connects all processes of a placement; each must call this. Returns what this process is, if there are several.
 
     Raises:
       EngineError: one of them cannot be reached.
     """
+    if placement is None or not placement.spans_processes:
+        return None, None
     index = jax.process_index()
     try:
         # Process 0 listens; its invitation reaches all others.
         listener = None if index else Listener()
         invitation = announced("" if listener is None else listener.invitation)
         if listener is None:
-            return Follower(connect(invitation, index), index)
-        return Leader(listener.accept([process for process in placement.processes if process]))
+            return None, Follower(connect(invitation, index), index)
+        return Leader(listener.accept([process for process in placement.processes if process])), None
     except OSError as error:
         raise EngineError(f"Engine: {error}") from None
 
@@ -217,7 +219,7 @@ class Follower:
     def leave(self, error: BaseException) -> None:
         """Ends this process's part and the engine with an error."""
         text = f"{type(error).__name__}: {error}"
-        self._end(EngineError(text), tell=text)
+        self._end(EngineError(text), tell=True)
 
     def _handle(self, message: Any) -> bool:
         match message:
@@ -276,14 +278,14 @@ class Follower:
             self._wire.close()
             self._over.set()
 
-    def _end(self, error: EngineError, tell: str | None = None) -> None:
+    def _end(self, error: EngineError, *, tell: bool = False) -> None:
         with self._lock:
             if self._error is not None or self._finished:
                 return
             self._error = error
-        if tell is not None:
+        if tell:
             with contextlib.suppress(OSError):
-                self._wire.send(("failed", tell), _FAREWELL_SECONDS)
+                self._wire.send(("failed", str(error)), _FAREWELL_SECONDS)
         self._wire.close()
         self._over.set()
 
@@ -294,8 +296,7 @@ class Follower:
             try:
                 function(*arguments)
             except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-                self._end(EngineError(text), tell=text)
+                self.leave(error)
 
         threading.Thread(target=run, name="jspec follower", daemon=True).start()
 

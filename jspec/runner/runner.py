@@ -154,27 +154,27 @@ class Runner:
     @call
     def release(self, mask: Bool[np.ndarray, " S"]) -> None:
         """`programs.release`."""
-        self.state = self._program("release", self._inputs, mask)()
+        self.state = self._program("release", mask)()
 
     @call
     def admit(self, new: Admitted) -> None:
         """`programs.admit`."""
-        self.state = self._program("admit", self._inputs, new)()
+        self.state = self._program("admit", new)()
 
     @call
     def restore(self, slot: np.int32, place: np.int32) -> None:
         """`programs.restore`."""
-        self.state = self._program("restore", self._inputs, slot, place)()
+        self.state = self._program("restore", slot, place)()
 
     @call
     def save(self, slot: np.int32, place: np.int32) -> None:
         """`programs.save`."""
-        self.snapshots = self._program("save", self._inputs, slot, place)()
+        self.snapshots = self._program("save", slot, place)()
 
     @call
     def read(self, view: View, needs: Needs, plan: ReadPlan, size: int) -> Report | Future[Report]:
         """`programs.read`."""
-        self.state, report = self._program("read", self._inputs, view, needs, plan, size)()
+        self.state, report = self._program("read", view, needs, plan, size)()
         return report
 
     @call
@@ -182,7 +182,7 @@ class Runner:
         self, view: View, needs: Needs, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
     ) -> Report | Future[Report]:
         """`programs.burst`."""
-        run = self._program("burst", self._inputs, view, needs, row_limit, rounds, stop_early)
+        run = self._program("burst", view, needs, row_limit, rounds, stop_early)
         trial = self._trial(len(view.table))
         if trial is None or trial.done:
             self.state, report = run()
@@ -193,12 +193,8 @@ class Runner:
         trial.record(time.perf_counter() - began, int(self.state.round_index) - first)
         return report
 
-    def _program(self, name: str, inputs: dict[str, Any], *arguments: Any) -> "partial[Any]":
-        """The program of a call, with its arguments.
-
-        inputs: stop automaton, grammar and sampling options on the devices.
-        arguments: those of the call.
-        """
+    def _program(self, name: str, *arguments: Any, inputs: dict[str, Any] | None = None) -> "partial[Any]":
+        """The program of a call with these arguments. inputs: in place of what `keep` has copied."""
         s, method = self.state, self.method
         match name:
             case "restore":
@@ -209,7 +205,7 @@ class Runner:
                 return partial(getattr(programs, name), s, *arguments, method=method)
         # Compiler options of rounds depend on the number of sequences.
         view, needs, *others = arguments
-        method, view = self._fill(view, needs, inputs)
+        method, view = self._fill(view, needs, self._inputs if inputs is None else inputs)
         if name == "read":
             plan, size = others
             return partial(programs.read, self.params, s, view, plan, method=method, size=size)
@@ -220,10 +216,10 @@ class Runner:
     def compile(self, name: str, *arguments: Any, inputs: dict[str, Any] | None = None) -> None:
         """Compiles the program of a call for arguments like these, so that the call does not; runs nothing.
 
-        inputs: in place of what `keep` has copied.
+        inputs: as of `keep`, by name; None: the program has none.
         """
         with on_own_device(self._placement):
-            program: Any = self._program(name, _shapes(jax.tree.map(self._put, inputs or {})), *arguments)
+            program: Any = self._program(name, *arguments, inputs=_shapes(jax.tree.map(self._put, inputs)))
             program.func.lower(*_shapes(program.args), **program.keywords).compile()
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ import jax
 from jspec.core import slots
 from jspec.core.method import Method
 from jspec.core.types import DecodeState, Params
+from jspec.generation.options import EngineOptions
 from jspec.generation.run import bucket
 from jspec.loading import memory
 from jspec.models.sizes import tree_bytes
@@ -15,23 +16,6 @@ from jspec.runner.slot_state import Sizes, empty_state, lookahead, slot_states
 
 SNAPSHOT_SHARE = 0.1
 """Share of snapshots in the memory left after the slots and the pages of one sequence."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """Memory of an engine's state on each device.
-
-    pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
-    fraction: maximum share of each device's memory in use, weights included.
-    share: whether sequences may share prefixes. If the target's cache has slot state, sharing needs memory for a
-      snapshot; there is at most one per slot.
-    free: free bytes of each device, and its limit; None if unknown.
-    """
-
-    pages: int | None
-    fraction: float
-    share: bool
-    free: tuple[int, int] | None
 
 
 def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
@@ -46,17 +30,24 @@ def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> li
     return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in shapes if rows <= slots})
 
 
-def fit(params: Params, method: Method, sizes: Sizes, budget: Budget) -> tuple[Sizes, bool]:
+def fit(
+    params: Params, method: Method, sizes: Sizes, options: EngineOptions, free: tuple[int, int] | None
+) -> tuple[Sizes, bool]:
     """Adds the pages and snapshots that fit to the sizes; returns them and whether sequences share prefixes.
+
+    If the target's cache has slot state, sharing needs memory for a snapshot; there is at most one per slot.
 
     Args:
       sizes: slots, context, page size, and whether every burst samples.
+      options: made for the model. pages None: as many as all slots can use, or as fit; at least those of one sequence.
+      free: free bytes of each device, and its limit; None if unknown.
 
     Raises:
-      ValueError: `budget.pages`, or the pages of one sequence, do not fit.
+      ValueError: `options.pages`, or the pages of one sequence, do not fit.
     """
+    assert options.memory_fraction is not None
     devices = "" if method.placement is None else f" on each of {len(method.placement.devices)} devices"
-    pages, free = budget.pages, budget.free
+    pages = options.pages
     # Bytes of a page, of a snapshot, and of everything else.
     one = _state(params, method, sizes)
     of_page = tree_bytes(jax.eval_shape(partial(_pooled, pages=2), one)) - tree_bytes(one)
@@ -64,9 +55,9 @@ def fit(params: Params, method: Method, sizes: Sizes, budget: Budget) -> tuple[S
     fixed = tree_bytes(one) + memory.logit_bytes(method.target, method.drafter, sizes.slots, sizes.context)
     # Snapshots get a share of what is left beside the pages of one sequence.
     least = sizes.pages_per_slot + 2
-    share = budget.share and lookahead(one, method.drafter) is not None
+    share = options.prefix_cache and lookahead(one, method.drafter) is not None
     snapshots = sizes.slots if share and of_snapshot else 0
-    available = None if free is None else free[0] - int((1 - budget.fraction) * free[1])
+    available = None if free is None else free[0] - int((1 - options.memory_fraction) * free[1])
     needed = fixed + ((least if pages is None else pages) - 1) * of_page
     if available is not None and snapshots:
         snapshots = min(sizes.slots, max(0, int(SNAPSHOT_SHARE * (available - needed))) // of_snapshot)
@@ -84,7 +75,7 @@ def fit(params: Params, method: Method, sizes: Sizes, budget: Budget) -> tuple[S
                 raise ValueError(
                     f"slots={sizes.slots}, context={sizes.context}: the state takes {memory.gigabytes(needed)}"
                     f"{devices} with pages for one sequence, {memory.gigabytes(max(0, available))} are available at "
-                    f"memory_fraction={budget.fraction}; use fewer slots or a shorter context"
+                    f"memory_fraction={options.memory_fraction}; use fewer slots or a shorter context"
                 )
     fitting = dataclasses.replace(sizes, pages=pages, snapshots=snapshots)
     return fitting, share and (snapshots > 0 or not of_snapshot)

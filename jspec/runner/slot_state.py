@@ -150,13 +150,9 @@ def lookahead(s: DecodeState, drafter: Drafter) -> int | None:
     belong to another prefix: it must have pages only.
     """
     # The largest lookahead of the parts decides.
-    most = 0
-    for part, state in _parts(drafter, s.draft):
-        tokens = _lookahead(part, state)
-        if tokens is None:
-            return None
-        most = max(most, tokens)
-    return most
+    tokens = [_lookahead(part, state) for part, state in _parts(drafter, s.draft)]
+    known = [number for number in tokens if number is not None]
+    return max(known, default=0) if len(known) == len(tokens) else None
 
 
 def extra_rows(s: DecodeState, drafter: Drafter) -> int:

@@ -18,12 +18,12 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
 from jspec.engine.engine import Engine
+from jspec.generation.options import EngineOptions
 from jspec.loading import startup
 from jspec.loading.model import Model
 from jspec.models.sizes import tree_bytes
 from jspec.runner import programs, sizing, slot_state
 from jspec.runner.request import EngineError, QueueFull
-from jspec.runner.sizing import read_shapes
 from jspec.runner.slot_state import Sizes
 
 RNG = np.random.default_rng(3)
@@ -319,8 +319,8 @@ def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
     page = tree_bytes(jax.eval_shape(functools.partial(sizing._pooled, pages=2), made)) - fixed
 
     def fit(budget, share, pages=None):
-        room = sizing.Budget(pages, fraction=1.0, share=share, free=(budget, budget))
-        return sizing.fit(params, method, sizes, room)
+        options = EngineOptions(pages=pages, memory_fraction=1.0, prefix_cache=share)
+        return sizing.fit(params, method, sizes, options, (budget, budget))
 
     with pytest.raises(ValueError, match="slots=3, context=64: the state takes .* with pages for one"):
         fit(fixed + 17 * page - 1, True)
@@ -438,11 +438,11 @@ def test_closing_cancels(engine):
 
 
 def test_reads_have_few_shapes():
-    assert read_shapes(64, 2048, 1024, 1) == [
+    assert sizing.read_shapes(64, 2048, 1024, 1) == [
         (1, 256), (1, 512), (1, 1024), (2, 256), (2, 512), (4, 128), (4, 256), (8, 128), (16, 64)
     ]  # fmt: skip
-    assert read_shapes(1, 64, 1024, 2) == [(1, 64)]
-    assert all(rows <= 3 and size >= 5 for rows, size in read_shapes(3, 64, 8, 5))
+    assert sizing.read_shapes(1, 64, 1024, 2) == [(1, 64)]
+    assert all(rows <= 3 and size >= 5 for rows, size in sizing.read_shapes(3, 64, 8, 5))
 
 
 @pytest.mark.slow

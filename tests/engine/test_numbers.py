@@ -162,10 +162,10 @@ def test_pages_are_allocated_for_what_is_in_flight_and_the_next_burst(rounds, ex
     scheduler = Scheduler(pages=Pages(30, 4, None), extra_rows=extra_rows, **sizes)
     request = Request([1] * 4, new)
     scheduler.submit(request)
-    plans = [scheduler.plan(rounds) for _ in range(2)]
-    assert tuple(len(plan.burst.table[0]) for plan in plans) == pages
+    bursts = [(plan.burst, len(plan.burst.table[0])) for plan in (scheduler.plan(rounds) for _ in range(2))]
+    assert tuple(number for _, number in bursts) == pages
     most = 4 * pages[1]
-    assert plans[1].burst.row_limit == [most if most < new + 3 + extra_rows else max(most, new + 4 + extra_rows)]
+    assert bursts[1][0].row_limit == [most if most < new + 3 + extra_rows else max(most, new + 4 + extra_rows)]
     assert request.tokens_in_flight == 1 + 2 * rounds * 4
 
 

@@ -153,17 +153,3 @@ def test_check_finds_losses():
     for wrong in ([], [own, own], [own[:1]], [[0, *own]]):
         with pytest.raises(AssertionError):
             pages.check(wrong)
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ((1, 4, 0), "count=1: must be at least 2"),
-        ((9, 0, 0), "size=0: must be at least 1"),
-        ((9, 4, -1), "lookahead=-1: must be at least 0"),
-    ],
-)
-def test_invalid_values(values, message):
-    with pytest.raises(ValueError) as error:
-        Pages(*values)
-    assert str(error.value) == message
