@@ -175,28 +175,3 @@ class Pages:
         self._key_of.clear()
         if self.snapshots is not None:
             self.snapshots.clear()
-
-    def check(self, users: Iterable[Sequence[int]]) -> None:
-        """Checks that no page is lost or doubled.
-
-        users: the pages of each sequence.
-
-        Raises:
-          AssertionError: it is.
-        """
-        # Every page is free, idle or in use.
-        counted = Counter(page for pages in users for page in pages)
-        assert 0 not in counted, "somebody uses page 0"
-        assert all(self._users[page] == counted[page] for page in range(self.count)), "users are miscounted"
-        everything = sorted([*self._free, *self._idle, *counted])
-        assert everything == list(range(1, self.count)), "a page is lost or doubled"
-        assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys are not unique"
-        if self.snapshots is not None:
-            self.snapshots.check(counted.keys() | self._key_of.keys())
-        # Keys, and the order of eviction.
-        order = {page: place for place, page in enumerate(self._idle)}
-        for page, (parent, _) in self._key_of.items():
-            assert counted[page] or page in order, "a free page has a key"
-            if isinstance(parent, int):
-                assert parent in self._key_of, "a parent has lost its key"
-                assert counted[parent] or order[parent] > order[page], "a parent is idle before its child"

@@ -208,25 +208,6 @@ class Scheduler:
         """Running requests whose pages are too few for another round, as of the last report."""
         return sum(request.phase is Phase.RUNNING and self._lacks(request) > 0 for request in self._admitted)
 
-    def check(self) -> None:
-        """Checks that no page and no slot is lost or doubled.
-
-        Raises:
-          AssertionError: it is.
-        """
-        self.pages.check([request.pages for request in self._admitted])
-        taken = [request.slot for request in self._admitted if request.slot is not None]
-        assert sorted([*taken, *self._free_slots]) == list(range(self.slots)), "a slot is lost or doubled"
-        assert len(taken) == len(self._admitted), "a request in a slot has none"
-        phases = (self._admitted, (Phase.READING, Phase.RUNNING)), (self._queue, (Phase.WAITING,))
-        for requests, allowed in (*phases, (self._preempted, (Phase.PREEMPTED,))):
-            assert all(request.phase in allowed for request in requests), "a request is in the wrong place"
-        for requests in (self._admitted, self._queue):
-            assert requests == sorted(requests, key=lambda request: request.order), "requests are out of order"
-        for request in (*self._queue, *self._preempted):  # Requests without a slot.
-            assert request.slot is None and not request.pages, "a request without a slot has pages"
-        assert not any(request.in_flight for request in self._queue), "a waiting request is in flight"
-
     # Admission
 
     def _admit(self) -> list[Request]:

@@ -9,7 +9,6 @@ second is admitted, and one before the last chunk of a long prompt.
 """
 
 from collections import OrderedDict
-from collections.abc import Container
 
 
 class Snapshots:
@@ -51,14 +50,3 @@ class Snapshots:
         """Frees all."""
         self._free.extend(self._place_of.values())
         self._place_of.clear()
-
-    def check(self, pages: Container[int]) -> None:
-        """Checks that no place is lost or doubled, and that every snapshot belongs to one of `pages`.
-
-        Raises:
-          AssertionError: otherwise.
-        """
-        # Every place is free or belongs to a page.
-        places = sorted([*self._free, *self._place_of.values()])
-        assert places == list(range(self.count)), "a snapshot is lost or doubled"
-        assert all(page in pages for page in self._place_of), "a snapshot has lost its page"

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from invariants import check_pages
 
 from jspec.engine.pages import Pages
 
@@ -115,7 +116,7 @@ def walk(seed, steps):
                 pages.give(sequence[1])
                 reference.give(sequence[1])
             sequences.clear()
-        pages.check([own for _, own, _, _ in sequences])
+        check_pages(pages, [own for _, own, _, _ in sequences])
     return hits
 
 
@@ -149,7 +150,7 @@ def test_shares_nothing_without_ahead():
 def test_check_finds_losses():
     pages = Pages(5, 2, 0)
     own = pages.take(2)
-    pages.check([own])
+    check_pages(pages, [own])
     for wrong in ([], [own, own], [own[:1]], [[0, *own]]):
         with pytest.raises(AssertionError):
-            pages.check(wrong)
+            check_pages(pages, wrong)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import toy
+from invariants import check_scheduler
 
 from jspec.cache import RecurrentCache
 from jspec.core import accept, slots, stopping
@@ -242,7 +243,7 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         if storm.poison:
             spoil(group, setup, storm)
         group.turn(int(rng.integers(1, 5)))
-        scheduler.check()
+        check_scheduler(scheduler)
         if storm.max_in_flight == 1:
             counts["rows"] += compare_rows(group.device, given, wanted)
     for index, request in enumerate(given):

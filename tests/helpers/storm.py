@@ -4,6 +4,7 @@ import random
 from collections import Counter, deque
 
 from device_model import Device
+from invariants import check_scheduler
 
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import MAX_SKIPPED, Scheduler
@@ -148,7 +149,7 @@ class Storm:
         if plan.burst is not None:
             self.air.append((plan.burst, self.device.burst(plan.burst, Output)))
         assert plan or self.air or not self.alive, "nothing moves"
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         while self.air and (not plan or len(self.air) > self.max_in_flight or self.rng.random() < 0.3):
             plan = True
             self.collect()
