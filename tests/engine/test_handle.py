@@ -64,7 +64,7 @@ def test_a_generation_is_that_of_whole_outputs():
     """Also while the thread delivers the next one."""
     handle = Handle(Request([1], 4), None, lambda _: None, Plain())
     handle.deliver(Output(2, [5], 0, 0, [0], origin=[0]), 1.0, 0.0)
-    handle._stream = SimpleNamespace(push=lambda tokens: check() or "", finish=lambda: "")
+    handle._stream = SimpleNamespace(push=lambda tokens: check() or "", finish=lambda: "", stopped_by=None)
 
     def check():
         generation = handle.generation()
