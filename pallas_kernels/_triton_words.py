@@ -126,9 +126,9 @@ def add_block(
         zeros = [matrix.zero(block, section) for matrix in matrices]
         products = [jnp.zeros_like(total) for total in totals]
         for place in range(section * places, (section + 1) * places):
-            some = x(place)
+            operand = x(place)
             for i, (matrix, words) in enumerate(zip(matrices, tiles, strict=True)):
-                products[i] += dot(some, matrix.values(words, place, zeros[i], some.dtype))
+                products[i] += dot(operand, matrix.values(words, place, zeros[i], operand.dtype))
         for i, matrix in enumerate(matrices):
             sums[i] += products[i] if matrix.whole else products[i] * matrix.scale(block, section)[None]
     return tuple(sums)

@@ -31,8 +31,8 @@ class Scaling:
         return length
 
     def apply(self, frequencies: Frequencies, theta: float) -> Frequencies:
-        """The frequencies in place of those without scaling. theta: their base."""
-        raise NotImplementedError
+        """The frequencies in place of those without scaling, by default these. theta: their base."""
+        return frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,6 @@ class DynamicRope(Scaling):
     def limit(self, length: int) -> int:
         """As in `Scaling`."""
         return min(length, self.original_length)
-
-    def apply(self, frequencies: Frequencies, theta: float) -> Frequencies:
-        """As in `Scaling`."""
-        return frequencies
 
 
 @dataclasses.dataclass(frozen=True)

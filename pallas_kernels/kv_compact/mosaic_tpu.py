@@ -114,13 +114,13 @@ def _tiles(pool: jax.Array, rows: jax.Array, start: jax.Array) -> _Form:
     source = jnp.clip(source, 0, accepted - 1)[None, None, :, :, None]
     rows = jnp.take_along_axis(rows, source, axis=3)
     tile_bytes = parts * size * pl.cdiv(width, LANES) * LANES * pool.dtype.itemsize
-    some = max(n for n in range(1, layers + 1) if layers % n == 0 and (n == 1 or n * tile_bytes <= TILE_BYTES))
+    step_layers = max(n for n in range(1, layers + 1) if layers % n == 0 and (n == 1 or n * tile_bytes <= TILE_BYTES))
     return _Form(
         functools.partial(_write_tile, accepted=accepted),
-        (batch, tiles, layers // some),
+        (batch, tiles, layers // step_layers),
         rows,
-        pl.BlockSpec((some, parts, None, size, width), lambda b, t, i, *_: (i, 0, b, t, 0)),
-        (pltpu.VMEM((some, parts, size, width), pool.dtype),),
+        pl.BlockSpec((step_layers, parts, None, size, width), lambda b, t, i, *_: (i, 0, b, t, 0)),
+        (pltpu.VMEM((step_layers, parts, size, width), pool.dtype),),
     )
 
 

@@ -102,9 +102,9 @@ def _write(
         inside = column < width
 
         def copy(first):
-            some = range(first, min(first + config.parts, len(rows_refs)))
-            loaded = [pltriton.load(rows_refs[part].at[b, node, column], mask=inside) for part in some]
-            for part, row in zip(some, loaded, strict=True):
+            indices = range(first, min(first + config.parts, len(rows_refs)))
+            loaded = [pltriton.load(rows_refs[part].at[b, node, column], mask=inside) for part in indices]
+            for part, row in zip(indices, loaded, strict=True):
                 pltriton.store(pool_ref.at[part, page, place, column], row, mask=inside)
 
         # Which arguments a program reads must be known when it is compiled.

@@ -425,9 +425,9 @@ def _scores(work: _Work, me: int, pair: jax.Array, here: jax.Array, seen: jax.Ar
 
         def clear(i, _):
             columns = pl.ds(pl.multiple_of(lax.div(i, 2) * ROWS, ROWS), ROWS)
-            some = work.latents.at[here, lax.rem(i, 2), :, columns]
-            values = load(some, plgpu.Layout.WGMMA)
-            some[...] = jnp.where(line < seen, values, jnp.zeros_like(values))
+            columns_ref = work.latents.at[here, lax.rem(i, 2), :, columns]
+            values = load(columns_ref, plgpu.Layout.WGMMA)
+            columns_ref[...] = jnp.where(line < seen, values, jnp.zeros_like(values))
 
         lax.fori_loop(0, WARPGROUPS * work.half // ROWS, clear, None)
         plgpu.commit_smem()
