@@ -312,7 +312,7 @@ def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged:
     def read(both, tokens, feature, head):
         row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         cache = head.init_cache(both.draft, len(tokens), 4, 4)
-        return head.read(both, target, tokens, feature, row, cache, None)[0]
+        return head.read(both, target, ForwardBatch(tokens, row, cache, None), feature)[0]
 
     logits, feature = jax.device_get(read_target(both.target, tokens))
     fitted = []
