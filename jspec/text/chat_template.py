@@ -78,8 +78,9 @@ class ChatTemplate:
     def render_whole(self, messages: Sequence[Message], values: Mapping[str, object]) -> str:
         """The text of a chat, with the contents and calls of all messages.
 
-        A role `developer` becomes `system` where needed. Arguments of calls become a mapping, or text of JSON. Where
-        the template knows no tools, a system message describes them, and calls and results are text.
+        Where the template needs it, a role `developer` becomes `system`, calls of a message are written one by one, and
+        their ids are short. Arguments of calls become a mapping, or text of JSON. Where it knows no tools, a system
+        message describes them, and calls and results are text.
 
         Raises:
           CheckpointError: as `render`.
@@ -133,25 +134,29 @@ class ChatTemplate:
     def _dropped(self, messages: Sequence[Message], values: Mapping[str, object], text: str) -> list[int]:
         """The indices of messages whose content, or whose calls, do not change the text."""
 
-        def marked(indices: Iterable[int]) -> str:
-            """The text if these messages had more characters; empty if the template rejects them."""
-            longer = [_lengthen(m, f"{_MARK}{i}{_MARK}") if i in indices else m for i, m in enumerate(messages)]
+        def marked(places: Iterable[tuple[int, int]]) -> str:
+            """The text if these messages or calls had more characters; empty if the template rejects them."""
+            longer = [
+                _lengthen(m, [f"{_MARK}{i}.{j}{_MARK}" if (i, j) in places else "" for j in range(_count(m))])
+                for i, m in enumerate(messages)
+            ]
             try:
                 return self.render({**values, "messages": longer})
             except (CheckpointError, ValueError):
                 return ""
 
         # A template may ask for no content at all; the calls of tools may stand for one.
-        present = [
-            i
+        present = {
+            (i, j): None
             for i, m in enumerate(messages)
             if m.get("tool_calls") or (isinstance(content := m.get("content"), str) and content.strip())
-        ]
+            for j in range(_count(m))
+        }
         if "content" not in self.source:
             return []
         together = marked(present)
-        missing = [i for i in present if f"{_MARK}{i}{_MARK}" not in together]
-        return [i for i in missing[:_MOST_MISSING] if marked([i]) == text]
+        missing = [(i, j) for i, j in present if f"{_MARK}{i}.{j}{_MARK}" not in together]
+        return [i for i, j in missing[:_MOST_MISSING] if marked([(i, j)]) == text]
 
 
 def _write_call(name: str, arguments: str) -> str:
@@ -181,26 +186,71 @@ def _as_text(message: Message) -> Message:
     return plain
 
 
-def _lengthen(message: Message, mark: str) -> Message:
-    """The message with a mark after its content, or after the name of its first call."""
+def _count(message: Message) -> int:
+    """The parts that a template may drop: each call, or the content."""
+    return len(message.get("tool_calls") or [message])
+
+
+def _lengthen(message: Message, marks: Sequence[str]) -> Message:
+    """The message with marks after the names of its calls, or a mark after its content."""
     if not message.get("tool_calls"):
-        return {**message, "content": f"{message['content']}{mark}"}
-    return _change_calls(message, lambda i, call: call if i else {**call, "name": f"{call.get('name')}{mark}"})
+        return {**message, "content": f"{message['content']}{marks[0]}"} if marks[0] else message
+    return _change_calls(message, lambda i, call: {**call, "name": f"{call.get('name')}{marks[i]}"})
 
 
 def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The messages as templates expect calls: with arguments as a mapping or as text, without a content or with None.
+    """The messages as templates expect calls.
 
-    Arguments that are not an object of JSON stay text.
+    A message has all its calls, or one before its result. Ids stay, or have 9 digits. Arguments are a mapping or text;
+    those that are not an object of JSON stay text. A missing content is absent, None or empty.
     """
     if not any(m.get("tool_calls") for m in messages):
         yield messages
         return
-    decoded = [_with_arguments(m, _decoded) for m in messages]
-    as_text = [_with_arguments(m, lambda x: x if isinstance(x, str) else _to_json(x)) for m in messages]
-    for spelling in (decoded, as_text):
-        yield spelling
-        yield [{"content": None, **m} if m.get("tool_calls") else m for m in spelling]
+    together = [messages, _with_short_ids(messages)]
+    shapes = [*together, *map(_one_by_one, together)]
+    for index, shape in enumerate(shapes):
+        if shape in shapes[:index]:
+            continue
+        for convert in (_decoded, lambda x: x if isinstance(x, str) else _to_json(x)):
+            spelling = [_with_arguments(m, convert) for m in shape]
+            yield spelling
+            for content in (None, ""):
+                yield [{"content": content, **m} if m.get("tool_calls") else m for m in spelling]
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids as Mistral's templates require them."""
+    ids: dict[object, str] = {}
+
+    def shorten_id(part: Message, key: str) -> Message:
+        return {**part, key: ids.setdefault(part[key], f"{len(ids):09}")} if part.get(key) else part
+
+    messages = [shorten_id(m, "tool_call_id") for m in messages]
+    return [
+        {**m, "tool_calls": [shorten_id(call, "id") for call in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one call each, before its result."""
+    split: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, calls = messages[at], messages[at].get("tool_calls") or ()
+        results = messages[at + 1 : at + 1 + len(calls)]
+        if len(calls) < 2 or len(results) < len(calls) or any(m.get("role") != "tool" for m in results):
+            split.append(message)
+            at += 1
+            continue
+        # Results may have another order than their calls.
+        by_id = {m.get("tool_call_id"): m for m in results}
+        for i, call in enumerate(calls):
+            result = by_id.get(call.get("id"), results[i]) if len(by_id) == len(calls) else results[i]
+            split += [{**(message if i == 0 else {"role": message.get("role")}), "tool_calls": [call]}, result]
+        at += 1 + len(calls)
+    return split
 
 
 def _with_arguments(message: Message, convert: Callable[[object], object]) -> Message:

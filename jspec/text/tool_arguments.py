@@ -9,7 +9,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jspec.core.checks import shorten
@@ -47,13 +47,14 @@ class Arguments(abc.ABC):
 
 
 class _Pairs(Arguments):
-    """Names and values, each between some texts."""
+    """Names and values, each between some texts. sorts: in the order of the alphabet, else in that of the schema."""
 
     before, between, after, separator = "", "", "", ""
+    sorts = False
 
     def write(self, values: Mapping[str, Any]) -> str:
         """As `Arguments.write`."""
-        pairs = values.items()
+        pairs = self._in_order(values.items())
         return self.separator.join(
             f"{self.before}{name}{self.between}{self._write(value)}{self.after}" for name, value in pairs
         )
@@ -62,9 +63,12 @@ class _Pairs(Arguments):
         """As `Arguments.expression`."""
         parts = [
             (e.concat(e.literal(f"{self.before}{name}{self.between}"), self._value(value)), required)
-            for name, value, required in _members(schema)
+            for name, value, required in self._in_order(_members(schema))
         ]
         return e.chain(parts, e.literal(self.separator))
+
+    def _in_order(self, members: Iterable[Any]) -> Iterable[Any]:
+        return sorted(members, key=lambda member: member[0].lower()) if self.sorts else members
 
     @abc.abstractmethod
     def _write(self, value: object) -> str:
@@ -118,7 +122,10 @@ class Xml(_Pairs):
     def _value(self, schema: Schema) -> Expression:
         if (values := constants(schema)) is not None:
             return e.concat(e.either(*[e.literal(self._write(value)) for value in values]), e.literal(self.after))
-        return e.Until(self.after) if _may_be_text(schema) else e.concat(_json(schema), e.literal(self.after))
+        if _may_be_text(schema):
+            return e.Until(self.after)
+        words = [e.literal(word) for word in ("True", "False") if schema.get("type") == "boolean"]
+        return e.concat(e.either(_json(schema), *words), e.literal(self.after))
 
 
 class Gemma(_Pairs):
@@ -128,6 +135,7 @@ class Gemma(_Pairs):
     """
 
     between, separator = ":", ","
+    sorts = True  # as the templates do
 
     def __init__(self, quote: str):
         self._quote = quote
@@ -171,6 +179,8 @@ class Gemma(_Pairs):
                 items.append(item)
                 at += text.startswith(",", at)
             return items, at + 1
+        if text.startswith("None", at):
+            return None, at + len("None")
         return json.JSONDecoder().raw_decode(text, at)
 
     def _value(self, schema: Schema) -> Expression:
@@ -187,7 +197,8 @@ class Gemma(_Pairs):
         if schema.get("type") == "array" or "items" in schema:
             item = self._value(_within(schema, schema.get("items", {"type": "string"})))
             return e.concat(e.literal("["), e.repeat(item, 0, None, e.literal(",")), e.literal("]"))
-        return _json(schema)
+        # Templates write null as Python does.
+        return e.either(_json(schema), e.literal("None")) if schema.get("type") == "null" else _json(schema)
 
 
 class Python(_Pairs):
@@ -205,10 +216,12 @@ class Python(_Pairs):
     def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
         """As `Arguments.read`."""
         end = _closing(text, at)
+        # Some templates write strings with newlines as they are.
+        written = _PYTHON_TOKEN.sub(lambda token: token[0].replace("\n", "\\n"), text[at:end])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # escapes of JSON beyond those of Python
-                call = ast.parse(f"f({text[at:end]})", mode="eval").body
+                call = ast.parse(f"f({written})", mode="eval").body
             assert isinstance(call, ast.Call)
             if call.args or any(keyword.arg is None for keyword in call.keywords):
                 raise ValueError("arguments must have names")
@@ -252,6 +265,8 @@ def _may_be_text(schema: Schema) -> bool:
 
 # Texts
 
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Constants as templates of Qwen3-Coder write them, so that its models may."""
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _GEMMA_NAME = re.compile(r"\s*,?\s*([^:{}\[\],]+):")
 _PYTHON_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()\[\]{}]""", re.DOTALL)
@@ -266,13 +281,13 @@ def _of_text(text: str, schema: Any) -> Any:
     """The value of a text between tags: JSON, unless it is a string by the schema, or invalid."""
     schema = schema if isinstance(schema, Mapping) else {}
     nullable = any(isinstance(part, Mapping) and part.get("type") == "null" for part in schema.get("anyOf", ()))
-    if _may_be_text(schema) and not (nullable and text == "null"):
+    if _may_be_text(schema) and not (nullable and text in ("null", "None")):
         return text
     values = constants(schema)
     if values is not None and text in values:
         return text
     try:
-        return json.loads(text)
+        return json.loads(_WORDS.get(text, text))
     except (ValueError, RecursionError):
         return text
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jspec.text.grammar import Grammar, compile_parsed
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression
+from jspec.text.grammar.regex import parse_regex
 from jspec.text.tool_arguments import Arguments, Gemma, Json, Python, Schema, Xml, dump
 
 _HOLES = re.compile("NAME|ARGUMENTS")
@@ -40,7 +41,7 @@ class ToolFormat:
     bare: what a text begins with if it is a block of calls without `start`; "": nothing.
     opening, separator, closing: around and between the calls of a block. separator None: a block has one call.
     between: text between two blocks. None: a text has one block.
-    middle: a regex of what may come between name and arguments. "": as in `call`.
+    after_name, after_arguments: regexes of what may come there beside `call`, such as an id.
     stops: special tokens after calls, in place of the results.
     id_length: characters of a call's id, all letters or digits; None: any.
     """
@@ -56,7 +57,8 @@ class ToolFormat:
     separator: str | None = None
     closing: str = ""
     between: str | None = None
-    middle: str = ""
+    after_name: str = ""
+    after_arguments: str = ""
     stops: tuple[str, ...] = ()
     id_length: int | None = None
 
@@ -71,7 +73,9 @@ class ToolFormat:
         """A call up to its arguments, with any whitespace, and what may come before it in a block."""
         before, between, _ = self.parts
         name = r"(?P<name>[\w.\-]+)"
-        return re.compile(rf"{self.tail.pattern}{_loose(before)}{name}{self.middle or _loose(between)}\s*")
+        # Some models leave out what is between.
+        between = f"(?:{self.after_name})?(?:{_loose(between)})?" if self.after_name else _loose(between)
+        return re.compile(rf"{self.tail.pattern}{_loose(before)}{name}{between}\s*")
 
     @functools.cached_property
     def tail(self) -> re.Pattern[str]:
@@ -83,7 +87,7 @@ class ToolFormat:
 
     def shown(self, special: Iterable[str]) -> frozenset[str]:
         """Its marks among some special tokens."""
-        text = f"{self.start}{self.end}{self.call}{self.arguments.write({'': ''})}{self.middle}{self.stops}"
+        text = f"{self.start}{self.end}{self.call}{self.arguments.write({'': ''})}{self.after_name}{self.stops}"
         return frozenset(name for name in special if name in text or re.escape(name) in text)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -108,13 +112,17 @@ class ToolFormat:
     def expression(self, functions: Mapping[str, Schema], several: bool) -> Expression:
         """As `grammar`."""
         before, between, after = self.parts
+        after_name, after_arguments = (
+            e.optional(parse_regex(regex)[0]) if regex else e.EMPTY for regex in (self.after_name, self.after_arguments)
+        )
         calls = []
         for name, schema in functions.items():
             try:
                 arguments = self.arguments.expression(schema)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}: {error}") from None
-            calls.append(e.concat(e.literal(f"{before}{name}{between}"), arguments, e.literal(after)))
+            begin = e.concat(e.literal(f"{before}{name}"), after_name, e.literal(between))
+            calls.append(e.concat(begin, arguments, after_arguments, e.literal(after)))
         call = e.either(*calls)
         if several and self.separator is not None:
             call = e.repeat(call, 1, None, e.literal(self.separator))
@@ -132,7 +140,7 @@ FORMATS = {
     for form in (
         ToolFormat(
             "harmony",
-            ("to=functions.", "<|constrain|>"),
+            ("to=functions.", "<|constrain|>", "<|channel|>commentary"),
             "NAME <|constrain|>json<|message|>ARGUMENTS",
             Json(),
             start="<|channel|>commentary to=functions.",
@@ -149,6 +157,15 @@ FORMATS = {
         ),
         ToolFormat(
             "hermes", ("<tool_call>",), f"\n{_OBJECT}\n", Json(), start="<tool_call>", end="</tool_call>", between="\n"
+        ),
+        ToolFormat(
+            "deepseek-v3.1",
+            ("<｜tool▁sep｜>' + tool['function']['arguments']",),
+            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+            Json(),
+            start="<｜tool▁calls▁begin｜>",
+            end="<｜tool▁calls▁end｜>",
+            separator="",
         ),
         ToolFormat(
             "deepseek",
@@ -186,7 +203,7 @@ FORMATS = {
             Json(),
             start="[TOOL_CALLS]",
             between="",
-            middle=r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?",
+            after_name=r"\[CALL_ID\][A-Za-z0-9]{1,40}",
             id_length=9,
         ),
         ToolFormat(
@@ -198,6 +215,7 @@ FORMATS = {
             opening="[",
             separator=", ",
             closing="]",
+            after_arguments=', "id": "[A-Za-z0-9]{9}"',
             id_length=9,
         ),
         ToolFormat(

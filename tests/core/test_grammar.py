@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from grammars import EOS, SIZE, TOKENS, compiled, spelled, walk
 from planted import REPEATED, weights_of
 
 from jspec.core import accept, stopping, tree
@@ -24,14 +25,9 @@ from jspec.core.propose import propose
 from jspec.core.types import DraftTree, RowSampling
 from jspec.drafters import Block, Ngram, Plain, Standalone
 from jspec.text.grammar import Grammar
+from jspec.text.grammar import expression as e
+from jspec.text.tool_calls import FORMATS
 
-EOS = 0
-TOKENS = [
-    *(b"", *(bytes([byte]) for byte in b'abcdefghijklmnopqrstuvwxyz0123456789{}":, []-.')),
-    *(b'{"', b'":', b'": ', b'"}', b"ab", b"name", b"12", b"true", b', "', b"null", b"kind", b'"xy', b"", b"\n"),
-]
-SIZE = toy.TARGET.vocab_size
-assert len(TOKENS) == SIZE
 SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["ab", "xyz"]}},
     "required": ["name", "kind"],
@@ -39,30 +35,28 @@ SCHEMA = {
 }
 GRAMMARS = [Grammar.json_schema(SCHEMA), None, Grammar.regex("[a-f]{3,9}(x|y)+")]
 """Those of the three sequences of a batch."""
-
-
-def compiled(given):
-    return [None if one is None else one.compile(TOKENS, SIZE, [EOS]) for one in given]
+KIND = {"type": "object", "properties": {"kind": SCHEMA["properties"]["kind"]}, "required": ["kind"]}
+CALLS = FORMATS["llama3-json"].grammar({"ab": KIND, "name": {"type": "object", "properties": {}}}, several=False)
+THOUGHT = e.concat(e.literal("-"), e.Until("-.", bounded=True))
+BATCHES = {
+    "schemas": GRAMMARS,
+    "calls and thinking": [
+        CALLS,
+        Grammar.json_schema(KIND).after("-."),
+        Grammar.json_schema(KIND).within(e.optional(THOUGHT)),
+    ],
+}
+BUDGETS = {"calls and thinking": np.array([99, 4, 6], np.int32)}
 
 
 @functools.cache
-def batch():
-    return grammars.init(compiled(GRAMMARS), SIZE)
+def batch(kind="schemas"):
+    return grammars.init(compiled(BATCHES[kind]), SIZE)
 
 
 @functools.cache
 def stops():
     return stopping.build_table(SIZE, [EOS])
-
-
-def spelled(tokens):
-    return b"".join(TOKENS[token] for token in tokens)
-
-
-def walk(dfa, state, text):
-    for byte in text:
-        state = int(dfa.table[state, byte]) if state >= 0 else -1
-    return state
 
 
 def may_follow(grammar, tokens):
@@ -83,36 +77,41 @@ SAMPLED = RowSampling(temperature=np.array([0.8, 0.0, 1.0], np.float32))
 
 
 @functools.cache
-def constrained(name, rule=accept.coupled, sampled=True):
+def constrained(name, rule=accept.coupled, sampled=True, kind="schemas"):
     """The end of a constrained run of a drafter, and its new tokens."""
     drafter = Plain() if name == "plain" else toy.bound_drafters()[name]
     weights = weights_of(drafter)
-    rows = SAMPLED if sampled else None
-    s = toy.start(drafter, weights, table=stops(), rows=rows, rule=rule, grammar=batch())
+    rows = dataclasses.replace(SAMPLED, thinking_budget=BUDGETS.get(kind)) if sampled else None
+    limit = toy.LENGTHS + 24 if kind == "schemas" else [toy.CAPACITY] * len(toy.LENGTHS)
+    s = toy.start(drafter, weights, limit=limit, table=stops(), rows=rows, rule=rule, grammar=batch(kind))
     s = toy.run(drafter, weights, s, rule=rule)
     new = [tokens[length:] for tokens, length in zip(toy.generated(s), toy.LENGTHS, strict=True)]
     return s, new
 
 
-def check_texts(s, new):
-    for grammar, tokens, code in zip(GRAMMARS, new, np.array(s.finish_code), strict=True):
+def check_texts(s, new, kind="schemas"):
+    for grammar, tokens, code in zip(BATCHES[kind], new, np.array(s.finish_code), strict=True):
         for i in range(len(tokens)):
             assert may_follow(grammar, tokens[:i])[tokens[i]], spelled(tokens[: i + 1])
         if grammar is not None:
             assert grammar.matches(spelled(tokens).decode()) == (code == stopping.EOS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(unless="calls and thinking-eagle")
 @pytest.mark.parametrize("name", [name for name in toy.bound_drafters() if name not in (*REPEATED, "plain")])
-def test_constrained_output_does_not_depend_on_the_drafter(name):
-    """One sequence is greedy, one has no grammar; the other two are sampled."""
-    s, new = constrained(name)
-    plain, expected = constrained("plain")
+@pytest.mark.parametrize("kind", BATCHES)
+def test_constrained_output_does_not_depend_on_the_drafter(kind, name):
+    """One sequence is greedy, and the other two are sampled. Of the schemas, one has no grammar."""
+    s, new = constrained(name, kind=kind)
+    plain, expected = constrained("plain", kind=kind)
     assert new == expected
-    check_texts(s, new)
+    check_texts(s, new, kind)
     assert np.array(s.finish_code).tolist() == np.array(plain.finish_code).tolist()
     np.testing.assert_array_equal(np.array(s.grammar.state), np.array(plain.grammar.state))
     assert (np.array(s.stats.rounds)[[0, 2]] < np.array(plain.stats.rounds)[[0, 2]]).all(), "drafts are accepted"
+    if kind != "schemas":
+        assert b"-." in spelled(new[1][:6]), "the thinking ends within its budget"
+        assert np.array(s.finish_code).tolist() == [stopping.EOS] * 3
 
 
 @pytest.mark.slow

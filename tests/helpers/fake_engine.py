@@ -95,6 +95,7 @@ class FakeHandle:
 class FakeEngine:
     """See `FakeHandle`. Attributes are for tests to set and to read.
 
+    text: that of each sequence; several texts are for one request after the other.
     endless: whether sequences go on to their limits, or end after the text.
     broken_after: tokens after which sequences fail.
     room: sequences that may run at once, and prompts that may wait to be scored; None: any number.
@@ -116,13 +117,15 @@ class FakeEngine:
         self.model = SimpleNamespace(
             name="fake", tokenizer=tokenizer, target=SimpleNamespace(vocab_size=tokenizer.vocab_size)
         )
-        self.context, self.ids, self.step, self.delay = context, tokenizer.encode(text), step, delay
+        self.ids, *self.turns = map(tokenizer.encode, (text,) if isinstance(text, str) else (text[0], *text))
+        self.context, self.step, self.delay = context, step, delay
         self.endless, self.broken_after, self.room = endless, broken_after, room
         self.handles, self.running, self.lock = [], set(), threading.Lock()
         self.max_queue, self.scored, self.may_score = room, [], threading.Event()
         self.may_score.set()
 
     def make(self, prompts, options, priority=0, salt=""):
+        self.ids, *self.turns = self.turns or [self.ids]
         requests = []
         for prompt, limit, seed in zip(prompts, options.limits(len(prompts)), options.seeds(len(prompts)), strict=True):
             assert prompt and all(type(i) is int and 0 <= i < self.model.target.vocab_size for i in prompt)

@@ -13,6 +13,27 @@ from jspec.text.grammar.byte_dfa import ByteDfa
 from jspec.text.tokenizer import Tokenizer
 
 VOCAB = 300
+EOS = 0
+TOKENS = [
+    *(b"", *(bytes([byte]) for byte in b'abcdefghijklmnopqrstuvwxyz0123456789{}":, []-.')),
+    *(b'{"', b'":', b'": ', b'"}', b"ab", b"name", b"12", b"true", b', "', b"null", b"kind", b'"xy', b"", b"\n"),
+]
+SIZE = toy.TARGET.vocab_size
+assert len(TOKENS) == SIZE
+
+
+def compiled(given):
+    return [None if one is None else one.compile(TOKENS, SIZE, [EOS]) for one in given]
+
+
+def spelled(tokens):
+    return b"".join(TOKENS[token] for token in tokens)
+
+
+def walk(dfa, state, text):
+    for byte in text:
+        state = int(dfa.table[state, byte]) if state >= 0 else -1
+    return state
 
 
 @functools.cache

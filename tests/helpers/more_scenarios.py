@@ -103,8 +103,8 @@ def langchain_bind_tools(url, model):
 # OpenAI's agents.
 
 
-def run_agent(url, model, kind, *, stream=False, tools=False):
-    """Runs an agent; returns its last text and the cities that it asked the weather of."""
+def run_agent(url, model, kind, *, stream=False, tools=False, once=True):
+    """Runs an agent; returns its last text and the cities that it asked the weather of. once: ends with a tool."""
     import agents
     import openai
 
@@ -125,7 +125,7 @@ def run_agent(url, model, kind, *, stream=False, tools=False):
         model=getattr(agents, kind)(model=model, openai_client=client),
         model_settings=settings,
         tools=[weather] if tools else [],
-        tool_use_behavior="stop_on_first_tool",
+        tool_use_behavior="stop_on_first_tool" if once else "run_llm_again",
     )
 
     async def run():
@@ -149,7 +149,7 @@ def agents_chat_with_tools(url, model):
     assert said == "sunny" and cities
 
 
-@scenario("agents")
+@scenario("agents", weak="the client raises where the text reaches the limit of tokens")
 def agents_responses(url, model):
     assert run_agent(url, model, "OpenAIResponsesModel")[0]
 
@@ -181,7 +181,8 @@ def anthropic_message(url, model):
 @scenario("anthropic", call_of("weather", WEATHER))
 def anthropic_tools(url, model):
     tools = [{"name": "weather", "description": "The weather of a city.", "input_schema": SCHEMA}]
-    asked = {"model": model, "tools": tools, "tool_choice": {"type": "any"}, "max_tokens": 100}
+    asked = {"model": model, "tools": tools, "max_tokens": 100}
+    asked["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     client = anthropic_client(url)
     with client.messages.stream(messages=user(ASKED), **asked) as stream:
         out = stream.get_final_message()
@@ -195,7 +196,7 @@ def anthropic_tools(url, model):
 # smolagents.
 
 
-def smol(url, model, kind, **options):
+def smol(url, model, kind, max_steps=1, **options):
     import smolagents
 
     @smolagents.tool
@@ -208,7 +209,7 @@ def smol(url, model, kind, **options):
         return "sunny"
 
     api = smolagents.OpenAIServerModel(model, api_base=url, api_key="none", **LIMIT)
-    return getattr(smolagents, kind)([weather], api, max_steps=1, verbosity_level=0, **options).run(ASKED)
+    return getattr(smolagents, kind)([weather], api, max_steps=max_steps, verbosity_level=0, **options).run(ASKED)
 
 
 @scenario("smolagents", call_of("final_answer", '{"answer":"sunny"}'), weak="a small model may call another function")
@@ -228,8 +229,9 @@ def smolagents_code(url, model):
 # Programs.
 
 
-def command(*parts, **variables):
-    out = subprocess.run(parts, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300)
+def command(*parts, cwd=None, **variables):
+    environment = {**os.environ, **variables}
+    out = subprocess.run(parts, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr[-3000:]
     return out.stdout
 
@@ -238,7 +240,9 @@ def command(*parts, **variables):
 def llm_prompt(url, model, folder):
     lines = ["- model_id: mine", f"  model_name: {model}", f"  api_base: {url}"]
     (folder / "extra-openai-models.yaml").write_text("\n".join(lines))
-    assert command("llm", "-m", "mine", "hi", LLM_USER_PATH=str(folder), OPENAI_API_KEY="none").strip()
+    assert command(
+        "llm", "-m", "mine", "-o", "max_tokens", "20", "hi", LLM_USER_PATH=str(folder), OPENAI_API_KEY="none"
+    ).strip()
 
 
 @scenario("$lm_eval")
@@ -259,7 +263,7 @@ def lm_eval_choices(url, model, folder):
 @scenario("$guidellm")
 def guidellm_load(url, model, folder):
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"The sky {i} is"}) for i in range(8)))
-    backend = f"kind=openai_http,target={url.removesuffix('/v1')},model={model}"
+    backend = f"kind=openai_http,target={url.removesuffix('/v1')},model={model},max_tokens=8"
     limits = ("--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3")
     files = ("--data", f"kind=json_file,path={folder}/data.jsonl", "--output", f"kind=json,path={folder}/out.json")
     command("guidellm", "run", "--backend", backend, *limits, *files, "--disable-console")

@@ -1,7 +1,8 @@
 """What applications do with a server, by client: each scenario is a call of a client's library and what must hold.
 
 A scenario has the text that a model writes for it, so that it runs against a fake engine. Against a real model, those
-with a reason in `weak` may fail for the model. `more_scenarios.py` has those of the extra `clients`.
+with a reason in `weak` may fail for the model. `more_scenarios.py` and `agent_scenarios.py` have those of the extra
+`clients`.
 """
 
 import dataclasses
@@ -28,13 +29,13 @@ class Scenario:
 
     package: what must be installed; a command for programs.
     run: is called with the address of the server, which ends with /v1, and the name of the model.
-    text: what the model writes.
+    text: what the model writes, or its texts by turn.
     weak: why a small model may fail.
     """
 
     package: str
     run: Callable[[str, str], object]
-    text: str = SAID
+    text: str | tuple[str, ...] = SAID
     weak: str = ""
 
 

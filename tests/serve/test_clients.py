@@ -5,9 +5,9 @@ import gc
 import inspect
 import os
 
+import agent_scenarios  # noqa: F401, adds to the table, as what it imports
 import http_server  # noqa: F401, skips this module where packages are missing
 import httpx
-import more_scenarios  # noqa: F401, adds to the table
 import pytest
 from scenarios import SCENARIOS, is_installed
 

@@ -1,6 +1,7 @@
 """Thinking, calls and schemas on the bundled model: drafted is plain, budgets hold, answers are as asked for."""
 
 import dataclasses
+import functools
 import json
 
 import http_server
@@ -34,12 +35,24 @@ GRAMMARS = {
 }
 
 
+DRAFTS = {
+    "tiny": {"plain": None, "ngram": None, "standalone": "python-tiny"},
+    "small": {"plain": None, "eagle": "python-eagle3", "block": "python-block", "frozen-kv-mtp": "python-assistant"},
+}
+"""Target -> drafter -> draft."""
+
+
+@functools.cache
+def load(target):
+    return {
+        drafter: jspec.load(f"bundled:python-{target}", draft=draft and f"bundled:{draft}", dtype="float32")
+        for drafter, draft in DRAFTS[target].items()
+    }
+
+
 @pytest.fixture(scope="module")
 def models():
-    return {
-        name: jspec.load("bundled:python-tiny", draft=draft, dtype="float32")
-        for name, draft in (("plain", None), ("ngram", None), ("standalone", "bundled:python-tiny"))
-    }
+    return load("tiny")
 
 
 def generate(models, drafter, sampling, engine=False):
@@ -51,18 +64,22 @@ def generate(models, drafter, sampling, engine=False):
         return running.generate(PROMPTS, **asked)
 
 
-@pytest.mark.slow(unless=("line-0-None", "forced-0.8-5"))
+@pytest.mark.slow(unless=("tiny-line-0-None", "tiny-forced-0.8-5"))
 @pytest.mark.parametrize("budget", [None, 0, 5])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_drafted_is_plain(models, name, temperature, budget):
+@pytest.mark.parametrize("target", DRAFTS)
+def test_drafted_is_plain(target, name, temperature, budget):
+    models = load(target)
     if name == "forced" and budget is None:
         pytest.skip("the bundled model does not end its thinking")
     sampling = jspec.Sampling(temperature=temperature, grammar=GRAMMARS[name], thinking_budget=budget)
     plain = generate(models, "plain", sampling)
-    for drafter in ("ngram", "standalone"):
+    _, *drafters = models
+    for drafter in drafters:
         assert generate(models, drafter, sampling).tokens == plain.tokens
-    assert generate(models, "standalone", sampling, engine=True).tokens == plain.tokens
+        if budget == 5 or drafter == "standalone":
+            assert generate(models, drafter, sampling, engine=True).tokens == plain.tokens
     assert all(GRAMMARS[name].matches(out.text) for out in plain if out.finish_reason == "eos")
     # Greedily, the bundled model repeats itself, and writes no colon by itself.
     if (name, temperature, budget) != ("colon", 0, None):

@@ -244,8 +244,9 @@ CALLED = {
         ("{{ c.function.name + c.function.arguments }}", 'f{"x": "é"}g5'),
         ("{% if m.content is none %}{{ c.function.name }}{{ c.function.arguments.x }}{% endif %}", "fég"),
         ("{% if m.content is none %}{{ c.function.name + c.function.arguments }}{% endif %}", 'f{"x": "é"}g5'),
+        ("{{ c.function.name + c.function.arguments + m.content }}", 'f{"x": "é"}g5'),
     ],
-    ids=["mapping", "text", "mapping, content none", "text, content none"],
+    ids=["mapping", "text", "mapping, content none", "text, content none", "text, content empty"],
 )
 def test_calls_are_spelled_as_the_template_takes_them(call, expected):
     source = (
@@ -264,7 +265,34 @@ def test_calls_are_spelled_as_the_template_takes_them(call, expected):
     assert bare.render_whole([{"role": "assistant", "tool_calls": plain}], VALUES) == "éf"
 
 
-def test_calls_that_a_template_drops_are_an_error():
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{# tool_calls #}{% endfor %}", "x")
+@pytest.mark.parametrize("call", ["", "{{ m.tool_calls[0].function.name if m.tool_calls }}"], ids=["all", "the second"])
+def test_calls_that_a_template_drops_are_an_error(call):
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}" + call + "{# tool_calls #}{% endfor %}", "x")
     with pytest.raises(ValueError, match=r"messages\[1\]: x drops these calls of the role 'assistant'"):
         template.render_whole([{"role": "user", "content": "hi"}, CALLED], VALUES)
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("m.tool_calls | length > 1", "hi|f:call_a|f:yes|g:call_b|g:no|"),
+        ("m.tool_calls and m.tool_calls[0].id | length != 9", "hi|f:000000001,g:000000000|g:no|f:yes|"),
+        (
+            "m.tool_calls | length > 1 or m.tool_calls and m.tool_calls[0].id | length != 9",
+            "hi|f:000000001|f:yes|g:000000000|g:no|",
+        ),
+    ],
+    ids=["one by one", "short ids", "both"],
+)
+def test_calls_of_templates_with_other_rules(condition, expected):
+    source = (
+        "{% for m in messages %}{% if CONDITION %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.id }}{{ ',' if not loop.last }}{% endfor %}|{% endfor %}"
+    )
+    calls = [{**call, "id": f"call_{name}"} for call, name in zip(CALLED["tool_calls"], "ab", strict=True)]
+    results = [{"role": "tool", "tool_call_id": f"call_{name}", "content": said} for name, said in RESULTS]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}, *results]
+    assert ChatTemplate(source.replace("CONDITION", condition), "x").render_whole(messages, VALUES) == expected
+
+
+RESULTS = (("b", "g:no"), ("a", "f:yes"))

@@ -1,81 +1,19 @@
 """Calls of tools: each format's table row is written, constrained and read back, in any pieces."""
 
-import json
 import random
 
 import numpy as np
 import pytest
+from tool_texts import FUNCTIONS, parsed, random_call, read
 
 from jspec.text.chat_reader import THINKING, detect_thinking, make_reader
 from jspec.text.tool_calls import FORMATS, ToolCall, detect_tools
 
 MARKED = [name for name, form in FORMATS.items() if name != "harmony"]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "exact": {"type": "boolean"},
-        "unit": {"enum": ["C", "F"]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "at": {
-            "type": "object",
-            "properties": {"x": {"type": "number"}, "note": {"type": "string"}},
-            "required": ["x"],
-        },
-        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    },
-    "required": ["city", "days"],
-}
-FUNCTIONS = {
-    "get_weather": SCHEMA,
-    "now": {"type": "object", "properties": {}},
-    "a.b-c": {"properties": SCHEMA["properties"]},
-}
-TEXTS = [
-    *("", "Zürich", 'quo"te', "back\\slash", "new\nline", "</tool>", "{[(", ")}]", "☃ 🎿", "a, b: c;", "it's"),
-    *("true", "5"),
-]
-
-
-def random_call(chooser):
-    """A call of one of the functions with random arguments by its schema, in the order of the schema."""
-    name = chooser.choice(list(FUNCTIONS))
-    values = {
-        "city": chooser.choice(TEXTS),
-        "days": chooser.choice([0, -5, 12345]),
-        "exact": chooser.random() < 0.5,
-        "unit": chooser.choice("CF"),
-        "tags": [chooser.choice(TEXTS) for _ in range(chooser.randrange(3))],
-        "at": {"x": chooser.choice([0.5, -2, 1e30])}
-        | ({"note": chooser.choice(TEXTS)} if chooser.random() < 0.5 else {}),
-        "maybe": chooser.choice([*TEXTS, None]),
-    }
-    required = FUNCTIONS[name].get("required", [])
-    names = [key for key in FUNCTIONS[name]["properties"] if key in required or chooser.random() < 0.6]
-    return ToolCall(name, json.dumps({key: values[key] for key in names}, ensure_ascii=False))
-
-
-def read(reader, text, chooser=None):
-    """The thinking, content and calls of a text, which arrives in random pieces."""
-    events, at = [], 0
-    while at < len(text):
-        size = len(text) if chooser is None else chooser.choice((1, 1, 2, 3, 7, 40))
-        events += reader.push(text[at : at + size], False)
-        at += size
-    events += reader.push("", True)
-    calls = []
-    for kind, said in events:
-        if kind == "call":
-            calls.append(ToolCall(said, ""))
-        elif kind == "arguments":
-            calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + said)
-    joined = {kind: "".join(said for k, said in events if k == kind) for kind in ("reasoning", "content")}
-    return joined["reasoning"], joined["content"], calls
-
-
-def parsed(calls):
-    return [(call.name, json.loads(call.arguments)) for call in calls]
+TEXT_OF_V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
 
 
 def reader_of(name, functions=FUNCTIONS, thinking=None, prompt=""):
@@ -177,21 +115,30 @@ def test_a_call_that_is_cut_off(name):
             "[f(x='a)]', y=[1, (2, -3)], z={'k': None}), g()]",
             [("f", {"x": "a)]", "y": [1, [2, -3]], "z": {"k": None}}), ("g", {})],
         ),
+        ("pythonic", "[f(x='a\nb')]", [("f", {"x": "a\nb"})]),
         ("pythonic", "[f(x=true, y=null)]", [("f", {"x": True, "y": None})]),
         (
             "gemma",
-            '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true,null]}}<tool_call|>',
-            [("f", {"x": "a}", "y": {"z": [1, True, None]}})],
+            '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true,null,None]}}<tool_call|>',
+            [("f", {"x": "a}", "y": {"z": [1, True, None, None]}})],
         ),
         (
             "qwen3-coder",
             "<tool_call>\n<function=f>\n<parameter=x>\na\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
             [("f", {"x": "a\n</tool_call>"})],
         ),
+        (
+            "qwen3-coder",
+            "<tool_call>\n<function=f>\n<parameter=b>\nFalse\n</parameter>\n<parameter=n>\nNone\n</parameter>\n</function>"
+            "\n</tool_call>",
+            [("f", {"b": False, "n": None})],
+        ),
+        ("deepseek-v3.1", TEXT_OF_V31, [("f", {"x": 1}), ("g", {})]),
     ],
 )
 def test_other_spellings_of_models(name, text, calls):
-    functions = {"f": {"properties": {"x": {}}}, "g": {}}
+    nullable = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    functions = {"f": {"properties": {"x": {}, "b": {"type": "boolean"}, "n": nullable}}, "g": {}}
     thought, content, out = read(reader_of(name, functions), text, random.Random(4))
     assert (thought, content, parsed(out)) == ("", "", calls)
 
@@ -285,6 +232,8 @@ def test_calls_come_after_thinking():
         ("<|tool_call>call:<tool_call|><|channel>thought\n<channel|>", "gemma", "gemma"),
         ("<start_function_call>call:", "function-gemma", None),
         ("<|start|>assistant<|channel|>commentary to=functions.<|message|><|constrain|>", "harmony", "harmony"),
+        ("to={{ 'functions.' + name }}<|channel|>commentary <|message|>", "harmony", "harmony"),
+        ("{{ name + '<｜tool▁sep｜>' + tool['function']['arguments'] }}", "deepseek-v3.1", None),
     ],
 )
 def test_formats_are_known_by_the_template(template, tools, thinking):
