@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
+from jspec.cache.composite import CompositeCache
 from jspec.cache.mla import MlaCache, UpProjections
 from jspec.cache.select import largest
 from jspec.core.struct import struct
@@ -33,7 +34,7 @@ class IndexQuery:
 
 
 @struct
-class DsaCache:
+class DsaCache(CompositeCache):
     """Latent rows and indexer keys of committed tokens. A forward reads them; only `commit` writes them."""
 
     latent: MlaCache
@@ -120,31 +121,6 @@ class DsaCache:
             for cache, part in zip((self.latent, self.index), parts, strict=True)
         )
         return dataclasses.replace(self, latent=latent, index=index)
-
-    def take(self, slots: Int[Array, " R"]) -> Self:
-        """The same pools with the tables of these sequences."""
-        return dataclasses.replace(self, latent=self.latent.take(slots), index=self.index.take(slots))
-
-    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """The pools of `part`; tables stay."""
-        latent, index = self.latent.put(slots, part.latent), self.index.put(slots, part.index)
-        return dataclasses.replace(self, latent=latent, index=index)
-
-    def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """The same pools under another table; a page has latent rows and indexer keys."""
-        return dataclasses.replace(self, latent=self.latent.with_table(table), index=self.index.with_table(table))
-
-    def pooled(self, pages: int) -> Self:
-        """Empty pools of `pages` pages each."""
-        return dataclasses.replace(self, latent=self.latent.pooled(pages), index=self.index.pooled(pages))
-
-    def state_of(self, slot: Int[Array, ""]) -> PyTree:
-        """None: everything is in pages."""
-        return None
-
-    def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
-        """Itself: everything is in pages."""
-        return self
 
 
 def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree
 
+from jspec.cache.composite import CompositeCache
 from jspec.cache.mha import MhaCache
 from jspec.cache.narrow import KV_FORMATS, stored_dtype
 from jspec.cache.swa import SlidingCache
@@ -73,15 +74,14 @@ class LayerKeys:
         Raises:
           ValueError: `page_size` or the window below 1.
         """
-        size = batch, capacity, page_size
-        heads, dim, dtype = self.kv_heads, self.head_dim, stored_dtype(self.kv, dtype)
+        heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": stored_dtype(self.kv, dtype)}
         if self.window is None:
-            return MhaCache.empty(*size, layers=layers, kv_heads=heads, head_dim=dim, dtype=dtype)
-        return SlidingCache.empty(*size, layers=layers, kv_heads=heads, head_dim=dim, dtype=dtype, window=self.window)
+            return MhaCache.empty(batch, capacity, page_size, layers=layers, **heads)
+        return SlidingCache.empty(batch, capacity, page_size, window=self.window, layers=layers, **heads)
 
 
 @struct
-class HybridCache:
+class HybridCache(CompositeCache):
     """Keys, values or states of committed tokens, by group of layers. A forward reads it; only `commit` writes it."""
 
     groups: tuple[Group, ...]
@@ -148,29 +148,3 @@ class HybridCache:
             group_rows = tuple(row for (owner, _), row in placed if owner == index and row is not None)
             groups.append(group.commit(group_rows, start, path, length))
         return dataclasses.replace(self, groups=tuple(groups))
-
-    def take(self, slots: Int[Array, " R"]) -> Self:
-        """Each group's `take`."""
-        return dataclasses.replace(self, groups=tuple(group.take(slots) for group in self.groups))
-
-    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """Each group's `put`."""
-        groups = zip(self.groups, part.groups, strict=True)
-        return dataclasses.replace(self, groups=tuple(group.put(slots, new) for group, new in groups))
-
-    def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """All groups under one table."""
-        return dataclasses.replace(self, groups=tuple(group.with_table(table) for group in self.groups))
-
-    def pooled(self, pages: int) -> Self:
-        """Each group's `pooled`: a page number names a page in the pool of every group."""
-        return dataclasses.replace(self, groups=tuple(group.pooled(pages) for group in self.groups))
-
-    def state_of(self, slot: Int[Array, ""]) -> tuple[PyTree, ...]:
-        """Each group's `state_of`."""
-        return tuple(group.state_of(slot) for group in self.groups)
-
-    def with_state(self, slot: Int[Array, ""], state: tuple[PyTree, ...]) -> Self:
-        """Each group's `with_state`."""
-        groups = zip(self.groups, state, strict=True)
-        return dataclasses.replace(self, groups=tuple(group.with_state(slot, part) for group, part in groups))

@@ -1,13 +1,12 @@
 """Paged cache of multi-head and grouped-query attention; all layers share one pool."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
@@ -21,33 +20,6 @@ from pallas_kernels.paged_attention import paged_attention
 
 Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
 """Keys and values of a round's nodes, one pair per layer."""
-
-
-def stored_rows(rows: Rows, pool: Float[Array, "L 2 P page K padded"]) -> Rows:
-    """The rows of all layers as a pool takes them: in its type, with zeros after the features of a head."""
-    return tuple((_stored(k, pool), _stored(v, pool)) for k, v in rows)
-
-
-def _stored(x: Float[Array, "B R K D"], pool: Float[Array, "L 2 P page K padded"]) -> Float[Array, "B R K padded"]:
-    return narrowed(pad_last(x, pool.shape[-1]), pool.dtype)
-
-
-def read(
-    attend: Callable[..., Array],
-    cache: PagedCache,
-    q: Float[Array, "B N H D"],
-    k: Float[Array, "B R K D"],
-    v: Float[Array, "B R K D"],
-    start: Int[Array, " B"] | None,
-    mask: Bool[Array, "#B N R"] | None,
-    **options: PyTree,
-) -> Float[Array, "B N H D"]:
-    """`attend` over a pool of keys and values and a round's own rows, read as the pool would give them back."""
-    pool, dim = cache.pool, q.shape[-1]
-    # Rows rounded and padded like those of the pool.
-    k, v = as_stored(k, pool.dtype), as_stored(v, pool.dtype)
-    q, k, v = (pad_last(x, pool.shape[-1]) for x in (q, k, v))
-    return attend(q, k, v, pool, cache.page_table, start, mask, **options)[..., :dim]
 
 
 @struct
@@ -97,15 +69,32 @@ class MhaCache(PagedCache):
         if exact and window is not None:
             raise ValueError("exact=True: exact attention has no windows of drafts yet")
         # The kernel.
-        attend = exact_attention if exact else paged_attention
-        if window is not None:
+        window = self.within(window)
+        if exact:
+            attend = partial(exact_attention, window=None if window is None else window.length)
+        elif window is None:
+            attend = paged_attention
+        else:
             attend = partial(attend_within, window, positions=positions)
-        return read(attend, self, q, k, v, start, mask, layer=layer, scale=scale, sinks=sinks)
+        # The round's own rows are read as the pool would give them back: rounded and padded.
+        dim, pool = q.shape[-1], self.pool
+        k, v = as_stored(k, pool.dtype), as_stored(v, pool.dtype)
+        q, k, v = (pad_last(x, pool.shape[-1]) for x in (q, k, v))
+        out = attend(q, k, v, pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
+        return out[..., :dim]
+
+    def within(self, window: Window | None) -> Window | None:
+        """The window of an attention limited to `window`."""
+        return window
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        rows = stored_rows(rows, self.pool)
-        pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
+        stored = tuple((self._stored(k), self._stored(v)) for k, v in rows)
+        pool = kv_compact(self.pool, stored, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
+
+    def _stored(self, x: Float[Array, "B R K D"]) -> Float[Array, "B R K padded"]:
+        """Keys or values in the type of the pool, with zeros after the features of a head."""
+        return narrowed(pad_last(x, self.pool.shape[-1]), self.pool.dtype)

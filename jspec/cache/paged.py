@@ -4,8 +4,9 @@ import dataclasses
 from typing import Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
+from jspec.core.slots import SlotCache
 from jspec.core.struct import struct
 
 
@@ -16,7 +17,7 @@ def pad_last(x: Float[Array, "*axes D"], width: int) -> Float[Array, "*axes W"]:
 
 
 @struct
-class PagedCache:
+class PagedCache(SlotCache):
     """A pool of pages and the pages of each sequence."""
 
     pool: Float[Array, "L planes P page ..."]
@@ -39,11 +40,3 @@ class PagedCache:
         layers, planes, _, *rest = self.pool.shape
         pool = jnp.zeros((layers, planes, pages, *rest), self.pool.dtype)
         return dataclasses.replace(self, pool=pool, page_table=jnp.zeros_like(self.page_table))
-
-    def state_of(self, slot: Int[Array, ""]) -> PyTree:
-        """None: everything is in pages."""
-        return None
-
-    def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
-        """Itself: everything is in pages."""
-        return self

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core import tree
+from jspec.core.slots import SlotCache
 from jspec.core.struct import leaf, struct
 from pallas_kernels import delta_rule
 
@@ -81,7 +82,7 @@ class RecurrentState:
 
 
 @struct
-class RecurrentCache:
+class RecurrentCache(SlotCache):
     """States of L layers after the committed tokens."""
 
     layer_states: tuple[Float[Array, "B Hv K V"], ...] = leaf(split=-3)
@@ -163,14 +164,6 @@ class RecurrentCache:
         """The states with those of `part` written back."""
         states = tuple(x.at[slots].set(new) for x, new in zip(self.layer_states, part.layer_states, strict=True))
         return dataclasses.replace(self, layer_states=states, windows=self.windows.at[:, slots].set(part.windows))
-
-    def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """Itself: a state belongs to its slot."""
-        return self
-
-    def pooled(self, pages: int) -> Self:
-        """Itself: it has no pages."""
-        return self
 
     def state_of(self, slot: Int[Array, ""]) -> RecurrentState:
         """The states and windows of a sequence, which cannot be cut at an earlier token."""

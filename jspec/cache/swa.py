@@ -10,21 +10,15 @@ of more than R rows only the last R are written, so each gets a slot of its own.
 """
 
 import dataclasses
-from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.cache import pages
-from jspec.cache.mha import Rows, read, stored_rows
-from jspec.cache.paged import PagedCache
-from jspec.cache.window import Window, attend_within
+from jspec.cache.mha import MhaCache, Rows
+from jspec.cache.window import Window
 from jspec.core.struct import leaf, struct
-from pallas_kernels import platform
-from pallas_kernels.exact_attention import exact_attention
-from pallas_kernels.kv_compact import kv_compact
 
 
 @struct
@@ -36,28 +30,19 @@ class Ring:
 
 
 @struct
-class SlidingCache(PagedCache):
+class SlidingCache(MhaCache):
     """Keys and values of at least the last `window` committed tokens. Only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K padded"] = leaf(split=-2)
-    """Zeros follow the D features of a head, if it has more elements."""
     window: int = dataclasses.field(metadata={"static": True})
     """Positions visible to a token, its own included."""
 
     @classmethod
-    def empty(
-        cls,
-        batch: int,
-        capacity: int,
-        page_size: int,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: DTypeLike,
-        window: int,
+    def empty(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, batch: int, capacity: int, page_size: int, *, window: int, layers: int, **heads: Any
     ) -> "SlidingCache":
         """An empty cache for `batch` sequences of at most `capacity` tokens each.
+
+        heads: as of `MhaCache.empty`.
 
         Raises:
           ValueError: `page_size` or `window` below 1.
@@ -67,44 +52,18 @@ class SlidingCache(PagedCache):
         per_sequence = pages.pages_for(capacity, page_size)
         # Pages of a ring: those of the window, or of the whole context.
         ring = min(per_sequence, pages.pages_for(window, page_size))
-        pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, platform.row_width(head_dim)), dtype)
+        pool = MhaCache.empty(batch, ring * page_size, page_size, layers=layers, **heads).pool
         return cls(pool, pages.cyclic_table(batch, per_sequence, ring), window)
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[Array, "B N H D"],
-        k: Float[Array, "B R K D"],
-        v: Float[Array, "B R K D"],
-        start: Int[Array, " B"] | None,
-        mask: Bool[Array, "#B N R"] | None,
-        scale: float,
-        positions: Int[Array, "#B #N"] | None = None,
-        sinks: Float[Array, " H"] | None = None,
-        exact: bool = False,
-        window: Window | None = None,
-    ) -> Float[Array, "B N H D"]:
-        """Like `MhaCache.attend`, within the window of each node.
-
-        window: the shorter of this one and the layer's own counts; the ring has no first positions to keep.
-
-        Raises:
-          ValueError: `exact` with a window.
-        """
-        if exact and window is not None:
-            raise ValueError("exact=True: exact attention has no windows of drafts yet")
-        # The shorter window counts.
-        length = self.window if window is None else min(self.window, window.length)
-        attend = partial(attend_within, Window(length), positions=positions)
-        if exact:
-            attend = partial(exact_attention, window=length)
-        return read(attend, self, q, k, v, start, mask, layer=layer, scale=scale, sinks=sinks)
+    def within(self, window: Window | None) -> Window:
+        """The shorter of a draft's window and the layer's own; the ring has no first positions to keep."""
+        return Window(self.window if window is None else min(self.window, window.length))
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """Like `MhaCache.commit`; omits rows out of reach of later windows."""
-        page_size, rows = self.pool.shape[3], stored_rows(rows, self.pool)
+        page_size = self.pool.shape[3]
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]
         if columns > ring:  # Only the last `ring` rows fit.
@@ -112,8 +71,7 @@ class SlidingCache(PagedCache):
             last = omitted[:, None] + jnp.arange(ring, dtype=jnp.int32)[None]
             path = last if path is None else jnp.take_along_axis(path, last, axis=1, mode="clip")
             start, length = start + omitted, length - omitted
-        pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
-        return dataclasses.replace(self, pool=pool)
+        return super().commit(rows, start, path, length)
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
         """Itself: a ring belongs to its slot."""

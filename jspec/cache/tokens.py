@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core import tree
+from jspec.core.slots import SlotCache
 from jspec.core.struct import struct
 
 
 @struct
-class TokenCache:
+class TokenCache(SlotCache):
     """The committed tokens of each sequence. It has no pages; columns after the committed tokens are never read."""
 
     tokens: Int[Array, "B C"]
@@ -26,23 +27,13 @@ class TokenCache:
         at = jnp.where(column < length[:, None], start[:, None] + column, self.tokens.shape[1])
         return dataclasses.replace(self, tokens=put_tokens(self.tokens, at, accepted))
 
-    # Slots: see `jspec.core.slots`
-
     def take(self, slots: Int[Array, " R"]) -> Self:
         """The cache of these sequences."""
         return dataclasses.replace(self, tokens=self.tokens[slots])
 
     def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """The cache after `part`, which `take` has selected and a program has changed, is written back."""
+        """The tokens with those of `part` written back."""
         return dataclasses.replace(self, tokens=self.tokens.at[slots].set(part.tokens))
-
-    def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """Itself: it has no pages."""
-        return self
-
-    def pooled(self, pages: int) -> Self:
-        """Itself: it has no pages."""
-        return self
 
     def state_of(self, slot: Int[Array, ""]) -> Int[Array, " C"]:
         """The tokens of a sequence."""

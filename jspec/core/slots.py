@@ -19,7 +19,11 @@ P = TypeVar("P")
 
 @runtime_checkable
 class SlotCache(Protocol):
-    """Methods of a cache, in addition to `Cache`, for sequences to come and go."""
+    """Methods of a cache, in addition to `Cache`, for sequences to come and go.
+
+    Defaults, for classes that inherit them: the last two of a cache that has everything in pages, the two before of one
+    without pages.
+    """
 
     def take(self, slots: Int[Array, " R"]) -> Self:
         """The cache of these sequences; pools of pages are shared with it."""
@@ -31,11 +35,11 @@ class SlotCache(Protocol):
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
         """Sets the block tables; itself if it has no pages of the common pool."""
-        ...
+        return self
 
     def pooled(self, pages: int) -> Self:
         """An empty cache of the same sequences with `pages` pages in the common pool, none of them owned by anyone."""
-        ...
+        return self
 
     def state_of(self, slot: Int[Array, ""]) -> PyTree:
         """A copy of the slot state of a sequence: its state outside of the common pool; None: nothing.
@@ -43,11 +47,11 @@ class SlotCache(Protocol):
         Sequences share the pages of a prefix, but such a state can only be copied where the prefix ends. Its fields
         specify the split over devices (`jspec.core.struct.leaf`).
         """
-        ...
+        return None
 
     def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
         """Sets the slot state of a sequence to a result of `state_of`."""
-        ...
+        return self
 
 
 def is_slot_cache(x: object) -> bool:

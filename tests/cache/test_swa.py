@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import MhaCache, SlidingCache, swa
+from jspec.cache import MhaCache, SlidingCache, mha
 from jspec.cache.window import Window, window_mask, within
 from jspec.core import tree
 from jspec.core.types import DraftTree
@@ -178,7 +178,7 @@ def test_a_finished_sequence_keeps_its_pages():
 def test_no_slot_is_written_twice_in_a_commit(monkeypatch, chain):
     """Backends differ in which of two rows a scatter keeps."""
     written = []
-    monkeypatch.setattr(swa, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
     rng = np.random.default_rng(0)
     _, rows, _, _ = random_round(rng, 25, True)
     path = None if chain else np.arange(25, dtype=np.int32)[None].repeat(BATCH, 0)
