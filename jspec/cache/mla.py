@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
-from jspec.cache.paged import PagedCache
+from jspec.cache.paged import PagedCache, pad_last
 from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
@@ -101,10 +101,11 @@ class MlaCache(PagedCache):
             return _expanded(q, rows, up, mask, scale)
         # Attend in the space of latents, and project back.
         latent = _each_head("bnhp,hpc->bnhc", q[..., :split], up.keys)
+        width, rotated = self.pool.shape[-1], q[..., split:]
         seen = mla_attention(
             latent,
-            self._padded(q[..., split:], rows),
-            self._padded(rows, rows),
+            pad_last(rotated, rotated.shape[-1] + width - rows.shape[-1]),
+            pad_last(rows, width),
             self.pool,
             self.page_table,
             start,
@@ -128,8 +129,9 @@ class MlaCache(PagedCache):
         """Attends with one head whose keys and values are the rows: the first features of the result are a latent."""
         _, split, rank = up.keys.shape
         latent = _each_head_exactly(q[..., :split], up.keys)
-        queries = self._padded(jnp.concatenate([latent, q[..., split:]], axis=-1), rows)
-        keys, pool = self._padded(rows, rows)[:, :, None], self.pool[..., None, :]
+        width = self.pool.shape[-1]
+        queries = pad_last(jnp.concatenate([latent, q[..., split:]], axis=-1), width)
+        keys, pool = pad_last(rows, width)[:, :, None], self.pool[..., None, :]
         # Attend over the pool as one head.
         attend = partial(exact_attention, layer=layer, scale=scale)
         seen = attend(queries, keys, None, pool, self.page_table, start, mask)
@@ -139,14 +141,10 @@ class MlaCache(PagedCache):
         self, rows: MlaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        padded = tuple((narrowed(self._padded(latent, latent), self.pool.dtype),) for (latent,) in rows)
+        width = self.pool.shape[-1]
+        padded = tuple((narrowed(pad_last(latent, width), self.pool.dtype),) for (latent,) in rows)
         pool = kv_compact(self.pool, padded, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
-
-    def _padded(self, x: Array, rows: Array) -> Array:
-        """Pads the last axis of `x` with zeros, as the pool pads the features of `rows`."""
-        extra = self.pool.shape[-1] - rows.shape[-1]
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
 
 
 def _expanded(
@@ -166,7 +164,7 @@ def _expanded(
     values = _each_head("bmc,hcv->bmhv", rows[..., :latent], up.values)
     # `paged_attention` has one dimension for keys and values; zeros that pad the shorter one do not change the result.
     most = max(keys.shape[-1], size)
-    q, keys, values = (jnp.pad(x, ((0, 0),) * 3 + ((0, most - x.shape[-1]),)) for x in (q, keys, values))
+    q, keys, values = (pad_last(x, most) for x in (q, keys, values))
     return paged_attention(q, keys, values, None, None, None, mask, layer=0, scale=scale)[..., :size]
 
 

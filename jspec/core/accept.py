@@ -11,7 +11,6 @@ the drafts there as not proposed, so the token after the limit has the distribut
 import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -20,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import sampling, tree
-from jspec.core.checks import check_number
+from jspec.core.options import check_options, option
 from jspec.core.types import Accept, Acceptance, DraftNeeds, DraftTree
 
 Memory = Array | None
@@ -50,7 +49,7 @@ def coupled(
     the position alone. So the output equals plain sampling with this key, token for token, for any draft
     (drafter-invariant coupling; Daliri, Musco and Suresh, arXiv 2408.07978, section 3).
     """
-    noise = sampling.gumbel(key, sampling.NOISE, position, _generations(draft_tree) + 1, logits.shape[-1])
+    noise = sampling.gumbel(key, sampling.NOISE, position, draft_tree.generations + 1, logits.shape[-1])
     if draft_tree.parents is not None:
         noise = jnp.take_along_axis(noise, tree.depths(draft_tree)[:, :, None], axis=1)
     return follow(draft_tree, jnp.argmax(logits + noise, axis=-1).astype(jnp.int32))
@@ -68,7 +67,7 @@ def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # [1, N]
     node = jnp.zeros(tokens.shape[0], jnp.int32)
     path, steps = [node], []
-    for _ in range(_generations(draft_tree)):
+    for _ in range(draft_tree.generations):
         target_token = jnp.take_along_axis(choice, node[:, None], axis=1)
         child = (parents == node[:, None]) & (index > 0) & (tokens == target_token)  # [B, N]
         walking = child.any(1)
@@ -155,13 +154,11 @@ class LossyThresholds:
     total: above 0 and at most 1; with 1, no probability is raised.
     """
 
-    single: float = 1.0
-    total: float = 1.0
+    single: float = option(1.0, least=0.0, most=1.0)
+    total: float = option(1.0, above=0.0, most=1.0)
 
     def __post_init__(self):
-        number = partial(check_number, most=1.0, owner=type(self).__name__)
-        object.__setattr__(self, "single", number("single", self.single, least=0.0))
-        object.__setattr__(self, "total", number("total", self.total, above=0.0))
+        check_options(self, "LossyThresholds")
 
     def __call__(
         self,
@@ -182,7 +179,10 @@ class LossyThresholds:
             )
             return accepted, tried, _without(residual, token)
 
-        return _walk(key, _with_parents(draft_tree), p, position, judge, jnp.zeros_like(position, jnp.float32))
+        if draft_tree.parents is None:
+            width = 1 if draft_tree.generations else None
+            draft_tree = dataclasses.replace(draft_tree, parents=tree.parents_of(draft_tree), width=width)
+        return _walk(key, draft_tree, p, position, judge, jnp.zeros_like(position, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,16 +195,14 @@ class Imposed:
       below or above it, at most the path to the tree's deepest node and the bonus token.
     """
 
-    tokens_per_round: float
+    tokens_per_round: float = option(
+        bounds={"least": 1.0, "most": 1000.0, "valid": "from 1, which is the bonus token, to 1000"}
+    )
     for_greedy: ClassVar[bool] = True
     """Greedy sequences keep their unprocessed logits."""
 
     def __post_init__(self):
-        valid = "from 1, which is the bonus token, to 1000"
-        tokens = check_number(
-            "tokens_per_round", self.tokens_per_round, least=1.0, most=1000.0, valid=valid, owner="Imposed"
-        )
-        object.__setattr__(self, "tokens_per_round", tokens)
+        check_options(self, "Imposed")
 
     def __call__(
         self,
@@ -219,7 +217,7 @@ class Imposed:
         choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         # XLA could simplify the program for a constant number of drafts, but not for real accept lengths.
         choice, drafts = lax.optimization_barrier((choice, drafts))
-        column = jnp.arange(_generations(draft_tree) + 1, dtype=jnp.int32)[None]
+        column = jnp.arange(draft_tree.generations + 1, dtype=jnp.int32)[None]
         if draft_tree.parents is None:
             path, drafts = None, jnp.minimum(drafts, column.shape[1] - 1)
         else:
@@ -286,7 +284,7 @@ def _walk(
     node, walking = jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
     residual = p[:, 0]
     path, drafts, length = [node], [], jnp.ones(batch, jnp.int32)
-    for generation in range(_generations(draft_tree)):
+    for generation in range(draft_tree.generations):
         if draft_tree.limit is not None:
             walking = walking & (generation < draft_tree.limit)
         notes = _row(memory, node) if memory is not None and memory.ndim == 3 else memory
@@ -365,19 +363,6 @@ def _proposed(draft_tree: DraftTree) -> Bool[Array, "#B D"]:
     """Whether each draft of a chain counts as proposed."""
     generation = jnp.arange(draft_tree.tokens.shape[1] - 1, dtype=jnp.int32)[None]
     return generation >= 0 if draft_tree.limit is None else generation < draft_tree.limit[:, None]
-
-
-def _with_parents(draft_tree: DraftTree) -> DraftTree:
-    if draft_tree.parents is not None:
-        return draft_tree
-    above = jnp.maximum(jnp.arange(draft_tree.tokens.shape[1], dtype=jnp.int32) - 1, 0)
-    return dataclasses.replace(
-        draft_tree, parents=jnp.broadcast_to(above[None], draft_tree.tokens.shape), width=1 if above.size > 1 else None
-    )
-
-
-def _generations(draft_tree: DraftTree) -> int:
-    return draft_tree.tokens.shape[1] - 1 if draft_tree.depth is None else draft_tree.depth
 
 
 def _coins(key: Key[Array, " B"], position: Int[Array, " B"], count: int) -> Float[Array, "B count"]:

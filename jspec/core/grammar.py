@@ -283,10 +283,9 @@ def mend(grammar: Automaton, draft_tree: DraftTree) -> DraftTree:
         return draft_tree
     tokens, parents = draft_tree.tokens, draft_tree.parents
     root, drafts = grammar.state[:, None], tokens[:, 1:]
-    generations = drafts.shape[1] if draft_tree.depth is None else draft_tree.depth
     # Each pass makes the states of one more generation final. It works on all nodes, as that takes no longer than one.
     states, mended = jnp.broadcast_to(root, tokens.shape), drafts
-    for _ in range(generations):
+    for _ in range(draft_tree.generations):
         before = states[:, :-1] if parents is None else jnp.take_along_axis(states, parents[:, 1:], axis=1)
         at = jnp.maximum(before, 0)
         likely = grammar.likely.at[at].get(mode="clip").astype(drafts.dtype)

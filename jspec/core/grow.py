@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jspec.core.checks import check_int, shorten
+from jspec.core.options import check_options, option
 from jspec.core.types import DraftTree, Frontier, Proposal
 
 Expand = Callable[[PyTree, Frontier], tuple[PyTree, Proposal]]
@@ -39,37 +40,34 @@ class Shape:
     num_nodes: nodes of the tree, root included; None: 32, or all proposed nodes if they are fewer.
     """
 
-    depth: int
-    width: int = 1
-    num_nodes: int | None = None
+    depth: int = option(least=1, most=MAX_DEPTH)
+    width: int = option(1, least=1, most=MAX_WIDTH)
+    num_nodes: int | None = option(None, least=1)
 
     @classmethod
-    def checked(cls, name: str, depth: object, width: object, num_nodes: object) -> "Shape":
+    def checked(cls, name: str, depth: Any, width: Any, num_nodes: Any) -> "Shape":
         """The shape of the trees of a drafter called `name`.
 
         Raises:
           TypeError: not ints.
           ValueError: no such tree exists, or it is too large to compile or to rank.
         """
-        depth = check_int("depth", depth, least=1, most=MAX_DEPTH, owner=name)
-        width = check_int("width", width, least=1, most=MAX_WIDTH, owner=name)
+        shape = cls(depth, width, num_nodes)
+        check_options(shape, name)
         # Ranking compares all pairs of proposed nodes.
-        most = cls(depth, width).proposed
-        shown = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
-        if width > 1 and most > MAX_PROPOSED:
+        most = shape.proposed
+        shown = f"{name}(depth={shape.depth}, width={shape.width}, num_nodes={shape.num_nodes})"
+        if shape.width > 1 and most > MAX_PROPOSED:
             raise ValueError(
                 f"{shown}: a tree of this depth and width has 1 + width + (depth - 1) width^2 = {most} proposed nodes; "
                 f"must be at most {MAX_PROPOSED}"
             )
-        if num_nodes is None:
-            return cls(depth, width)
-        num_nodes = check_int("num_nodes", num_nodes, least=1, owner=name)
-        if not depth < num_nodes <= most:
+        if shape.num_nodes is not None and not shape.depth < shape.num_nodes <= most:
             raise ValueError(
-                f"{shown}: num_nodes, root included, must be at least depth + 1 = {depth + 1} and at most "
+                f"{shown}: num_nodes, root included, must be at least depth + 1 = {shape.depth + 1} and at most "
                 f"1 + width + (depth - 1) width^2 = {most}, the number of proposed nodes"
             )
-        return cls(depth, width, num_nodes)
+        return shape
 
     @property
     def proposed(self) -> int:
@@ -98,15 +96,15 @@ def grow(
     exact: a node attends to the rows of its own ancestors. False: to the rows of the nodes in its slot in previous
       frontiers, as in engines that do not move a draft's rows when the beam changes. The output is the same.
     """
-    depth, width, nodes = shape.depth, shape.width, shape.nodes
+    width = shape.width
     if width == 1:
-        return _grow_chain(root, first, expand, carry, depth)
+        return _grow_chain(root, first, expand, carry, shape.depth)
     if first.tokens.shape[2] > width:
         scores = None if first.scores is None else first.scores[:, :, :width]
         first = Proposal(first.tokens[:, :, :width], scores, first.probs)
     if first.probs is not None:
-        return _grow_sampled(root, first, expand, carry, depth, width, nodes)
-    return _grow_best(root, first, expand, carry, depth, width, nodes, exact)
+        return _grow_sampled(root, first, expand, carry, shape)
+    return _grow_best(root, first, expand, carry, shape, exact)
 
 
 def _grow_chain(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, depth: int) -> DraftTree:
@@ -125,18 +123,11 @@ def _grow_chain(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: 
 
 
 def _grow_best(
-    root: Int[Array, " B"],
-    first: Proposal,
-    expand: Expand,
-    carry: PyTree,
-    depth: int,
-    width: int,
-    num_nodes: int,
-    exact: bool,
+    root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, shape: Shape, exact: bool
 ) -> DraftTree:
     # The root's children are the first frontier. Candidates are numbered in the order in which they are proposed, a
     # parent before its children.
-    batch = root.shape[0]
+    batch, depth, width = root.shape[0], shape.depth, shape.width
     eye = jnp.broadcast_to(jnp.eye(width, dtype=bool)[None], (batch, width, width))
     tokens, scores = first.tokens[:, 0], _ranked(_scores(first)[:, 0])
     number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
@@ -162,7 +153,7 @@ def _grow_best(
         path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)
         frontier = Frontier(tokens, parent, mask, jnp.concatenate([path, tokens[:, :, None]], axis=2))
     tokens, scores, parents = (jnp.concatenate(part, axis=1) for part in zip(*proposed, strict=True))
-    return keep_best(root, tokens, scores, parents, depth, num_nodes)
+    return keep_best(root, tokens, scores, parents, depth, shape.nodes)
 
 
 def _scores(proposal: Proposal) -> Float[Array, "B M W"]:
@@ -231,17 +222,9 @@ def keep_best(
     return DraftTree(tokens, above, depth)
 
 
-def _grow_sampled(
-    root: Int[Array, " B"],
-    first: Proposal,
-    expand: Expand,
-    carry: PyTree,
-    depth: int,
-    width: int,
-    num_nodes: int,
-) -> DraftTree:
-    parents = sampled_topology(depth, width, num_nodes)
-    batch = root.shape[0]
+def _grow_sampled(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, shape: Shape) -> DraftTree:
+    batch, num_nodes = root.shape[0], shape.nodes
+    parents = sampled_topology(shape.depth, shape.width, num_nodes)
     children = [[n for n in range(1, num_nodes) if parents[n] == node] for node in range(num_nodes)]
     tokens = {0: root}
     assert first.probs is not None
@@ -269,7 +252,11 @@ def _grow_sampled(
         expanded = inner
     above = jnp.broadcast_to(jnp.asarray(parents, jnp.int32)[None], (batch, num_nodes))
     return DraftTree(
-        jnp.stack([tokens[node] for node in range(num_nodes)], axis=1), above, depth, width, jnp.stack(probs, axis=1)
+        jnp.stack([tokens[node] for node in range(num_nodes)], axis=1),
+        above,
+        shape.depth,
+        shape.width,
+        jnp.stack(probs, axis=1),
     )
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core import tree
 from jspec.core.types import Acceptance, DecodeState, DraftTree
 
 
@@ -38,11 +39,8 @@ def check_round(
     nodes, path = tokens.shape[1], accepted.path
     if path is not None:
         check((path >= 0) & (path < nodes) | s.done[:, None], "a node of the accepted path is out of range")
-        above = parents
-        if above is None:
-            above = jnp.broadcast_to(jnp.maximum(jnp.arange(nodes, dtype=jnp.int32) - 1, 0)[None], tokens.shape)
         after = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None] >= accepted.length[:, None]
-        follows = jnp.take_along_axis(above, path[:, 1:], axis=1, mode="clip") == path[:, :-1]
+        follows = jnp.take_along_axis(tree.parents_of(draft_tree), path[:, 1:], axis=1, mode="clip") == path[:, :-1]
         connected = (follows & (path[:, 1:] > 0) | after).all(1) & (path[:, 0] == 0)
         check(connected | s.done, "the accepted path is not a path from the root")
     # The lengths.

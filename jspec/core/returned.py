@@ -57,14 +57,13 @@ def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acc
     name = getattr(rule, "__name__", type(rule).__name__)
     if not isinstance(result, Acceptance):
         raise TypeError(f"accept={name}: returns {_kinds(result)}; must return a jspec.core.types.Acceptance")
-    batch, nodes = draft_tree.tokens.shape
+    batch = draft_tree.tokens.shape[0]
     _check_integers(f"accept={name}", "length", result.length, (batch,))
     _check_integers(f"accept={name}", "tokens", result.tokens, (batch, None))
-    depth = nodes - 1 if draft_tree.depth is None else draft_tree.depth
-    if result.tokens.shape[1] <= depth:
+    if result.tokens.shape[1] <= draft_tree.generations:
         raise ValueError(
-            f"accept={name}: returns tokens {describe(result.tokens)}; must have a column for each of {depth} drafts "
-            "and for the token after them"
+            f"accept={name}: returns tokens {describe(result.tokens)}; must have a column for each of "
+            f"{draft_tree.generations} drafts and for the token after them"
         )
     if result.path is not None:
         _check_integers(f"accept={name}", "path", result.path, (batch, None))

@@ -54,7 +54,7 @@ def step(
 def draft(
     params: Params, s: DecodeState, *, method: Method, branch: int | None = None
 ) -> tuple[DraftTree, DecodeState]:
-    """The drafter's proposal, mended by the grammars, and the state with the drafter's new state."""
+    """The draft tree, without tokens that a grammar forbids, and the state with the drafter's new state."""
     drafter, state = branches.drafting(method.drafter, s.draft, branch)
     returned = drafter.draft(params, dataclasses.replace(s, draft=state))
     draft_tree, drafted = check_draft(drafter, returned, s.length.shape[0], drafter.depth)
@@ -73,7 +73,7 @@ def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Met
 def accept_drafts(
     s: DecodeState, draft_tree: DraftTree, out: ForwardOutput, *, method: Method, live: Bool[Array, " B"] | None = None
 ) -> Decision:
-    """Decides on drafts to keep and the token after them. live: sequences that get tokens; None: all."""
+    """Decides which drafts to keep, and the token after them. live: sequences that get tokens; None: all."""
     logits = node_logits(s, draft_tree, out)
     accepted = check_acceptance(method.accept, method.accept(s.key, draft_tree, logits, s.length), draft_tree)
     return _decide(s, _cut(accepted, draft_tree), live, record(s, out.logits, logits, accepted))
@@ -94,7 +94,7 @@ def extend(params: Params, s: DecodeState, committed: Committed, *, method: Meth
     return dataclasses.replace(s, draft=method.drafter.extend(params, s, committed))
 
 
-# Parts of the five
+# Parts of the five steps
 
 
 def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Float[Array, "B N V"]:
@@ -105,7 +105,7 @@ def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Fl
 def record(
     s: DecodeState, logits: Float[Array, "B N V"], processed: Float[Array, "B N V"], accepted: Acceptance
 ) -> Recorded | None:
-    """What `s.recorded` records of the accepted tokens; its columns are those of `accepted.tokens`.
+    """The records of the accepted tokens, with the columns of `accepted.tokens`; None if `s.recorded` is.
 
     logits, processed: of each node, before and after sampling parameters and grammars.
     """
@@ -136,7 +136,7 @@ def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, 
 
 
 def append(s: DecodeState, decision: Decision) -> DecodeState:
-    """The state with the new tokens, and what is recorded of them, in its buffers."""
+    """The state with the new tokens and their records in its buffers."""
     appended, num_accepted = decision.appended, decision.accepted.length - 1
     column = jnp.arange(appended.tokens.shape[1], dtype=jnp.int32)[None]
     # Columns beyond the new tokens go out of bounds, where a scatter drops them.
@@ -160,12 +160,12 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
 
 def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> DecodeState:
     """Counts a round, also for `branch` if the drafter has branches."""
-    slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
+    drafts = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     length, branch_counts = jnp.where(s.done, 0, decision.accepted.length), s.stats.branch_counts
-    accepted = (slots == length[:, None] - 1).astype(jnp.int32)
+    accepted = (drafts == length[:, None] - 1).astype(jnp.int32)
     if branch is not None and branch_counts is not None:
-        taken = np.arange(branch_counts.shape[1]) == branch
-        branch_counts = branch_counts + accepted[:, None] * taken[None, :, None].astype(np.int32)
+        in_branch = np.arange(branch_counts.shape[1]) == branch
+        branch_counts = branch_counts + accepted[:, None] * in_branch[None, :, None].astype(np.int32)
     stats = Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
         s.stats.accept_counts + accepted,

@@ -19,6 +19,14 @@ def chain(tokens: Int[Array, "B N"]) -> DraftTree:
     return DraftTree(tokens, None)
 
 
+def parents_of(draft_tree: DraftTree) -> Int[Array, "B N"]:
+    """The parent of each node, of a chain too; the root's is itself."""
+    if draft_tree.parents is not None:
+        return draft_tree.parents
+    before = jnp.maximum(jnp.arange(draft_tree.tokens.shape[1], dtype=jnp.int32) - 1, 0)
+    return jnp.broadcast_to(before[None], draft_tree.tokens.shape)
+
+
 def ancestor_mask(draft_tree: DraftTree) -> Bool[Array, "B N N"] | None:
     """mask[b, n, m]: node m is node n or an ancestor of it. None for a chain (the causal mask).
 
@@ -30,7 +38,7 @@ def ancestor_mask(draft_tree: DraftTree) -> Bool[Array, "B N N"] | None:
     nodes = parents.shape[1]
     reach = jnp.broadcast_to(jnp.eye(nodes, dtype=bool)[None], (parents.shape[0], nodes, nodes))
     jump = parents
-    generations = nodes - 1 if draft_tree.depth is None else draft_tree.depth
+    generations = draft_tree.generations
     for _ in range(generations.bit_length()):
         reach = reach | jnp.take_along_axis(reach, jump[:, :, None], axis=1)
         jump = jnp.take_along_axis(jump, jump, axis=1)
@@ -72,7 +80,7 @@ def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
     """
     tokens = draft_tree.tokens
     batch, nodes = tokens.shape
-    generations = nodes - 1 if draft_tree.depth is None else draft_tree.depth
+    generations = draft_tree.generations
     if draft_tree.parents is None:
         column, node = jnp.arange(generations, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
         on_path = (column[None] < node[:, None])[None]

@@ -47,6 +47,11 @@ class DraftTree:
     """Deepest generation of each sequence that counts as proposed; the target reads the nodes beyond it in vain.
     None: all."""
 
+    @property
+    def generations(self) -> int:
+        """Maximum generations below the root, known while tracing."""
+        return self.tokens.shape[1] - 1 if self.depth is None else self.depth
+
 
 @struct
 class Proposal:

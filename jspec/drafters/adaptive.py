@@ -240,11 +240,7 @@ class Adaptive:
         def tree_of(drafter: Drafter, part: PyTree) -> tuple[Array, Array]:
             drafted, after = drafter.draft(params, dataclasses.replace(s, draft=part))
             check_unchanged(drafter, part, after)
-            tokens, parents = drafted.tokens, drafted.parents
-            if parents is None:
-                above = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)
-                parents = jnp.broadcast_to(above[None], tokens.shape)
-            return tokens, parents
+            return drafted.tokens, tree.parents_of(drafted)
 
         # Pad every tree to the widest of the offered ones.
         offered, states = self.offered(s.length.shape[0]), self.states(state)

@@ -105,7 +105,7 @@ class ModelDrafter(Generic[M]):
     def __post_init__(self):
         name = type(self).__name__
         check_options(self, name)
-        if self.depth is None:  # `bind` sets the depth, and so checks the number of nodes.
+        if self.depth is None and type(self).depth is None:  # `bind` sets the depth, and checks the number of nodes.
             set_checked(self, width=Shape.checked(name, 1, self.width, None).width)
         else:
             set_checked(self, **vars(Shape.checked(name, self.depth, self.width, self.num_nodes)))

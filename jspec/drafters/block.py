@@ -79,8 +79,7 @@ class Block(WindowedDrafter[BlockHead]):
 
         The block is complete, as in training, even if fewer tokens are proposed.
         """
-        state: BlockState = s.draft
-        hidden, logits = self._predict(params, s, state)
+        hidden, logits = self._predict(params, s)
         weights: BlockParams = params.draft
 
         def step(
@@ -99,19 +98,17 @@ class Block(WindowedDrafter[BlockHead]):
         # Grow from the first prediction.
         batch = s.root.shape[0]
         markov, first = step(self._model.begin(weights, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
-        return grow(s.root[:, 0], first, expand, markov, self.shape), state
+        return grow(s.root[:, 0], first, expand, markov, self.shape), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> BlockState:
         """Projects the target's features of the committed tokens to keys and values; no attention."""
-        state: BlockState = s.draft
         assert committed.hidden is not None
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
         feature, rows = self._model.read(params.draft, committed.hidden, committed.start[:, None] + column)
-        return BlockState(commit_rows(state.cache, rows, committed.start, None, committed.length, after=feature))
+        cache = commit_rows(s.draft.cache, rows, committed.start, None, committed.length, after=feature)
+        return BlockState(cache)
 
-    def _predict(
-        self, params: Params, s: DecodeState, state: BlockState
-    ) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
+    def _predict(self, params: Params, s: DecodeState) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
         """Outputs for the next `depth` tokens, and their logits before the Markov head."""
         model = self._model
         # The root, then mask tokens.
@@ -120,7 +117,7 @@ class Block(WindowedDrafter[BlockHead]):
         start = s.length - 1
         positions = start[:, None] + jnp.arange(model.block_size, dtype=jnp.int32)[None]
         tokens = jnp.concatenate([s.root, masks], axis=1)
-        out = model.apply(params, self._target, tokens, positions, self.seen(state.cache), start)
+        out = model.apply(params, self._target, tokens, positions, self.seen(s.draft.cache), start)
         first = 0 if model.next_token else 1
         hidden = out[:, first : first + self.depth]
         return hidden, model.unembed(params, self._target, hidden)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.commit import commit_rows
-from jspec.core.grow import grow
+from jspec.core.grow import Shape, grow
 from jspec.core.options import option
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
@@ -61,6 +61,10 @@ class Mtp(ModelDrafter[MtpHeads]):
 
     depth: Any = None
     heads: int | None = option(None, least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        Shape.checked("Mtp", self._chain(1), self.width, self.num_nodes)
 
     def bind(self, target: Target, draft: object) -> Drafter:
         """Takes the heads' configuration; they must have been made for a target of this shape."""

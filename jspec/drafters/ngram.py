@@ -39,8 +39,9 @@ class Ngram(TokenDrafter):
 
     n: int = option(3, least=1, most=MAX_MATCH)
     depth: int = option(4, least=1, most=MAX_DEPTH)
-    reads_tokens_alone = True
     width = 1
+    reads_tokens_alone = True
+    """Its drafts can be judged without a round of its own (`Adaptive(watch=True)`)."""
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Copy:
         """No match."""

@@ -132,7 +132,7 @@ def test_a_chain_is_the_tree_of_width_one(depth):
     def both(root):
         first = propose(jnp.asarray(np.broadcast_to(dists[0][None], (BATCH, 1, VOCABULARY))), 1)
         chain = grow.grow(root, first, expand, None, grow.Shape(depth))
-        return chain, grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
+        return chain, grow._grow_best(root, first, expand, None, grow.Shape(depth, 1, depth + 1), True)
 
     chain, general = jax.device_get(both(ROOT))
     assert chain.parents is None
