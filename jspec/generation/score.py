@@ -12,10 +12,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
 from jspec.core import groups, logprobs, tree
+from jspec.core.accept import greedy
 from jspec.core.checks import check_int
 from jspec.core.commit import commit_rows
+from jspec.core.method import Method, on_devices
 from jspec.core.processes import agreement, fetch, least
-from jspec.core.sharding import Placement, over
+from jspec.core.sharding import Placement
 from jspec.core.types import Cache, Target, TopTokens
 from jspec.drafters import Plain
 from jspec.generation.result import top_pairs
@@ -180,16 +182,15 @@ class Scorer:
     """Reads batches chunk by chunk, with one cache per batch."""
 
     def __init__(self, target: Target, placement: Placement | None):
-        self._target, self._placement = target, placement
+        self._method = Method(target, Plain(), greedy, placement)
         self._cache: Cache | None = None
 
     def read(self, params: PyTree, chunk: Chunk) -> TokenScores:
         """Dispatch a chunk. params: weights of the target."""
-        static = {"target": self._target, "placement": self._placement}
-        cache = _empty_cache(params, shape=chunk.cache, **static) if chunk.first else self._cache
+        cache = _empty_cache(params, method=self._method, shape=chunk.cache) if chunk.first else self._cache
         assert cache is not None
         arrays = chunk.tokens, chunk.following, chunk.begin, chunk.lengths
-        self._cache, scores = _read(params, cache, *arrays, **static, top_k=chunk.top_k)
+        self._cache, scores = _read(params, cache, *arrays, method=self._method, top_k=chunk.top_k)
         if chunk.last:
             self._cache = None
         return scores
@@ -253,41 +254,31 @@ class Batch:
         return results
 
 
-@partial(jax.jit, static_argnames=("target", "shape", "placement"))
-def _empty_cache(params: PyTree, *, target: Target, shape: tuple[int, int, int], placement: Placement | None) -> Cache:
+@partial(jax.jit, static_argnames=("method", "shape"))
+@on_devices
+def _empty_cache(params: PyTree, *, method: Method, shape: tuple[int, int, int]) -> Cache:
     """An empty cache per group of devices."""
-    return over(placement, lambda params: target.init_cache(params, *shape), params)
+    return method.target.init_cache(params, *shape)
 
 
-@partial(jax.jit, static_argnames=("target", "top_k", "placement"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("method", "top_k"), donate_argnames=("cache",))
+@on_devices
 def _read(
     params: PyTree,
     cache: Cache,
-    tokens: Int[Array, "*groups B size"],
-    following: Int[Array, "*groups B size"],
-    begin: Int[Array, "*groups B"],
-    count: Int[Array, "*groups B"],
+    tokens: Int[Array, "B size"],
+    following: Int[Array, "B size"],
+    begin: Int[Array, " B"],
+    count: Int[Array, " B"],
     *,
-    target: Target,
+    method: Method,
     top_k: int,
-    placement: Placement | None,
 ) -> tuple[Cache, TokenScores]:
     """Read `count` tokens of each sequence from position `begin` on.
 
     Returns the cache after them, the log-probability of the token after each, and the most probable tokens there.
     """
-
-    def read(
-        params: PyTree,
-        cache: Cache,
-        tokens: Int[Array, "B size"],
-        following: Int[Array, "B size"],
-        begin: Int[Array, " B"],
-        count: Int[Array, " B"],
-    ) -> tuple[Cache, TokenScores]:
-        out = target.forward(params, tree.chain(tokens), cache, begin)
-        cache = commit_rows(cache, out.rows, begin, None, count, after=out.logits)
-        top = logprobs.most_probable(out.logits, top_k) if top_k else None
-        return cache, (logprobs.of_tokens(out.logits, following), top)
-
-    return over(placement, read, params, cache, tokens, following, begin, count)
+    out = method.target.forward(params, tree.chain(tokens), cache, begin)
+    cache = commit_rows(cache, out.rows, begin, None, count, after=out.logits)
+    top = logprobs.most_probable(out.logits, top_k) if top_k else None
+    return cache, (logprobs.of_tokens(out.logits, following), top)
