@@ -71,13 +71,12 @@ class Placement:
 
     @property
     def devices(self) -> list[Device]:
-        """Those devices that belong to this process."""
-        own = jax.process_index()
-        return [device for device in self.mesh.devices.flat if device.process_index == own]
+        """The devices of this process."""
+        return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
 
     @property
     def processes(self) -> list[int]:
-        """The processes that some of the devices belong to, ascending."""
+        """The processes with some of the devices, ascending."""
         return sorted({device.process_index for device in self.mesh.devices.flat})
 
     @property
@@ -93,8 +92,8 @@ class Placement:
         devices = np.take(self.mesh.devices, index, axis=names.index(DATA))
         return dataclasses.replace(self, mesh=_mesh(devices, [name for name in names if name != DATA]))
 
-    def own(self, params: T) -> T:
-        """Weights on these devices alone. What is there already, and on the devices of other groups, is not copied.
+    def restrict(self, params: T) -> T:
+        """Weights on these devices alone, of weights on these and others: without a copy of what is here.
 
         Where none of the devices belongs to this process, the shapes of the weights.
         """
@@ -107,14 +106,14 @@ class Placement:
                 return self.copy(leaf)
             part = leaf.sharding.shard_shape(leaf.shape)
             axis = next((axis for axis, size in enumerate(part) if size < leaf.shape[axis]), None)
-            held = {shard.device: shard.data for shard in leaf.addressable_shards}
+            shards = {shard.device: shard.data for shard in leaf.addressable_shards}
             sharding = NamedSharding(self.mesh, _spec(axis))
-            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [held[each] for each in here])
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [shards[device] for device in here])
 
         return jax.tree.map(take, params)
 
     def specs(self, tree: PyTree, *, stacked: bool = False) -> PyTree:
-        """How the leaves of `Params`, of a state, or of anything whole are split.
+        """The split of each leaf of `Params`, of a state, or of anything whole.
 
         stacked: they have a first axis of groups.
         """
@@ -129,7 +128,7 @@ class Placement:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(tree))
 
     def local(self, shapes: PyTree) -> PyTree:
-        """What one device has of a model's weights, or of a state, as `jax.ShapeDtypeStruct`s."""
+        """The part of one device of a model's weights, or of a state, as `jax.ShapeDtypeStruct`s."""
 
         def shape(options: Leaf, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             axis, dims = self.axis_of(options, whole.shape), list(whole.shape)
@@ -145,31 +144,25 @@ class Placement:
         options: of the field that gets them. If it is split, each device has its share of every part, next to each
           other. So a device's columns of a fused weight are those of its own heads.
         """
-        if options.split is None:
-            return self.copy(side_by_side(parts))
-        shape = _joined_shape(parts)
         # One row is the scales of whole columns, of a quantized matrix whose rows are split.
-        axis = dataclasses.replace(options, if_many=True).axis(shape, self.size)
+        if_split = dataclasses.replace(options, if_many=True)
+        axis = None if options.split is None else if_split.axis(_joined_shape(parts), self.size)
         if axis is None:
             return self.copy(side_by_side(parts))
-
-        sharding, held = NamedSharding(self.mesh, _spec(axis)), {}
+        # The devices of each share.
+        shape, devices_of = _joined_shape(parts), {}
+        sharding = NamedSharding(self.mesh, _spec(axis))
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None
-            held.setdefault((index[axis].start or 0) * self.size // shape[axis], []).append(device)
+            devices_of.setdefault((index[axis].start or 0) * self.size // shape[axis], []).append(device)
         arrays = []
-        for share, devices in held.items():
-            own = self._share(parts, axis, share)
+        for share, devices in devices_of.items():
+            sizes = [part.shape[axis] // self.size for part in parts]
+            index = [(*[slice(None)] * axis, slice(share * size, (share + 1) * size)) for size in sizes]
+            columns = side_by_side([part[at] for part, at in zip(parts, index, strict=True)])
             # Waiting bounds the memory of the host: it has one share at a time.
-            arrays += jax.block_until_ready([jax.device_put(own, device) for device in devices])
+            arrays += jax.block_until_ready([jax.device_put(columns, device) for device in devices])
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-    def _share(self, parts: Sequence[np.ndarray], axis: int, share: int) -> np.ndarray:
-        """The share of one device of each part, next to each other."""
-        ends = [part.shape[axis] // self.size for part in parts]
-        index = [(*[slice(None)] * axis, slice(share * size, (share + 1) * size)) for size in ends]
-        own = [part[each] for part, each in zip(parts, index, strict=True)]
-        return side_by_side(own)
 
     @property
     def spans_processes(self) -> bool:
@@ -182,8 +175,8 @@ class Placement:
         if not self.spans_processes:
             return jax.device_put(array if isinstance(array, jax.Array) else np.asarray(array), sharding)
         # Each process copies its own parts; `device_put` would first compare the arrays of all processes.
-        held = np.asarray(array)
-        return jax.make_array_from_callback(held.shape, sharding, lambda index: np.asarray(held[index]))
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.asarray(whole[index]))
 
     def arrange(self, options: Leaf, parts: Sequence[Array]) -> list[Array]:
         """Weights whose concatenation on the last axis is the array of `put`, from the parts of that array."""
@@ -196,16 +189,17 @@ class Placement:
         """An array on these devices, for a program over them: itself, or split on an axis that they divide."""
         if isinstance(array, Tracer):
             return array
-        given = array.sharding if isinstance(array, jax.Array) else None
-        # A program takes arrays of one order of devices.
-        if isinstance(given, NamedSharding) and isinstance(given.mesh, Mesh) and isinstance(array, jax.Array):
-            if given.mesh.devices.flatten().tolist() == self.mesh.devices.flatten().tolist():
-                return without_types(array)
-        if given is not None and not given.is_fully_addressable and not given.is_fully_replicated:
-            raise ValueError(
-                f"arrays: one of shape {array.shape} is on devices of several processes, but not on those of the model "
-                f"in their order: it has the sharding {given}, and the model the mesh {self.mesh}"
-            )
+        if isinstance(array, jax.Array):
+            sharding = array.sharding
+            # A program takes arrays of one order of devices.
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+                if sharding.mesh.devices.flatten().tolist() == self.mesh.devices.flatten().tolist():
+                    return without_types(array)
+            if not sharding.is_fully_addressable and not sharding.is_fully_replicated:
+                raise ValueError(
+                    f"arrays: one of shape {array.shape} is on devices of several processes, but not on those of the "
+                    f"model in their order: it has the sharding {sharding}, and the model the mesh {self.mesh}"
+                )
         axis = next((axis for axis, size in enumerate(array.shape) if size and size % self.size == 0), None)
         return self.copy(array, axis)
 
@@ -240,12 +234,9 @@ def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays next to each other on their last axis, in the layout of the first: JAX transposes faster than NumPy."""
     if len(parts) == 1:
         return np.asarray(parts[0])
-    made = np.empty_like(parts[0], shape=_joined_shape(parts))
-    start = 0
-    for part in parts:
-        np.copyto(made[..., start : start + part.shape[-1]], part)
-        start += part.shape[-1]
-    return made
+    joined = np.empty_like(parts[0], shape=_joined_shape(parts))
+    np.concatenate(parts, axis=-1, out=joined)
+    return joined
 
 
 def _joined_shape(parts: Sequence[Any]) -> tuple[int, ...]:
@@ -255,11 +246,12 @@ def _joined_shape(parts: Sequence[Any]) -> tuple[int, ...]:
 
 def without_types(array: Array) -> Array:
     """An array whose sharding is not part of its type, as programs here decide themselves how values are split."""
-    given = array.sharding
-    if not isinstance(given, NamedSharding) or all(kind == AxisType.Auto for kind in given.mesh.axis_types):
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return array
-    assert isinstance(given.mesh, Mesh)
-    return jax.device_put(array, NamedSharding(_mesh(given.mesh.devices, given.mesh.axis_names), given.spec))
+    assert isinstance(sharding.mesh, Mesh)
+    mesh = _mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(array, NamedSharding(mesh, sharding.spec))
 
 
 def refuse_types(name: str, array: Array) -> None:
@@ -294,18 +286,18 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
     stacked = [stacks and index not in shared for index in range(len(args))]
 
     def local(*args: PyTree) -> tuple[tuple[Array, ...], ...]:
-        """The results, those with one way of being split together: what they are is known once this is traced."""
-        own = (
-            jax.tree.map(lambda x: jnp.squeeze(x, 0), arg) if each else arg
-            for arg, each in zip(args, stacked, strict=True)
+        """The results, grouped by the axis that is split, which is known once this is traced."""
+        parts = (
+            jax.tree.map(lambda x: jnp.squeeze(x, 0), arg) if is_stacked else arg
+            for arg, is_stacked in zip(args, stacked, strict=True)
         )
-        results, structure = flatten_leaves(function(*own))
+        results, structure = flatten_leaves(function(*parts))
         split = [placement.axis_of(options, leaf.shape) for options, leaf in results]
         structures.append((structure, split))
         leaves = [jnp.expand_dims(leaf, 0) if stacks else leaf for _, leaf in results]
-        return tuple(tuple(leaf for leaf, own in zip(leaves, split, strict=True) if own == axis) for axis in axes)
+        return tuple(tuple(leaf for leaf, at in zip(leaves, split, strict=True) if at == axis) for axis in axes)
 
-    specs = tuple(placement.specs(arg, stacked=each) for arg, each in zip(args, stacked, strict=True))
+    specs = tuple(placement.specs(arg, stacked=is_stacked) for arg, is_stacked in zip(args, stacked, strict=True))
     out_specs = tuple(_spec(axis, stacked=stacks) for axis in axes)
     # Every result that is not split is the same on all devices, which the checks of `check_vma` cannot know of kernels.
     run = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
@@ -315,12 +307,12 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
 
 
 def on_one_device(placement: Placement | None, tree: T) -> T:
-    """What one device has of weights or of a state, as shapes; placement None: all of it, as it is."""
+    """The part of one device of weights or of a state, as shapes; placement None: all of it, as it is."""
     return tree if placement is None else placement.local(tree)  # pyright: ignore[reportReturnType]  # shapes
 
 
 def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, "*batch E"]:
-    """The sum of what each of `devices` has."""
+    """The sum over `devices`."""
     return x if devices == 1 else lax.psum(x, TENSOR)
 
 
@@ -384,13 +376,13 @@ def make_placement(
         shape = (data or 1, tensor or 1)
         if shape == (1, 1):
             return None
-        if (wanted := math.prod(shape)) > len(devices):
+        if (count := math.prod(shape)) > len(devices):
             named = {"data": data, "tensor": tensor}
-            given = ", ".join(f"{name}={size}" for name, size in named.items() if size is not None)
+            shown = ", ".join(f"{name}={size}" for name, size in named.items() if size is not None)
             product = "their product must be" if None not in named.values() else "must be"
-            raise ValueError(f"{given}: {product} at most {len(devices)}, the number of devices that JAX has")
+            raise ValueError(f"{shown}: {product} at most {len(devices)}, the number of devices that JAX has")
         axes, sizes = ((DATA, TENSOR), shape) if shape[0] > 1 else ((TENSOR,), shape[1:])
-        return _placement(np.array(devices[:wanted]).reshape(sizes), axes)
+        return _placement(np.array(devices[:count]).reshape(sizes), axes)
     # A mesh of the caller: its axes, and their sizes.
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is of type {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh makes")
@@ -406,20 +398,19 @@ def make_placement(
                 f"{name}={size}: the mesh has {shape.get(name, 1)} devices on its axis {name!r}; omit {name}"
             )
     if TENSOR not in shape:
-        return _placement(mesh.devices[..., None], (*mesh.axis_names, TENSOR), given=True)
-    return _placement(mesh.devices, mesh.axis_names, given=True)
+        return _placement(mesh.devices[..., None], (*mesh.axis_names, TENSOR), by_caller=True)
+    return _placement(mesh.devices, mesh.axis_names, by_caller=True)
 
 
-def _placement(devices: np.ndarray, names: Collection[str], *, given: bool = False) -> Placement:
-    """The placement on these devices. given: the caller has chosen them, and may want those of this process alone.
+def _placement(devices: np.ndarray, names: Collection[str], *, by_caller: bool = False) -> Placement:
+    """The placement on these devices. by_caller: they may be those of this process alone.
 
     Raises:
       ValueError: a process has none of them.
     """
-    found = {device.process_index for device in devices.flat}
-    own = given and found == {jax.process_index()}
-    missing = [process for process in range(jax.process_count()) if process not in found]
-    if missing and not own:
+    processes = {device.process_index for device in devices.flat}
+    missing = [process for process in range(jax.process_count()) if process not in processes]
+    if missing and not (by_caller and processes == {jax.process_index()}):
         raise ValueError(
             f"the model is on {devices.size} devices, none of which belongs to process {missing[0]}: each of the "
             f"{jax.process_count()} processes must have some, or a mesh must have devices of one process alone"

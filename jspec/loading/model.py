@@ -90,7 +90,7 @@ class Model:
         if placement is None or placement.groups == 1:
             return [self]
         parts = [placement.group(index) for index in range(placement.groups)]
-        return [dataclasses.replace(self, params=part.own(self.params), placement=part) for part in parts]
+        return [dataclasses.replace(self, params=part.restrict(self.params), placement=part) for part in parts]
 
     def with_draft(self, draft: "Model | None") -> "Model":
         """Use another language model as the draft, for the drafter `jspec.Standalone`; None: no draft.
