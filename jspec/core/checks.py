@@ -5,8 +5,8 @@ The error names the argument, its value and the valid ones: `page_size=0: must b
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,22 +44,20 @@ def check_number(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
-    dtype: type[np.floating] = np.float32,
     valid: str = "",
     owner: str = "",
 ) -> float:
-    """Check a float that keeps its meaning in the precision of its use.
+    """Check a float that keeps its meaning in float32.
 
     value: an int or a float, of Python, NumPy or a JAX array without axes; a bool is not a number here.
-    least, above, most: bounds on the rounded value; `least` and `most` are included, `above` is not.
-    dtype: the precision of its use. A finite value must not become infinite, 0 or subnormal there, as accelerators
-      flush subnormal numbers to 0.
+    least, above, most: bounds on the rounded value; `least` and `most` are included, `above` is not. A finite value
+      must not become infinite, 0 or subnormal in float32, as accelerators flush subnormal numbers to 0.
     valid: the valid values, for the message, if they are more than the bounds.
     owner: as in `check_int`.
 
     Raises:
       TypeError: not a number.
-      ValueError: NaN, infinite, or out of bounds in that precision.
+      ValueError: NaN, infinite, or out of bounds.
     """
     argument = shown(name, value, owner)
     exact = _as_float(value)
@@ -67,16 +65,17 @@ def check_number(
         raise TypeError(f"{argument}: must be a number")
     bounds = valid or _range(least, most, above)
     with np.errstate(over="ignore", under="ignore"):
-        rounded = float(dtype(exact))
+        rounded = float(np.float32(exact))
     # A finite value loses its meaning if it becomes infinite, 0 or subnormal.
-    if math.isfinite(exact) and (math.isinf(rounded) or (exact != 0 and abs(rounded) < float(np.finfo(dtype).tiny))):
+    vanishes = exact != 0 and abs(rounded) < float(np.finfo(np.float32).tiny)
+    if math.isfinite(exact) and (math.isinf(rounded) or vanishes):
         kind = "infinite" if math.isinf(rounded) else "0"
-        raise ValueError(f"{argument}: must be {bounds} (it is {kind} in {np.dtype(dtype)})")
+        raise ValueError(f"{argument}: must be {bounds} (it is {kind} in float32)")
     good = (
         math.isfinite(rounded)
-        and (least is None or rounded >= float(dtype(least)))
-        and (above is None or rounded > float(dtype(above)))
-        and (most is None or rounded <= float(dtype(most)))
+        and (least is None or rounded >= np.float32(least))
+        and (above is None or rounded > np.float32(above))
+        and (most is None or rounded <= np.float32(most))
     )
     if not good:
         raise ValueError(f"{argument}: must be {bounds}")
@@ -98,26 +97,29 @@ def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> 
     return value
 
 
-def check_entries(name: str, value: object, kind: type[T], otherwise: str = "None") -> T | tuple[T | None, ...] | None:
-    """Check a value of one kind for all sequences, a list with one or None per sequence, or None.
+def check_each(name: str, value: object, check: Callable[[str, Any], T]) -> T | tuple[T, ...]:
+    """Check one value for all sequences, or a list with one per sequence.
 
-    otherwise: what None is, for the message.
-
-    Raises:
-      TypeError: something else.
+    check: checks a value of this name, and returns the plain one.
     """
-    if value is None or isinstance(value, kind):
-        return value
-    kind_name = f"a jspec.{kind.__name__}"
-    entries = check_sequence(name, value, items=f"{kind_name}, a list with one per sequence, or {otherwise}")
-    for i, entry in enumerate(entries):
-        if entry is not None and not isinstance(entry, kind):
-            raise TypeError(f"{name}[{i}]={shorten(entry)}: must be {kind_name}, or {otherwise}")
-    return tuple(entry for entry in entries if entry is None or isinstance(entry, kind))
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+    return check(name, value)
 
 
-def entries_of(name: str, value: T | Sequence[T | None] | None, batch: int) -> list[T | None]:
+def check_kind(name: str, value: object, kind: type[T], otherwise: str = "None") -> T | None:
+    """Check a value of one kind, or None. otherwise: what None is, for the message."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}={shorten(value)}: must be a jspec.{kind.__name__}, or {otherwise}")
+    return value
+
+
+def entries_of(name: str, value: T | Sequence[T], batch: int, of: str = "sequence") -> list[T]:
     """List the value of each of `batch` sequences, of one value for all or of one per sequence.
+
+    of: what a list has entries of, for the message.
 
     Raises:
       ValueError: a list whose length is not `batch`.
@@ -125,7 +127,7 @@ def entries_of(name: str, value: T | Sequence[T | None] | None, batch: int) -> l
     if not isinstance(value, Sequence):
         return [value] * batch
     if len(value) != batch:
-        raise ValueError(f"{name}: {len(value)} for {batch} sequences; must be one, or one per sequence")
+        raise ValueError(f"{name}: {len(value)} for {batch} {of}s; must be one, or one per {of}")
     return list(value)
 
 

@@ -30,7 +30,7 @@ class Option:
     """
 
     help: str = ""
-    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     choices: Sequence[str] = ()
     metavar: str | None = None
     positional: bool = False
@@ -45,7 +45,7 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
     repeated: bool = False,
-    bounds: Mapping[str, float] = types.MappingProxyType({}),
+    bounds: Mapping[str, Any] = types.MappingProxyType({}),
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
@@ -115,9 +115,9 @@ def _check(name: str, value: object, kind: type, spec: Option, owner: str) -> ob
     if kind is bool:
         return check_flag(name, value, owner=owner)
     if kind is int:
-        return check_int(name, value, owner=owner, **spec.bounds)  # pyright: ignore[reportArgumentType]
+        return check_int(name, value, owner=owner, **spec.bounds)
     if kind is float:
-        return check_number(name, value, owner=owner, **spec.bounds)  # pyright: ignore[reportArgumentType]
+        return check_number(name, value, owner=owner, **spec.bounds)
     if not isinstance(value, str | Path):
         raise TypeError(f"{shown(name, value, owner)}: must be a str")
     if spec.choices and value not in spec.choices:

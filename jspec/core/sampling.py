@@ -19,12 +19,17 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from jspec.core import grammar as grammars
 from jspec.core import stopping, sums
 from jspec.core.bits import ordered_bits
-from jspec.core.checks import check_hashable, check_int, check_number, entries_of, shorten
+from jspec.core.checks import check_each, check_hashable, check_int, check_kind, check_number, entries_of, shorten
+from jspec.core.options import check_options, option
 from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
 """Independent random streams of a sequence: noise of the target's choice (drafts may share it), sampled drafts, coins
 of an acceptance rule, and the rule's final token."""
+
+
+_TEMPERATURE = "0 (greedy) or at least 1e-6"
+_PENALTY = {"least": -1e6, "most": 1e6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,46 +56,31 @@ class Sampling:
       TypeError, ValueError: a parameter of another type or out of its bounds.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = option(1.0, bounds={"least": 0.0, "valid": _TEMPERATURE})
+    top_k: int | None = option(None, least=1, most=2**63 - 1)
+    top_p: float | None = option(None, above=0.0, most=1.0)
+    min_p: float | None = option(None, least=0.0, most=1.0)
+    repetition_penalty: float = option(1.0, least=1e-6, most=1e6)
+    presence_penalty: float = option(0.0, bounds=_PENALTY)
+    frequency_penalty: float = option(0.0, bounds=_PENALTY)
     logit_bias: Mapping[int, float] | None = None
-    min_new_tokens: int = 0
+    min_new_tokens: int = option(0, least=0, most=2**63 - 1)
     grammar: grammars.TokenGrammar | None = None
-    thinking_budget: int | None = None
+    thinking_budget: int | None = option(None, least=0, most=2**63 - 1)
 
     def __post_init__(self):
-        number, whole = partial(check_number, owner="Sampling"), partial(check_int, owner="Sampling")
-        temperature = number("temperature", self.temperature, least=0.0, valid="0 (greedy) or at least 1e-6")
+        check_options(self, "Sampling")
         # Lower values would make the highest logits equal: divided by them, all would be the largest float.
-        if 0 < temperature < 1e-6:
-            raise ValueError(f"Sampling(temperature={temperature!r}): must be 0 (greedy) or at least 1e-6")
-        values: dict[str, object] = {"temperature": temperature}
-        if self.top_k is not None:
-            values["top_k"] = whole("top_k", self.top_k, least=1, most=2**63 - 1)
-        if self.top_p is not None:
-            values["top_p"] = number("top_p", self.top_p, above=0.0, most=1.0)
-        if self.min_p is not None:
-            values["min_p"] = number("min_p", self.min_p, least=0.0, most=1.0)
-        for name, least in (("repetition_penalty", 1e-6), ("presence_penalty", -1e6), ("frequency_penalty", -1e6)):
-            values[name] = number(name, getattr(self, name), least=least, most=1e6)
-        values["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, least=0, most=2**63 - 1)
-        if self.thinking_budget is not None:
-            values["thinking_budget"] = whole("thinking_budget", self.thinking_budget, least=0, most=2**63 - 1)
-            if self.grammar is None:
-                raise ValueError("Sampling(thinking_budget=...): requires a grammar that begins with thinking")
+        if 0 < self.temperature < 1e-6:
+            raise ValueError(f"Sampling(temperature={self.temperature!r}): must be {_TEMPERATURE}")
+        if self.thinking_budget is not None and self.grammar is None:
+            raise ValueError("Sampling(thinking_budget=...): requires a grammar that begins with thinking")
         if self.logit_bias is not None:
-            values["logit_bias"] = _check_bias(self.logit_bias)
+            object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
         if self.grammar is not None:
             if isinstance(self.grammar, type) or not isinstance(self.grammar, grammars.TokenGrammar):
                 raise TypeError(f"Sampling(grammar={shorten(self.grammar)}): must be a jspec.Grammar, or None")
             check_hashable("grammar", self.grammar)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
 
 def _check_bias(logit_bias: object) -> dict[int, float]:
@@ -150,12 +140,8 @@ def each_of(sampling: Sampling | Sequence[Sampling | None] | None, batch: int) -
     Raises:
       TypeError, ValueError: another type, or a list whose length is not `batch`.
     """
-    samplings = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
-    if not isinstance(samplings, Sequence) or not all(one is None or isinstance(one, Sampling) for one in samplings):
-        raise TypeError(
-            f"sampling={shorten(sampling)}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
-        )
-    return entries_of("sampling", samplings, batch)
+    check = partial(check_kind, kind=Sampling, otherwise="None (greedy)")
+    return entries_of("sampling", check_each("sampling", sampling, check), batch)
 
 
 def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:

@@ -20,12 +20,12 @@ from jspec.core.loop import SHARED, run_rounds
 from jspec.core.method import Method, on_devices
 from jspec.core.options import check_options, option
 from jspec.core.prefill import prefill
-from jspec.core.sampling import Sampling, check_rows, each_of, per_row
+from jspec.core.sampling import Sampling, check_rows, per_row
 from jspec.core.sharding import Placement
 from jspec.core.struct import struct
 from jspec.core.types import Accept, DecodeState, Drafter, Params, Prompts, RowSampling, Stats, Target
 from jspec.generation.method import choose_method
-from jspec.generation.options import check_grammar_options, takes
+from jspec.generation.options import grammars_of, takes
 from jspec.generation.run import prefill_chunk
 from jspec.loading import memory
 
@@ -246,14 +246,13 @@ def _results(s: DecodeState, method: Method, batch: int) -> GeneratedIds:
 
 def _compile_grammars(options: IdsOptions, batch: int) -> Automaton:
     """Compiles the grammars of all sequences to one automaton."""
-    # Compile each distinct grammar once.
     assert not isinstance(options.sampling, RowSampling)
-    grammars = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
+    grammars = grammars_of(options.sampling, batch, options.accept)
     if not any(one is not None for one in grammars):
         return Automaton()
-    check_grammar_options(options.accept, ignore_eos=False)
     if options.token_bytes is None:
         raise ValueError("token_bytes=None: a grammar requires them: model.tokenizer.token_bytes()")
+    # Compile each distinct grammar once.
     vocab_size = options.target.vocab_size
     compiled = {one: one.compile(options.token_bytes, vocab_size, options.eos) for one in grammars if one is not None}
     return grammar.init([None if one is None else compiled[one] for one in grammars], vocab_size)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -12,15 +13,14 @@ from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.core import optional
 from jspec.core.accept import RULES, Imposed
-from jspec.core.automaton import TokenTable
-from jspec.core.checks import check_entries, check_hashable, check_int, check_sequence, entries_of, shorten
+from jspec.core.checks import check_each, check_hashable, check_int, check_kind, entries_of, shorten
+from jspec.core.grammar import TokenGrammar
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import Accept, Drafter, Target
 from jspec.generation.speculation import Speculation
 from jspec.loading import memory
 from jspec.loading.model import Model
-from jspec.text.grammar import compile_grammar
 from jspec.text.stream import Stops, check_stop
 
 MAX_SEED = 2**32 - 1
@@ -49,13 +49,14 @@ class RequestOptions:
     def __post_init__(self):
         # Convert: equal options must compare equal.
         check_options(self)
+        of_sampling = partial(check_kind, kind=Sampling, otherwise="None (greedy)")
         values: dict[str, object] = {
-            "max_new_tokens": _check_limits(self.max_new_tokens),
+            "max_new_tokens": check_each("max_new_tokens", self.max_new_tokens, partial(check_int, least=1)),
             "stop": tuple(check_stop(self.stop)),
-            "seed": _check_seed(self.seed),
+            "seed": check_each("seed", self.seed, _check_seed),
             "logprobs": _check_logprobs(self.logprobs),
-            "sampling": check_entries("sampling", self.sampling, Sampling, "None (greedy)"),
-            "speculation": check_entries("speculation", self.speculation, Speculation),
+            "sampling": check_each("sampling", self.sampling, of_sampling),
+            "speculation": check_each("speculation", self.speculation, partial(check_kind, kind=Speculation)),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -76,14 +77,17 @@ class RequestOptions:
         Raises:
           ValueError: neither one for all nor one per sequence.
         """
-        if isinstance(self.max_new_tokens, int):
-            return [self.max_new_tokens] * batch
-        if len(self.max_new_tokens) != batch:
-            raise ValueError(
-                f"max_new_tokens={shorten(self.max_new_tokens)}: {len(self.max_new_tokens)} entries for {batch} "
-                "sequences; must be one int, or one per sequence"
-            )
-        return list(self.max_new_tokens)
+        return entries_of("max_new_tokens", self.max_new_tokens, batch)
+
+    def entries(self, batch: int) -> dict[str, list[Any]]:
+        """The options that may differ, each with an entry for each of `batch` sequences.
+
+        Raises:
+          ValueError: neither one for all nor one per sequence.
+        """
+        values = {name: getattr(self, name) for name in ("sampling", "speculation")}
+        lists = {name: entries_of(name, value, batch) for name, value in values.items()}
+        return {"seed": self.seeds(batch), "max_new_tokens": self.limits(batch), **lists}
 
     def seeds(self, batch: int) -> list[tuple[int, int]]:
         """The seed and the index of each of `batch` sequences, as `jspec.core.sampling.seeds_to_keys` takes them.
@@ -93,12 +97,7 @@ class RequestOptions:
         """
         if isinstance(self.seed, int):
             return [(self.seed, i) for i in range(batch)]
-        if len(self.seed) != batch:
-            raise ValueError(
-                f"seed={shorten(self.seed)}: {len(self.seed)} seeds for {batch} sequences; give one int, or one seed "
-                "per sequence"
-            )
-        return [(one, 0) if isinstance(one, int) else one for one in self.seed]
+        return [(one, 0) if isinstance(one, int) else one for one in entries_of("seed", self.seed, batch)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,16 +255,22 @@ def takes(kind: type) -> Callable[[F], F]:
     return show
 
 
-def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list[TokenTable | None]:
-    """The automaton of the grammar of each sequence over the tokens of the model, or None.
+def grammars_of(
+    sampling: Sampling | Sequence[Sampling | None] | None,
+    batch: int,
+    accept: str | Accept | None,
+    *,
+    ignore_eos: bool = False,
+) -> list[TokenGrammar | None]:
+    """The grammar of each of `batch` sequences.
 
     Raises:
-      ValueError: a grammar unsuited to the model or the other options.
+      ValueError: another option is in conflict with a grammar.
     """
-    grammars = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
+    grammars = [None if one is None else one.grammar for one in each_of(sampling, batch)]
     if any(one is not None for one in grammars):
-        check_grammar_options(options.accept, ignore_eos=options.ignore_eos)
-    return [compile_grammar(one, model.tokenizer, model.target.vocab_size, model.eos) for one in grammars]
+        check_grammar_options(accept, ignore_eos=ignore_eos)
+    return grammars
 
 
 def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> None:
@@ -323,32 +328,16 @@ def repeat(options: R, prompts: int, n: int) -> R:
     Raises:
       ValueError: `sampling`, `speculation` or `max_new_tokens` have another number of entries than there are prompts.
     """
-    limits, sampling, speculation = options.limits(prompts), options.sampling, options.speculation
-    if isinstance(sampling, Sequence):
-        if len(sampling) != prompts:
-            raise ValueError(f"sampling: {len(sampling)} for {prompts} prompts; must be one, or one per prompt")
-        sampling = [one for one in sampling for _ in range(n)]
-    if isinstance(speculation, Sequence):
-        speculation = [entry for entry in entries_of("speculation", speculation, prompts) for _ in range(n)]
-    limits = [limit for limit in limits for _ in range(n)]
-    return dataclasses.replace(options, max_new_tokens=limits, sampling=sampling, speculation=speculation)
+    values = {name: getattr(options, name) for name in ("sampling", "speculation")}
+    lists = {name: value for name, value in values.items() if isinstance(value, Sequence)}
+    entries = {name: entries_of(name, value, prompts, "prompt") for name, value in lists.items()}
+    entries["max_new_tokens"] = options.limits(prompts)
+    repeated = {name: [entry for entry in listed for _ in range(n)] for name, listed in entries.items()}
+    return dataclasses.replace(options, **repeated)  # pyright: ignore[reportArgumentType]
 
 
-def _check_limits(limits: object) -> int | tuple[int, ...]:
-    if hasattr(limits, "__index__") and not getattr(limits, "ndim", 0) or not isinstance(limits, Sequence | np.ndarray):
-        return check_int("max_new_tokens", limits, least=1)
-    entries = check_sequence("max_new_tokens", limits, items="an int, or a list of one int per sequence")
-    return tuple(check_int(f"max_new_tokens[{i}]", one, least=1) for i, one in enumerate(entries))
-
-
-def _check_seed(seed: object) -> int | tuple[int | tuple[int, int], ...]:
-    if hasattr(seed, "__index__") and not getattr(seed, "ndim", 0):
-        return check_int("seed", seed, least=0, most=MAX_SEED)
-    valid = "an int, or a list with an int or a pair (seed, index) per sequence"
-    return tuple(_check_seed_of(f"seed[{i}]", one) for i, one in enumerate(check_sequence("seed", seed, items=valid)))
-
-
-def _check_seed_of(name: str, seed: object) -> int | tuple[int, int]:
+def _check_seed(name: str, seed: object) -> int | tuple[int, int]:
+    """Checks a seed, or a pair (seed, index)."""
     if not isinstance(seed, Sequence):
         return check_int(name, seed, least=0, most=MAX_SEED)
     if len(seed) != 2:

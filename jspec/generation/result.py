@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -145,8 +145,11 @@ class GenerationStats:
         """The counters of one sequence; `seconds` remains the time of all."""
         return self._taken([index])
 
+    def of_first(self, count: int) -> "GenerationStats":
+        """The counters of the first sequences; `seconds` remains the time of all."""
+        return self._taken(slice(count))
+
     def _taken(self, index: "slice | list[int]") -> "GenerationStats":
-        """The counters of some sequences."""
         branches = self.branches
         if branches is not None:
             branches = dataclasses.replace(branches, counts=branches.counts[index])
@@ -156,19 +159,15 @@ class GenerationStats:
     @classmethod
     def total(cls, parts: "Sequence[GenerationStats]", seconds: float) -> "GenerationStats":
         """The counters of all sequences of several generations; `seconds` is their time in total."""
-        # Concatenate sequences.
-        counts = np.concatenate([part.accept_counts for part in parts])
-        dropped = np.concatenate([part.dropped for part in parts])
-        branches = [part.branches for part in parts if part.branches is not None]
-        together = None
-        if branches:
-            together = dataclasses.replace(branches[0], counts=np.concatenate([one.counts for one in branches]))
-        limits = np.concatenate([part._limits for part in parts])
-        return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped, together, limits)
 
-    def of_first(self, count: int) -> "GenerationStats":
-        """The counters of the first sequences; `seconds` remains the time of all."""
-        return self._taken(slice(count))
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(part, name) for part in parts])
+
+        branched, branches = [part.branches for part in parts if part.branches is not None], None
+        if branched:
+            branches = dataclasses.replace(branched[0], counts=np.concatenate([one.counts for one in branched]))
+        counters = joined("rounds"), joined("accept_counts"), seconds, joined("dropped")
+        return cls(*counters, branches, joined("_limits"))
 
     @property
     def _counts(self) -> Int[np.ndarray, "B K A"]:
@@ -309,8 +308,7 @@ class Generations(Sequence[Generation]):
     @property
     def text(self) -> list[str] | None:
         """Texts of the new tokens; None if the model has no tokenizer."""
-        texts = [item.text for item in self.items if item.text is not None]
-        return texts if len(texts) == len(self.items) else None
+        return self._all("text")
 
     @property
     def finish_reason(self) -> list[FinishReason | None]:
@@ -325,20 +323,17 @@ class Generations(Sequence[Generation]):
     @property
     def logprobs(self) -> list[list[float]] | None:
         """Log-probabilities of the new tokens; None unless requested."""
-        logprobs = [item.logprobs for item in self.items if item.logprobs is not None]
-        return logprobs if len(logprobs) == len(self.items) else None
+        return self._all("logprobs")
 
     @property
     def sampled_logprobs(self) -> list[list[float]] | None:
         """Under the sampling distributions, as in `Generation.sampled_logprobs`."""
-        logprobs = [item.sampled_logprobs for item in self.items if item.sampled_logprobs is not None]
-        return logprobs if len(logprobs) == len(self.items) else None
+        return self._all("sampled_logprobs")
 
     @property
     def top_logprobs(self) -> list[list[list[tuple[int, float]]]] | None:
         """The most probable tokens in each place, as in `Generation.top_logprobs`; None unless requested."""
-        top = [item.top_logprobs for item in self.items if item.top_logprobs is not None]
-        return top if len(top) == len(self.items) else None
+        return self._all("top_logprobs")
 
     @property
     def prompt(self) -> list[list[int]]:
@@ -370,6 +365,11 @@ class Generations(Sequence[Generation]):
         ends = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
         content = f"{len(self.items)} sequences: [{', '.join(shown)}]"
         return f"Generations({content}, {_summary(self.stats)}, finish: {ends})"
+
+    def _all(self, name: str) -> list[Any] | None:
+        """A field of all sequences; None unless each has one."""
+        values = [getattr(item, name) for item in self.items]
+        return None if any(value is None for value in values) else values
 
     def _displayed(self) -> list[highlight.DisplayedSequence]:
         return [_displayed(item, f"sequence {i}: ") for i, item in enumerate(self.items)]

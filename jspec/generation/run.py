@@ -15,23 +15,24 @@ from jaxtyping import Array, Int, PyTree
 from jspec.cache.pages import fit_page_size
 from jspec.core import grammar, groups, stopping
 from jspec.core.automaton import Automaton, TokenTable
-from jspec.core.checks import check_text, entries_of, shorten
+from jspec.core.checks import check_text, shorten
 from jspec.core.loop import decode_checked, fastest
 from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
-from jspec.core.sampling import each_of, per_row, seeds_to_keys
+from jspec.core.sampling import per_row, seeds_to_keys
 from jspec.core.types import DecodeState, Params, Prompts, RowSampling, TopTokens
 from jspec.drafters.plain import Plain
 from jspec.generation import costs
 from jspec.generation.method import choose_drafter, choose_method
-from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, compile_grammars, longest_sequence
+from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, grammars_of, longest_sequence
 from jspec.generation.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.generation.speculation import limits_of_batch
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.loading.replacement import check_alive
 from jspec.models.sizes import tree_bytes
+from jspec.text.grammar import compile_grammar
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
 
@@ -282,19 +283,11 @@ def in_batches(model: Model, prompts: Sequence[Prompt], options: GenerateOptions
       ValueError, TypeError: another number of entries than of prompts, or as `Run`.
     """
     count = len(prompts)
-    seeds, limits, samplings = options.seeds(count), options.limits(count), each_of(options.sampling, count)
-    speculations = entries_of("speculation", options.speculation, count)
-    size = min(size, count)
+    entries, size = options.entries(count), min(size, count)
     for start in range(0, count, size):
         # Indices beyond the last prompt repeat it.
         index, left = [min(i, count - 1) for i in range(start, start + size)], count - start
-        per_prompt: dict[str, Any] = {
-            "seed": [seeds[i] for i in index],
-            "max_new_tokens": [limits[i] for i in index],
-            "sampling": [samplings[i] for i in index],
-            "speculation": [speculations[i] for i in index],
-        }
-        batch = dataclasses.replace(options, **per_prompt)
+        batch = dataclasses.replace(options, **{name: [values[i] for i in index] for name, values in entries.items()})
         out = Run(model, [prompts[i] for i in index], batch, plan=f"{left} prompts in batches").finish()
         yield Generations(out.items[:left], out.stats.of_first(left))
 
@@ -328,7 +321,8 @@ def _bucket_stops(table: TokenTable | None) -> TokenTable | None:
 def _automata(model: Model, options: GenerateOptions, batch: int) -> tuple[Automaton, Automaton]:
     """The automata of the stop strings and of the grammars of a batch."""
     vocab_size, eos = model.target.vocab_size, () if options.ignore_eos else model.eos
-    tables = compile_grammars(options, model, batch)
+    grammars = grammars_of(options.sampling, batch, options.accept, ignore_eos=options.ignore_eos)
+    tables = [compile_grammar(one, model.tokenizer, vocab_size, model.eos) for one in grammars]
     table = _bucket_stops(compile_stops(model.tokenizer, vocab_size, eos, options.stop))
     return stopping.init(table, batch), grammar.init(tables, vocab_size)
 

@@ -11,7 +11,7 @@ works as well; trainers of one's own can use it.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.core.checks import check_int, check_sequence, shorten
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, Drafter, Params
+from jspec.core.types import Params
 from jspec.engine.engine import Engine
-from jspec.generation.options import MAX_SEED
+from jspec.generation.options import MAX_SEED, EngineKeywords
 from jspec.generation.result import Generations
 from jspec.generation.run import encode_prompts
 from jspec.loading.model import Model
@@ -58,21 +58,6 @@ class SpecialIds(Protocol):
     def eos_id(self) -> int:
         """The end-of-text id."""
         ...
-
-
-class EngineKeywords(TypedDict, total=False):
-    """Options of `jspec.Engine`."""
-
-    drafter: str | Drafter | None
-    accept: str | Accept | None
-    slots: int
-    context: int | None
-    pages: int | None
-    memory_fraction: float | None
-    page_size: int
-    prefill_tokens: int
-    burst_ms: float
-    prefix_cache: bool
 
 
 @dataclasses.dataclass

@@ -422,9 +422,7 @@ def test_an_invalid_value_is_refused_with_its_name_and_value(name, value):
 def test_a_list_of_another_length_or_of_other_things_is_refused():
     with pytest.raises(ValueError, match="sampling: 3 for 2 sequences; must be one, or one per sequence"):
         per_row([None] * 3, 2, WORDS)
-    with pytest.raises(
-        TypeError, match=re.escape("sampling=[0.7]: must be a jspec.Sampling, a list with one per sequence, or None")
-    ):
+    with pytest.raises(TypeError, match=re.escape("sampling[0]=0.7: must be a jspec.Sampling, or None (greedy)")):
         per_row([0.7], 1, WORDS)
 
 

@@ -110,7 +110,7 @@ def test_samples_of_a_prompt_are_items_of_their_own(engine):
     assert len(engine.generate(PROMPTS[0], n=1, max_new_tokens=2)) == 1
     with pytest.raises(ValueError, match="n=0: must be at least 1"):
         engine.generate(PROMPTS[0], n=0)
-    with pytest.raises(ValueError, match="2 seeds for 6 sequences"):
+    with pytest.raises(ValueError, match="seed: 2 for 6 sequences"):
         engine.generate(PROMPTS[:2], n=3, seed=[1, 2])
 
 

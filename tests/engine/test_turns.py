@@ -107,7 +107,7 @@ def test_the_state_of_an_engine_ends_with_the_call(monkeypatch):
     (
         (dict(max_new_tokens=10**6), "max_new_tokens=1000000"),
         (dict(seed=2**32), "seed=4294967296"),
-        (dict(seed=[1, 2]), "2 seeds for 7"),
+        (dict(seed=[1, 2]), "seed: 2 for 7"),
         (dict(sampling=[None] * 3), "sampling: 3 for 7"),
         (dict(accept="greedy", sampling=SAMPLED), "accept='greedy'"),
         (dict(page_size=0), "page_size=0"),

@@ -273,7 +273,7 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
         ("a", {"sampling": 0.7}, TypeError, "must be a jspec.Sampling"),
         (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "sampling: 1 for 2 sequences"),
         ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids must be from 0 to 299"),
-        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 sequences"),
+        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "seed: 3 for 2 sequences"),
         ("a", {"seed": 2**32}, ValueError, "must be from 0 to 4294967295"),
         (
             "a",
@@ -382,14 +382,14 @@ def test_prompts_may_be_arrays(model):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(max_new_tokens=[4, 4]), r"max_new_tokens=\(4, 4\): 2 entries for 3 sequences"),
+        (dict(max_new_tokens=[4, 4]), "max_new_tokens: 2 for 3 sequences"),
         (dict(max_new_tokens=[4, 0, 4]), r"max_new_tokens\[1\]=0"),
         (dict(max_new_tokens=[4, 4, 2000]), "max_new_tokens=2000"),
         (dict(max_new_tokens=[]), "max_new_tokens"),
         (dict(n=0), "n=0"),
         (dict(n=1.5), "n=1.5"),
         (dict(n=2, sampling=[SAMPLED]), "sampling: 1 for 3 prompts"),
-        (dict(n=2, seed=[1, 2, 3]), "3 seeds for 6 sequences"),
+        (dict(n=2, seed=[1, 2, 3]), "seed: 3 for 6 sequences"),
     ],
 )
 def test_limits_and_samples_that_do_not_match_the_prompts_are_refused(model, options, message):
