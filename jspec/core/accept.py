@@ -4,7 +4,7 @@ p is the target's distribution at a node, the softmax of its processed logits (`
 distribution from which a draft was sampled. A rule is lossless if its tokens have the distribution p along their path,
 for any draft. All random draws of a sequence are functions of its key and of positions.
 
-A round ends at `DraftTree.limit`: what a rule accepts beyond it is dropped. A rule with residual distributions treats
+A round ends at `DraftTree.limit`: drafts accepted beyond it are dropped. A rule with residual distributions treats
 the drafts there as not proposed, so the token after the limit has the distribution p.
 """
 
@@ -173,9 +173,9 @@ class LossyThresholds:
         def judge(coin: Array, tried: Memory, residual: Array, token: Array, node: Array):
             del node
             assert tried is not None
-            tried = tried + _at_index(residual, token)
-            accepted = (_at_index(residual, token) > 0) & (
-                (coin < tried / self.total) | (_at_index(residual, token) >= self.single)
+            tried = tried + _row(residual, token)
+            accepted = (_row(residual, token) > 0) & (
+                (coin < tried / self.total) | (_row(residual, token) >= self.single)
             )
             return accepted, tried, _without(residual, token)
 
@@ -256,9 +256,9 @@ def _reject_in_tree(
     def judge(coin: Array, q: Memory, residual: Array, token: Array, node: Array):
         del node
         if q is None:
-            return coin < _at_index(residual, token), q, _normalize(_without(residual, token), residual)
+            return coin < _row(residual, token), q, _normalize(_without(residual, token), residual)
         # If q has fewer tokens than the node has children, the last children were not sampled.
-        accepted = (_at_index(q, token) > 0) & (coin * _at_index(q, token) < _at_index(residual, token))
+        accepted = (_row(q, token) > 0) & (coin * _row(q, token) < _row(residual, token))
         rest = _normalize(jnp.maximum(residual - q, 0.0), residual)
         without = _without(q, token)
         return accepted, _normalize(without, without), rest
@@ -293,7 +293,7 @@ def _walk(
         residual = jnp.where(walking[:, None], _row(p, node), residual)
         length = length + walking.astype(jnp.int32)
         path.append(node)
-        drafts.append(_at_index(tokens, node))
+        drafts.append(_row(tokens, node))
     # The bonus token comes after the last accepted draft.
     bonus = _sample(key, residual, position)
     column = jnp.arange(len(path), dtype=jnp.int32)[None]
@@ -318,16 +318,16 @@ def _try_children(
     batch, nodes = tokens.shape
     index = jnp.arange(nodes, dtype=jnp.int32)[None]
     node, last, descended = parent, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
-    shared = _at_index(coins, parent)
+    shared = _row(coins, parent)
     for _ in range(nodes - 1 if draft_tree.width is None else draft_tree.width):
         # The next child in the order of nodes, [B].
         child = (parents == parent[:, None]) & (index > last[:, None])
         trying = walking & ~descended & child.any(1)
         last = jnp.where(trying, jnp.argmax(child, axis=1).astype(jnp.int32), last)
-        token = _at_index(tokens, last)
+        token = _row(tokens, last)
         # A rule that compares one coin with the growing mass of siblings uses the parent's coin; other rules use one
         # coin per child.
-        coin = shared if memory is not None and memory.ndim == 1 else _at_index(coins, last)
+        coin = shared if memory is not None and memory.ndim == 1 else _row(coins, last)
         passes, after, rest = judge(coin, memory, residual, token, parent)
         # An accepted child ends the search; a rejected one changes the residual distribution and the memory.
         accepted, failed = trying & passes, trying & ~passes
@@ -385,12 +385,9 @@ def _at(x: Float[Array, "B D V"], tokens: Int[Array, "B D"]) -> Float[Array, "B 
     return jnp.take_along_axis(x, tokens[:, :, None], axis=2)[:, :, 0]
 
 
-def _at_index(x: Array, index: Int[Array, " B"]) -> Array:
-    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
-
-
-def _row(x: Float[Array, "B N V"], index: Int[Array, " B"]) -> Float[Array, "B V"]:
-    return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+def _row(x: Array, index: Int[Array, " B"]) -> Array:
+    """x[b, index[b]] for each b."""
+    return jnp.take_along_axis(x, index.reshape(-1, *[1] * (x.ndim - 1)), axis=1)[:, 0]
 
 
 def _without(distribution: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:

@@ -6,7 +6,7 @@ device; the loop itself walks it.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -88,8 +88,13 @@ def build_table(
     # Merge classes without a difference but dead ends.
     table, merged = np.unique(table, axis=1, return_inverse=True)
     token_class = merged.reshape(-1)[token_class.reshape(-1)].astype(np.int16)
-    likely = _likely(byte_table, accepts, table, token_class, spelled, ends[0])
-    return TokenTable(table, token_class, likely, _exit(exits, table, token_class, spelled) if any(exits) else None)
+    # The first id of each spelling, for the likely texts and the ways out.
+    ids = {spelling: i for i, spelling in reversed(list(enumerate(spelled))) if spelling}
+    likely, exit = _likely(byte_table, accepts, table, token_class, ids, ends[0]), None
+    if any(exits):
+        tokens = [_longest(way, ids, row, token_class) for way, row in zip(exits, table, strict=True)]
+        exit = np.array(tokens, np.int32)
+    return TokenTable(table, token_class, likely, exit)
 
 
 def _likely(
@@ -97,11 +102,11 @@ def _likely(
     accepts: np.ndarray,
     table: np.ndarray,
     token_class: np.ndarray,
-    spelled: Sequence[bytes],
+    ids: Mapping[bytes, int],
     end: int,
 ) -> Int[np.ndarray, " states"]:
     """The longest token of the likely text after each state; -1 where there is none."""
-    ids, byte = _ids(spelled), np.where(accepts, -1, _likely_bytes(byte_table))
+    byte = np.where(accepts, -1, _likely_bytes(byte_table))
     likely = np.full(len(byte_table), -1, np.int32)
     likely[(byte_table < 0).all(1) & accepts] = end
     for first in np.flatnonzero(byte >= 0):
@@ -128,21 +133,7 @@ def _likely_bytes(byte_table: np.ndarray) -> Int[np.ndarray, " states"]:
     return np.where(after[True] & ~after[False] & leads[:, ord(" ")], ord(" "), byte)
 
 
-def _exit(
-    exits: Sequence[bytes], table: np.ndarray, token_class: np.ndarray, spelled: Sequence[bytes]
-) -> Int[np.ndarray, " states"]:
-    """The longest token of the way out of each state; -1 elsewhere."""
-    ids = _ids(spelled)
-    tokens = [_longest(way, ids, row, token_class) for way, row in zip(exits, table, strict=True)]
-    return np.array(tokens, np.int32)
-
-
-def _ids(spelled: Sequence[bytes]) -> dict[bytes, int]:
-    """The first id of each spelling."""
-    return {spelling: i for i, spelling in reversed(list(enumerate(spelled))) if spelling}
-
-
-def _longest(text: bytes, ids: dict[bytes, int], row: np.ndarray, token_class: np.ndarray) -> int:
+def _longest(text: bytes, ids: Mapping[bytes, int], row: np.ndarray, token_class: np.ndarray) -> int:
     """The longest token at the beginning of a text that a row of the table allows; -1: none."""
     tokens = (ids.get(text[:length]) for length in range(len(text), 0, -1))
     return next((token for token in tokens if token is not None and row[token_class[token]] >= 0), -1)
@@ -169,11 +160,8 @@ def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTab
     joined = np.full((states, classes), FORBIDDEN, np.int16)
     joined[FREE] = FREE
     maps = np.stack([table.token_class for table in distinct] or [np.zeros(vocab_size, np.int16)])
-    map_of_state, likely, exit = (
-        np.zeros(states, np.int32),
-        np.full(states, -1, np.int32),
-        np.full(states, -1, np.int32),
-    )
+    map_of_state = np.zeros(states, np.int32)
+    likely, exit = np.full((2, states), -1, np.int32)
     first: dict[TokenTable, int] = {}
     base = 1
     for index, table in enumerate(distinct):

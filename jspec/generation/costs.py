@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jspec.checkpoints import atomic
 from jspec.core import optional
@@ -47,9 +46,9 @@ UNAFFORDABLE = 1e9
 
 Loop = Callable[[Params, DecodeState, Any], DecodeState]
 _known: dict[str, tuple[float, ...]] = {}
-"""What this process has read or measured."""
+"""Entries that this process has read or measured."""
 _begun: dict[str, "Begun"] = {}
-"""What it has so far of the others."""
+"""Measurements so far of the others."""
 
 
 @dataclasses.dataclass
@@ -175,7 +174,9 @@ def only(branch: int, count: int) -> tuple[float, ...]:
 def with_costs(s: DecodeState, costs: Sequence[float]) -> DecodeState:
     """The state with these costs, in all groups of devices."""
     assert s.costs is not None
-    return dataclasses.replace(s, costs=_like(s.costs, np.asarray(costs, np.float32)))
+    # An array committed to a device is another argument of a program, so the new one is where the old one was.
+    values = np.broadcast_to(np.asarray(costs, np.float32), s.costs.shape)
+    return dataclasses.replace(s, costs=jax.device_put(values, s.costs.sharding if s.costs.committed else None))
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
@@ -184,14 +185,9 @@ def recorded(directory: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry is not None and entry["milliseconds"]]
 
 
-def _like(array: Array, value: np.ndarray | np.int32) -> Array:
-    """A value in place of an array, on its devices. An array committed to a device is another argument of a program."""
-    return jax.device_put(np.broadcast_to(value, array.shape), array.sharding if array.committed else None)
-
-
 @functools.lru_cache(maxsize=256)
 def _key(shapes: Shapes, method: Method, batch: int, sampling: Any) -> str:
-    """What costs depend on, as a digest."""
+    """A digest of all that costs depend on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = jax.devices()[0].device_kind, cores, os.environ.get("XLA_FLAGS"), jax.__version__, VERSION
     parts = FORMAT, machine, method, shapes, batch, sampling

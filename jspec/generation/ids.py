@@ -92,8 +92,7 @@ class IdsOptions:
         # Without a length: the columns of the prompts and the new tokens.
         new, most = self.max_new_tokens, self.target.max_length
         if not isinstance(new, int):
-            _check_array("max_new_tokens", new, [(), (batch,)])
-            _check_values("max_new_tokens", new, 1, np.iinfo(np.int32).max)
+            _check_array("max_new_tokens", new, [(), (batch,)], 1, np.iinfo(np.int32).max)
         if self.max_length is not None:
             if self.max_length < columns:
                 raise ValueError(f"max_length={self.max_length}: must be at least the {columns} columns of the prompts")
@@ -267,17 +266,17 @@ def _check_arrays(params: object, ids: object, lengths: object, key: object, voc
         shape = getattr(ids, "shape", type(ids).__name__)
         raise TypeError(f"ids: must be an array of ints [B, T], at least one of each, not {shape}")
     batch, columns = ids.shape
-    _check_array("ids", ids, [(batch, columns)])
-    lengths = _check_array("lengths", lengths, [(batch,)])
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids is {ids.dtype}: must be an array of ints")
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"key is of type {type(key).__name__}: must be a key as jax.random.key makes it")
     if key.shape not in ((), (batch,)):
         raise ValueError(f"key has the shape {key.shape}: must be a single key, or one for each of {batch} sequences")
-    # Values, unless they are traced.
-    _check_values("lengths", lengths, 1, columns)
+    # Lengths, then the ids of prompts.
+    lengths = _check_array("lengths", lengths, [(batch,)], 1, columns)
     if not isinstance(ids, Tracer) and not isinstance(lengths, Tracer):
-        used = np.arange(columns)[None] < np.asarray(lengths)[:, None]
-        _check_values("ids", np.asarray(ids)[used], 0, vocab_size - 1)
+        read = np.asarray(ids)[np.arange(columns)[None] < np.asarray(lengths)[:, None]]
+        _check_array("ids", read, [read.shape], 0, vocab_size - 1)
     return batch, columns
 
 
@@ -296,20 +295,17 @@ def _check_placement(target: Target, draft: object, placement: object) -> None:
             )
 
 
-def _check_array(name: str, array: object, shapes: Sequence[tuple[int, ...]]) -> Array | np.ndarray:
-    """The array, if it has ints and one of these shapes."""
+def _check_array(
+    name: str, array: object, shapes: Sequence[tuple[int, ...]], least: int, most: int
+) -> Array | np.ndarray:
+    """The array, if it has ints within bounds and one of these shapes; traced ints are not checked."""
     if not isinstance(array, jax.Array | np.ndarray) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} is {getattr(array, 'dtype', shorten(array))}: must be an array of ints")
     if array.shape not in shapes:
         raise ValueError(f"{name} has the shape {array.shape}: must be {' or '.join(map(str, shapes))}")
+    if not isinstance(array, Tracer):
+        values = np.asarray(array)
+        wrong = values[(values < least) | (values > most)]
+        if wrong.size:
+            raise ValueError(f"{name} has the value {wrong.flat[0]}: must be from {least} to {most}")
     return array
-
-
-def _check_values(name: str, array: Array | np.ndarray, least: int, most: int) -> None:
-    """Raises ValueError if an array has other values; traced ones are not checked."""
-    if isinstance(array, Tracer):
-        return
-    values = np.asarray(array)
-    wrong = values[(values < least) | (values > most)]
-    if wrong.size:
-        raise ValueError(f"{name} has the value {wrong.flat[0]}: must be from {least} to {most}")
