@@ -1,8 +1,8 @@
 """Cache of recurrent layers: gated delta nets after a short convolution (Yang et al., arXiv 2412.06464).
 
 Such a layer remembers one state per head and the last inputs of its convolution, whatever the length of the sequence.
-Like pages, they do not change inside a round: a forward reads them and returns, as the round's rows, what each node
-would change (its key, its correction u, its decay, its input to the convolution: `pallas_kernels.delta_rule`). `commit`
+Like pages, they do not change inside a round: a forward reads them and returns, as the round's rows, the changes of
+each node (its key, its correction u, its decay, its input to the convolution: `pallas_kernels.delta_rule`). `commit`
 applies the rows of the accepted path and no others. So a rejected branch leaves no trace, the state after each node is
 neither stored nor recomputed, and chains, trees and chunks of a prompt are one case.
 

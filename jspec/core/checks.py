@@ -110,7 +110,7 @@ def check_each(name: str, value: object, check: Callable[[str, Any], T]) -> T | 
 
 
 def check_kind(name: str, value: object, kind: type[T], otherwise: str = "None") -> T | None:
-    """Check a value of one kind, or None. otherwise: what None is, for the message."""
+    """Check a value of one kind, or None. otherwise: the meaning of None, for the message."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name}={shorten(value)}: must be a jspec.{kind.__name__}, or {otherwise}")
     return value
@@ -119,7 +119,7 @@ def check_kind(name: str, value: object, kind: type[T], otherwise: str = "None")
 def entries_of(name: str, value: T | Sequence[T], batch: int, of: str = "sequence") -> list[T]:
     """List the value of each of `batch` sequences, of one value for all or of one per sequence.
 
-    of: what a list has entries of, for the message.
+    of: the kind of the entries, for the message.
 
     Raises:
       ValueError: a list whose length is not `batch`.

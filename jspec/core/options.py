@@ -19,12 +19,12 @@ LONGER = {"window": "draft_window"}
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field states besides its type and its default.
+    """Settings of a field besides its type and its default.
 
     help: for the command line; the default is appended to it, unless it names one.
     bounds: arguments of `check_int` or `check_number`.
     choices: the texts that are valid; empty: any.
-    metavar: what the help calls the value.
+    metavar: name of the value in the help.
     positional: whether the command line has the value alone, without the name.
     repeated: whether the command line gives each of several values by an option of its own.
     """

@@ -82,7 +82,7 @@ def accept_drafts(
 def commit_round(
     s: DecodeState, out: ForwardOutput, decision: Decision, branch: int | None = None
 ) -> tuple[DecodeState, Committed]:
-    """The state with the accepted rows in the cache and their tokens appended, and what `extend` absorbs."""
+    """The state with the accepted rows in the cache and their tokens appended, and the input of `extend`."""
     start, path, length = s.length - 1, decision.appended.path, decision.appended.length
     cache = commit_rows(s.cache, out.rows, start, path, length, after=out.logits)
     s = dataclasses.replace(append(count_round(s, decision, branch), decision), cache=cache)
@@ -90,7 +90,7 @@ def commit_round(
 
 
 def extend(params: Params, s: DecodeState, committed: Committed, *, method: Method) -> DecodeState:
-    """The state after the drafter has absorbed what was committed."""
+    """The state after the drafter has absorbed the committed tokens."""
     return dataclasses.replace(s, draft=method.drafter.extend(params, s, committed))
 
 
@@ -98,7 +98,7 @@ def extend(params: Params, s: DecodeState, committed: Committed, *, method: Meth
 
 
 def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Float[Array, "B N V"]:
-    """Logits of the token after each node."""
+    """Logits of the token after each node, with sampling parameters and grammars applied."""
     return sampling.process(s, out.logits, tree.paths(draft_tree))
 
 

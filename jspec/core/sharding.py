@@ -1,13 +1,13 @@
-"""Programs over a mesh of devices, and which part of each array a device has (Shoeybi et al., arXiv 1909.08053).
+"""Programs over a mesh of devices, and the part of each array on a device (Shoeybi et al., arXiv 1909.08053).
 
 Every device runs one program (`jax.shard_map`) in which all shapes are its own. The devices of a group have the same
 sequences: each has the whole residual stream, all tokens and all lengths, and so makes the same decisions; heads, the
-widths of MLPs and the vocabulary are split. A model adds up what its devices contribute (`sum_over_devices`) and
+widths of MLPs and the vocabulary are split. A model adds up the parts of its devices (`sum_over_devices`) and
 gathers logits (`gather_last`).
 
 Several groups (data parallelism) have equal weights and sequences, pages and random keys of their own. They never
-communicate, so each runs as many rounds as its own sequences need. What belongs to groups is stacked: outside of the
-program its arrays have a first axis for them, which each device sees without.
+communicate, so each runs as many rounds as its own sequences need. Arrays of groups are stacked: outside of the
+program they have a first axis of groups.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, PyTree
 from jspec.core.struct import Leaf, flatten_leaves, map_leaves
 
 TENSOR = "tensor"
-"""The axis of the mesh over which weights are split."""
+"""The axis of the mesh for the parts of weights."""
 DATA = "data"
-"""The axis over which sequences are split."""
+"""The axis for groups of sequences."""
 _MOST_AXES = 7
-"""The most axes that an array of a state has: that of a ring in snapshots."""
+"""The most axes of an array of a state: a ring in snapshots."""
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Placement:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The sharding of an array that each device has all of."""
+        """The sharding of an array with a copy on each device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def group(self, index: int) -> "Placement":
@@ -93,7 +93,7 @@ class Placement:
         return dataclasses.replace(self, mesh=_mesh(devices, [name for name in names if name != DATA]))
 
     def restrict(self, params: T) -> T:
-        """Weights on these devices alone, of weights on these and others: without a copy of what is here.
+        """The weights on these devices alone, without a copy of arrays already here.
 
         Where none of the devices belongs to this process, the shapes of the weights.
         """
@@ -170,7 +170,7 @@ class Placement:
         return not self.everywhere.is_fully_addressable
 
     def copy(self, array: Array | np.ndarray, axis: int | None = None) -> Array:
-        """An array that each process has, on these devices. axis: the one that is split; None: each device has all."""
+        """An array that each process has, on these devices. axis: the split one; None: each device has all."""
         sharding = NamedSharding(self.mesh, _spec(axis))
         if not self.spans_processes:
             return jax.device_put(array if isinstance(array, jax.Array) else np.asarray(array), sharding)
@@ -186,7 +186,7 @@ class Placement:
         return [share[device] for device in range(self.size) for share in shares]
 
     def gather(self, array: Array | np.ndarray) -> Array:
-        """An array on these devices, for a program over them: itself, or split on an axis that they divide."""
+        """An array on these devices, for a program over them: itself, or split on an axis where possible."""
         if isinstance(array, Tracer):
             return array
         if isinstance(array, jax.Array):
@@ -208,7 +208,7 @@ class Placement:
         return jax.tree.map(lax.with_sharding_constraint, params, self.shardings(params))
 
     def complete(self, params: T) -> T:
-        """The weights, those that are not split copied to all devices."""
+        """The weights, with a copy of unsplit ones on all devices."""
 
         def place(leaf: Array) -> Array:
             placed = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self.mesh
@@ -226,7 +226,7 @@ class Placement:
         return map_leaves(put, matrix)
 
     def axis_of(self, options: Leaf, shape: Sequence[int]) -> int | None:
-        """The axis of a leaf of `Params` or of a state that is split, counted from the first; None: it is whole."""
+        """The split axis of a leaf of `Params` or of a state, counted from the first; None: it is whole."""
         return None if options.draft and not self.draft else options.axis(shape, self.size)
 
 
@@ -286,7 +286,7 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
     stacked = [stacks and index not in shared for index in range(len(args))]
 
     def local(*args: PyTree) -> tuple[tuple[Array, ...], ...]:
-        """The results, grouped by the axis that is split, which is known once this is traced."""
+        """The results, grouped by their split axis, known once this is traced."""
         parts = (
             jax.tree.map(lambda x: jnp.squeeze(x, 0), arg) if is_stacked else arg
             for arg, is_stacked in zip(args, stacked, strict=True)
@@ -299,7 +299,7 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
 
     specs = tuple(placement.specs(arg, stacked=is_stacked) for arg, is_stacked in zip(args, stacked, strict=True))
     out_specs = tuple(_spec(axis, stacked=stacks) for axis in axes)
-    # Every result that is not split is the same on all devices, which the checks of `check_vma` cannot know of kernels.
+    # Unsplit results are the same on all devices; the checks of `check_vma` cannot know this of kernels.
     run = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     groups = dict(zip(axes, map(iter, run(*args)), strict=True))
     structure, split = structures[-1]
@@ -317,25 +317,25 @@ def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, 
 
 
 def gather_last(x: Float[Array, "*batch W"], size: int) -> Float[Array, "*batch V"]:
-    """The `size` columns of which each device has the next W; `x` itself if it has them all."""
+    """All `size` columns, where each device has the next W; `x` itself if it has them all."""
     return x if x.shape[-1] == size else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
 
 
 def added_once(x: Float[Array, "*shape"], devices: int) -> Float[Array, "*shape"]:
-    """`x` on the first of `devices` and zeros on the others, such as a bias that a sum over them is to have once."""
+    """`x` on the first of `devices` and zeros on the others, such as a bias, to be added once in a sum over them."""
     return x if devices == 1 else jnp.where(lax.axis_index(TENSOR) == 0, x, jnp.zeros((), x.dtype))
 
 
 def held_heads(kv_heads: int, devices: int) -> int:
-    """Heads of keys and values on all devices, which have copies where there are more devices than heads."""
+    """Heads of keys and values on all devices, copies included where there are more devices than heads."""
     return max(kv_heads, devices)
 
 
 def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:
     """Checks that the parts of a model can be split evenly.
 
-    sizes: what is split -> how many there are.
-    copied: the same of what several devices may have a copy of, so that each has one.
+    sizes: name of a split part -> its size.
+    copied: the same for parts of which several devices may have copies.
 
     Raises:
       ValueError: the number of devices does not suit one of them; the message has those that do.

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, and what their fields say of the arrays in them."""
+"""Frozen dataclasses that are pytrees, and the options of the arrays in their fields."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

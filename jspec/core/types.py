@@ -15,7 +15,7 @@ from jspec.core.automaton import Automaton
 from jspec.core.struct import leaf, struct
 
 Rows = PyTree
-"""What the nodes of a forward leave in a cache if they are committed: one entry per layer, of the cache's own kind."""
+"""Additions of a forward's nodes to a cache, should they be committed: one entry per layer, of the cache's own kind."""
 
 
 @struct
@@ -85,7 +85,7 @@ class Frontier:
 
 @struct
 class ForwardOutput:
-    """What a forward of a target or a draft model returns."""
+    """The result of a forward of a target or a draft model."""
 
     logits: Float[Array, "B N V"]
     rows: Rows
@@ -95,7 +95,7 @@ class ForwardOutput:
 
 @struct
 class Acceptance:
-    """What an acceptance rule decides."""
+    """The decision of an acceptance rule."""
 
     path: Int[Array, "B A"] | None
     """Accepted nodes, root first; the tail repeats the last one. None: a chain, path[b, i] = i."""
@@ -131,7 +131,7 @@ class TopTokens:
 
 @struct
 class Recorded:
-    """What is recorded of new tokens: those of sequences [B, C], of a round [B, A], or of a report."""
+    """Records of new tokens: of sequences [B, C], of a round [B, A], or of a report."""
 
     logprobs: Float[Array, "B C"]
     """log p of each new token under the target's unprocessed logits."""
@@ -234,7 +234,7 @@ class DecodeState:
     round_index: Int[Array, ""]
     stats: Stats
     recorded: Recorded | None = None
-    """What is recorded of each new token; None: nothing."""
+    """Records of all new tokens; None: nothing is recorded."""
     grammar: Automaton = dataclasses.field(default_factory=Automaton)
     """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
     costs: Float[Array, " K"] | None = None
@@ -256,10 +256,10 @@ class DecodeState:
 
 @struct
 class Decision:
-    """What `accept` of a round decides."""
+    """The decision of a round: the drafts to keep, and the ends and automata of the sequences after them."""
 
     accepted: Acceptance
-    """What the acceptance rule decides."""
+    """The decision of the acceptance rule."""
     appended: Acceptance
     """The same, truncated at the length limit and at the first stop."""
     stop: Automaton
@@ -268,7 +268,7 @@ class Decision:
     """The grammars after the appended tokens."""
     finish_code: Int[Array, " B"]
     recorded: Recorded | None
-    """What is recorded of the accepted tokens, [B, A]."""
+    """Records of the accepted tokens, [B, A]."""
 
 
 @runtime_checkable
@@ -363,13 +363,13 @@ class Drafter(Protocol):
         ...
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> PyTree:
-        """Absorbs what was appended to `s`; returns the drafter's new state. May read all of `s`."""
+        """Absorbs the tokens appended to `s`; returns the drafter's new state. May read all of `s`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftNeeds:
-    """What an acceptance rule needs of the drafts.
+    """Requirements of an acceptance rule on the drafts.
 
     sampled: drafts sampled from the drafter's own distribution, in the tree as `probs`.
     chains: chains, no trees.
@@ -395,7 +395,7 @@ class BranchingDrafter(Drafter, Protocol):
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PyTree]:
         """The index of the branch of this round, and the drafter's new state.
 
-        A function of what is known before the round: the rules "rejection" and "block" rely on it. If it is called
+        A function of values known before the round: the rules "rejection" and "block" rely on it. If it is called
         once more before the round, it returns the same.
         """
         ...

@@ -160,7 +160,7 @@ class ModelDrafter(Generic[M]):
     def check_kind(self, draft: object, kind: type[T], needs: str, hint: str = 'jspec.load(..., draft="...")') -> T:
         """The configuration of the draft model, of this class or with this protocol.
 
-        needs, hint: what the drafter needs, and how to get it, for the message.
+        needs, hint: the kind of draft, and how to get one, for the message.
 
         Raises:
           ValueError: it is another one, or None.
@@ -206,7 +206,7 @@ class WindowedDrafter(ModelDrafter[M]):
     def check_features(self, draft: Any, target: Target, name: str) -> None:
         """Checks a draft model that reads hidden states of the target; it must have been made for such a target.
 
-        name: what the draft model is, for the message.
+        name: the kind of draft model, for the message.
 
         Raises:
           ValueError: the target has other sizes, or no such layers; or it does not suit the options.
@@ -244,7 +244,7 @@ class WindowedDrafter(ModelDrafter[M]):
 def check_made_for(name: str, target: Target, *, vocab_size: int, hidden_size: int) -> None:
     """Checks a draft model against its target.
 
-    name: what the draft model is, for the message.
+    name: the kind of draft model, for the message.
     vocab_size, hidden_size: of the target it was made for.
 
     Raises:

@@ -19,7 +19,7 @@ MAX_DEPTH = 127
 
 @struct
 class Copy:
-    """What follows the best match of the last tokens of each sequence, for the next round."""
+    """The continuation of the best match of the last tokens of each sequence, for the next round."""
 
     tokens: Int[Array, "B D"]
     matched: Int[Array, " B"]

@@ -7,8 +7,8 @@ and the best drafter has the most of them per unit of cost (goodput: Liu et al.,
 lengths: so evidence about a shallow draft also serves a deeper one. Proposals of several grades, such as copies after a
 long match and after a short one, have averages of their own.
 
-A batch ends with its last sequence, so those that need the most rounds weigh most: their tokens, and what was observed
-in them. Sequences with accepted drafts are ahead of the others, whose rounds they do not shorten.
+A batch ends with its last sequence, so those that need the most rounds weigh most: their tokens, and their
+observations. Sequences with accepted drafts are ahead of the others, whose rounds they do not shorten.
 """
 
 from collections.abc import Sequence
@@ -178,7 +178,7 @@ def choose(
     """Chooses the drafter of a round; returns it and the best one, different in rounds that probe.
 
     value: expected tokens per unit of cost.
-    most: the same if all drafts were accepted; what could not be the best even then is not probed.
+    most: the same if all drafts were accepted; a choice that could not be the best even then is not probed.
     previous: the best one so far; stays unless another is better by the share `hysteresis`; -1: none.
     probe: every `probe`-th round probes a choice beyond the best one: by turns, for each unwatched kind of drafter, the
       next deeper one of the same kind, or the best one of another kind.

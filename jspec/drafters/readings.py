@@ -1,7 +1,7 @@
 """Readings of a draft: as its checkpoint was read, and as neighboring conventions would have it.
 
-A flag of a head, read wrongly, lowers acceptance without an error. `predict` gives what a draft proposes first at all
-positions of some texts, under a reading, in one forward of the draft.
+A flag of a head, read wrongly, lowers acceptance without an error. `predict` gives the first proposals of a draft at
+all positions of some texts, under a reading, in one forward of the draft.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jspec.models.layers import ForwardBatch
 
 @struct
 class Text:
-    """Texts that a target wrote greedily after prompts of P tokens, and what it computed of them."""
+    """Texts that a target wrote greedily after prompts of P tokens, and its own results for them."""
 
     tokens: Int[Array, "B T"]
     choices: Int[Array, "B N"]
@@ -102,7 +102,7 @@ def as_read(params: Params, target: Target, draft: Any) -> View:
 class Reading:
     """A neighboring convention.
 
-    name: what differs under it, after "with".
+    name: the difference, after "with".
     field: the key of config.json to change; "": there is none.
     kinds: of configurations.
     change: the view under it, given the view as read; None: there is no other.

@@ -35,7 +35,7 @@ class RequestOptions:
     """The per-request options of a generation; see `jspec.generate`.
 
     Raises:
-      ValueError, TypeError: an invalid option; the message has its name, its value and what is valid.
+      ValueError, TypeError: an invalid option; the message has its name, its value and the valid ones.
     """
 
     max_new_tokens: int | Sequence[int] = 128
@@ -323,7 +323,7 @@ def longest_sequence(prompts: Sequence[Sequence[int]], limits: Sequence[int]) ->
 
 
 def repeat(options: R, prompts: int, n: int) -> R:
-    """The options of n samples of each of `prompts` prompts: what is given per prompt becomes one entry per sample.
+    """The options of n samples of each of `prompts` prompts: an entry per prompt becomes one per sample.
 
     Raises:
       ValueError: `sampling`, `speculation` or `max_new_tokens` have another number of entries than there are prompts.

@@ -22,7 +22,7 @@ FINISH_REASONS: dict[int, FinishReason] = {stopping.EOS: "eos", stopping.STOP: "
 
 
 class GeneratedToken(NamedTuple):
-    """A new token, with what the lists of a `Generation` have about it.
+    """A new token, with its entries in the lists of a `Generation`.
 
     id: in the vocabulary.
     text: for display, as in `Generation.token_texts`.
@@ -377,7 +377,7 @@ class Generations(Sequence[Generation]):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text and ids of one sequence; what `stream` yields.
+    """New text and ids of one sequence; yielded by `stream`.
 
     index: of the sequence in the batch.
     logprobs: of each new token; None if they are not recorded, or not until the end.

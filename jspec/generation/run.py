@@ -64,7 +64,7 @@ class Run:
       options: the options.
       single: whether a single prompt was given, not a list of them.
       prompts: ids of each prompt.
-      method: target, bound drafter, acceptance rule, and what is recorded.
+      method: target, bound drafter, acceptance rule, and the number of recorded tokens.
       state: the decode state.
       tokens, texts: new ids and text of each sequence so far.
 
@@ -105,7 +105,7 @@ class Run:
             compare({**vars(options), **static, "prompts": self.prompts, "eos": model.eos, _PLAN: plan})
         capacity = least(placement, capacity)
 
-        # What the host collects.
+        # Results on the host.
         self.tokens: list[list[int]] = [[] for _ in self.prompts]
         self.texts = [""] * batch
         self.finish_codes = [stopping.RUNNING] * batch
