@@ -74,10 +74,11 @@ class LayerKeys:
         Raises:
           ValueError: `page_size` or the window below 1.
         """
-        heads = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": stored_dtype(self.kv, dtype)}
-        if self.window is None:
-            return MhaCache.empty(batch, capacity, page_size, layers=layers, **heads)
-        return SlidingCache.empty(batch, capacity, page_size, window=self.window, layers=layers, **heads)
+        size, dtype = (batch, capacity, page_size), stored_dtype(self.kv, dtype)
+        heads, dim, window = self.kv_heads, self.head_dim, self.window
+        if window is None:
+            return MhaCache.empty(*size, layers=layers, kv_heads=heads, head_dim=dim, dtype=dtype)
+        return SlidingCache.empty(*size, layers=layers, kv_heads=heads, head_dim=dim, dtype=dtype, window=window)
 
 
 @struct
