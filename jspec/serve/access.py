@@ -1,4 +1,4 @@
-"""What is around the application: ids of requests, the access log, and browsers of other sites."""
+"""Middleware: request ids, the access log, and CORS."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ from jspec.serve.errors import answer_error
 from jspec.serve.fields import REQUEST_ID, ApiError
 
 POLLED = ("/health", "/ping", "/metrics", "/load", "/version")
-"""Paths which programs ask for all the time: logged if the answer is an error, and open to requests without a key."""
+"""Paths polled by monitoring: logged only for errors, and open to requests without a key."""
 _HEADER = "x-request-id"
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -30,7 +30,7 @@ def check_origins(origins: Sequence[str]) -> None:
 
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, for pages of these origins."""
+    """Add CORS headers for pages of these origins."""
     headers = ["authorization", "content-type", "x-api-key", "anthropic-version", _HEADER]
     exposed = [_HEADER, "retry-after"]
     methods = ["GET", "POST"]
@@ -38,7 +38,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class Access:
-    """An application whose requests have ids: that of the header X-Request-Id, or a random one.
+    """Give each request an id: that of the header X-Request-Id, or a random one.
 
     The id is in the same header of the answer, in the bodies of errors and in the log.
 

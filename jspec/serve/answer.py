@@ -110,7 +110,7 @@ def stops_of(call: Call, dialect: Dialect) -> list[str | int]:
 
 
 class Answer:
-    """What one request is answered with: choice p * n + i is sample i of prompt p.
+    """The answer to one request: choice p * n + i is sample i of prompt p.
 
     Args:
       prompts: ids of each prompt.

@@ -1,4 +1,4 @@
-"""The application: routes, authentication and the way of a request to the engine and back."""
+"""The application: routes, authentication, and requests on their way through the engine."""
 
 import asyncio
 import contextlib
@@ -100,8 +100,8 @@ class Service:
         self._dialect = Dialect.of(self.tokenizer, tool_format, thinking_format)
         # What answers say about tokens and the model.
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
-        told = f"{package.VERSION} {jax.__version__} {engine!r}"
-        self._fingerprint = f"fp_{hashlib.blake2b(told.encode(), digest_size=5).hexdigest()}"
+        identity = f"{package.VERSION} {jax.__version__} {engine!r}"
+        self._fingerprint = f"fp_{hashlib.blake2b(identity.encode(), digest_size=5).hexdigest()}"
         self._vocab_size = engine.model.target.vocab_size
         # Requests in flight; `stop` cancels them.
         self._live: set[Handle] = set()

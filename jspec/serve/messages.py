@@ -1,4 +1,4 @@
-"""Messages of a chat: text, calls of tools and their results."""
+"""Messages of a chat: text, tool calls and their results."""
 
 from collections.abc import Sequence
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn and an end in which nothing is lost silently."""
+"""The server process: bind a socket, run uvicorn, and shut down gracefully."""
 
 import asyncio
 import dataclasses

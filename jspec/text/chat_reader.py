@@ -1,4 +1,4 @@
-"""Reads what a model writes in a chat: thinking, content and calls of tools, as the text arrives.
+"""Parse the output of a chat model as it arrives: thinking, content and tool calls.
 
 The events of a text do not depend on its split into pieces.
 """

@@ -1,4 +1,4 @@
-"""Arguments of a tool's call, in the spellings of models: JSON, XML, Gemma's and Python's.
+"""Arguments of a tool call, in the spellings of models: JSON, XML, Gemma's and Python's.
 
 Each spelling is written, read, and constrained by the function's JSON schema. XML and Gemma have strings without
 escapes, so there the keywords of a string other than `enum` and `const` do not constrain it.

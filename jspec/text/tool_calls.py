@@ -1,4 +1,4 @@
-"""Calls of tools as models write them: a table of formats, and how each is written and constrained.
+"""Tool calls as models write them: a table of formats, and how each is written and constrained.
 
 `jspec.text.chat_reader` reads them. A format of a new model is a row.
 """
