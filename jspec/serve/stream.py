@@ -25,31 +25,30 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
     Raises:
       ApiError: the engine failed, or a sequence was cancelled, as in a shutdown.
     """
-    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
     # Each sequence has a task of its own; they meet in one queue.
     async def pump(index: int, handle: Handle) -> None:
+        reason = None
         try:
             async for piece in handle:
-                arrived.put_nowait((index, piece))
-            arrived.put_nowait((index, None))
+                reason = piece.finish_reason
+                if reason != "cancelled":
+                    arrived.put_nowait((index, piece))
+            if reason in (None, "cancelled"):
+                raise shutting_down()
         except Exception as error:
             arrived.put_nowait((index, error))
 
     tasks = [asyncio.create_task(pump(i, handle)) for i, handle in enumerate(handles)]
-    ended: set[int] = set()
+    running = len(handles)
     # Yield until all have ended.
     try:
-        while len(ended) < len(handles):
+        while running:
             index, piece = await arrived.get()
             if isinstance(piece, Exception):
                 raise engine_failed(piece) if isinstance(piece, EngineError) else piece
-            if index in ended:
-                continue
-            if piece is None or piece.finish_reason == "cancelled":
-                raise shutting_down()
-            if piece.finish_reason is not None:
-                ended.add(index)
+            running -= piece.finish_reason is not None
             yield index, piece
     # Leave no task when the client disconnects.
     finally:

@@ -198,20 +198,17 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
 
 def _frame(backend: tokenizers.Tokenizer, metadata: Fields, special: dict[str, str], adds_bos: bool) -> None:
     """Add the tokens at both ends of a text."""
-    adds = {
-        role: metadata.read_flag(f"tokenizer.ggml.add_{role}_token", default)
-        for role, default in (("bos", adds_bos), ("eos", False))
-    }
-    missing = [role for role, is_added in adds.items() if is_added and f"{role}_token" not in special]
-    if missing:
-        raise metadata.wrong(f"tokenizer.ggml.add_{missing[0]}_token", True, f"requires {missing[0]}_token_id")
-    ends = [
-        {"id": role, "ids": [backend.token_to_id(token)], "tokens": [token]}
-        for role, is_added in adds.items()
-        if is_added and (token := special[f"{role}_token"])
-    ]
+    frame, ends = ["$A"], []
+    for role, default in (("bos", adds_bos), ("eos", False)):
+        key = f"tokenizer.ggml.add_{role}_token"
+        if not metadata.read_flag(key, default):
+            continue
+        if f"{role}_token" not in special:
+            raise metadata.wrong(key, True, f"requires {role}_token_id")
+        token = special[f"{role}_token"]
+        ends.append({"id": role, "ids": [backend.token_to_id(token)], "tokens": [token]})
+        frame.insert(0 if role == "bos" else len(frame), role)
     if ends:
-        frame = [*(["bos"] if adds["bos"] else []), "$A", *(["eos"] if adds["eos"] else [])]
         backend.post_processor = processors.TemplateProcessing(single=frame, special_tokens=ends)  # pyright: ignore[reportArgumentType]
 
 

@@ -24,8 +24,7 @@ def prompt_of(server):
 
 def test_a_history_of_calls_goes_to_the_template(serve):
     server = serve(template=TEMPLATE)
-    body = {"messages": HISTORY, "max_tokens": 1}
-    assert server.post("/v1/chat/completions", body).status_code == 200
+    server.options_of("/v1/chat/completions", messages=HISTORY)
     assert prompt_of(server) == "<user>hi<assistant>hm[c1 f x=[1] y=a]<tool>42 for c1<assistant>"
     # Other spellings of the same.
     streamed = HISTORY[1] | {"content": "", "refusal": None, "annotations": [], "tool_calls": [CALL | {"index": 0}]}
@@ -67,18 +66,14 @@ def test_a_wrong_history_names_the_field(shared, message, param):
 
 def test_a_template_without_tools_gets_them_as_text(serve):
     server = serve(context=1000)
-    assert (
-        server.post("/v1/chat/completions", {"messages": HISTORY, "tools": [TOOL], "max_tokens": 1}).status_code == 200
-    )
+    server.options_of("/v1/chat/completions", messages=HISTORY, tools=[TOOL])
     prompt = prompt_of(server)
     assert prompt.startswith("<system>You may call these functions:") and '"name": "f"' in prompt
     call = '<tool_call>\n{"name": "f", "arguments": {"x": [1], "y": "a"}}\n</tool_call>'
     assert f"<assistant>{call}<user><tool_response>\n42\n</tool_response><assistant>" in prompt
     # Beside a message of the system.
     messages = [{"role": "system", "content": "be brief"}, *HISTORY]
-    assert (
-        server.post("/v1/chat/completions", {"messages": messages, "tools": [TOOL], "max_tokens": 1}).status_code == 200
-    )
+    server.options_of("/v1/chat/completions", messages=messages, tools=[TOOL])
     assert prompt_of(server).startswith("<system>be brief\n\nYou may call these functions:")
 
 
@@ -169,9 +164,7 @@ def test_choices_of_tools_are_grammars(serve):
     server = answering(serve, ANSWER)
 
     def ask(**body):
-        body = {"messages": USER, "tools": [TOOL, OTHER], "max_tokens": 1, **body}
-        answer = server.post("/v1/chat/completions", body)
-        assert answer.status_code == 200, answer.text
+        server.options_of("/v1/chat/completions", **{"messages": USER, "tools": [TOOL, OTHER], **body})
         return grammar_of(server)
 
     one, two, other = (FORMATS["hermes"].write(calls) for calls in (CALLS[:1], CALLS, CALLS[1:]))

@@ -76,25 +76,23 @@ def test_a_regex_that_is_refused(pattern, message):
         Grammar.regex(pattern)
 
 
-def test_other_types_are_refused():
-    with pytest.raises(TypeError, match="pattern=3: must be a str"):
-        Grammar.regex(3)  # type: ignore
-    with pytest.raises(TypeError, match="choices='yes': must be a list of texts"):
-        Grammar.choice("yes")
-    with pytest.raises(ValueError, match="at least one text, and none of them empty"):
-        Grammar.choice(["yes", ""])
-    with pytest.raises(ValueError, match="at least one text"):
-        Grammar.choice([])
-    with pytest.raises(TypeError, match="schema"):
-        Grammar.json_schema({"type": {1}})
-    with pytest.raises(TypeError, match="must be an object, or true or false"):
-        Grammar.json_schema([])  # type: ignore
-    with pytest.raises(ValueError, match="is not JSON"):
-        Grammar.json_schema("{")
-    with pytest.raises(ValueError, match="max_depth=0"):
-        Grammar.json_schema({}, max_depth=0)
-    with pytest.raises(ValueError, match="whitespace='x': must match spaces"):
-        Grammar.json_schema({}, whitespace="x")
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Grammar.regex(3), TypeError, "pattern=3: must be a str"),
+        (lambda: Grammar.choice("yes"), TypeError, "choices='yes': must be a list of texts"),
+        (lambda: Grammar.choice(["yes", ""]), ValueError, "at least one text, and none of them empty"),
+        (lambda: Grammar.choice([]), ValueError, "at least one text"),
+        (lambda: Grammar.json_schema({"type": {1}}), TypeError, "schema"),
+        (lambda: Grammar.json_schema([]), TypeError, "must be an object, or true or false"),
+        (lambda: Grammar.json_schema("{"), ValueError, "is not JSON"),
+        (lambda: Grammar.json_schema({}, max_depth=0), ValueError, "max_depth=0"),
+        (lambda: Grammar.json_schema({}, whitespace="x"), ValueError, "whitespace='x': must match spaces"),
+    ],
+)
+def test_other_types_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_utf8_ranges_are_those_of_python():
