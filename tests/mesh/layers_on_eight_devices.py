@@ -89,7 +89,7 @@ def test_an_assistant_is_split_with_its_target(load_assistant, tmp_path, monkeyp
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params.draft):
         assert leaf.sharding.device_set == set(jax.devices()[:4])
         placed |= set() if leaf.sharding.is_fully_replicated else {path[-1].name}
-    assert placed == {"q", "o", "gate_up", "down", "head"}
+    assert placed == {"qkv", "o", "gate_up", "down", "head"}
     with pytest.raises(ValueError, match="the weights are split over 4 devices"):
         drafts.save(tmp_path / "copy", model.draft, model.params.draft)
     monkeypatch.setattr(language_model, "read_params", None)
