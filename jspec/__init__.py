@@ -19,6 +19,7 @@ from jspec.analysis.check_rule import RuleReport, check_rule
 from jspec.analysis.check_target import TargetReport, check_target
 from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.analysis.measure_costs import measure_costs
+from jspec.analysis.verify import Certificate, verify
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
@@ -44,6 +45,7 @@ __version__ = VERSION
 __all__ = [
     "Adaptive",
     "Block",
+    "Certificate",
     "DrafterReport",
     "Eagle",
     "Engine",
@@ -88,6 +90,7 @@ __all__ = [
     "measure_costs",
     "score",
     "stream",
+    "verify",
     "with_corpus",
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jspec.cli import bench, bench_load, doctor, evaluate, generate, serve
+from jspec.cli import bench, bench_load, doctor, evaluate, generate, serve, verify
 from jspec.cli.arguments import Parser, in_options, printable
 from jspec.core import interrupt, package
 from jspec.loading.startup import enable_compilation_cache
@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_command(commands)
     evaluate.add_command(commands)
     serve.add_command(commands)
+    verify.add_command(commands)
     doctor.add_command(commands)
     bench.add_command(commands)
     commands.add_parser("train", help="prepare data, and train a language model or a draft model")

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oss
-import poison
 import pytest
 import qwen
 import toy
 from planted import RandomTree
 
+from jspec.analysis import poison
 from jspec.core import accept, stopping, tree
 from jspec.core.loop import decode
 from jspec.core.method import Method

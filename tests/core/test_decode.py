@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import poison
 import pytest
 import toy
 from planted import (
@@ -21,6 +20,7 @@ from planted import (
     weights_of,
 )
 
+from jspec.analysis import poison
 from jspec.core import stopping, tree
 from jspec.core.loop import decode, one_round
 from jspec.core.types import Params

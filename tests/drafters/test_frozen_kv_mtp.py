@@ -8,12 +8,12 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
-import poison
 import pytest
 import toy
 from hlo import made, opcode
 from planted import best_first_by_hand
 
+from jspec.analysis import poison
 from jspec.cache import mha, window
 from jspec.core import accept, stopping, tree
 from jspec.core.loop import decode

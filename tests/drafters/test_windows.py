@@ -15,13 +15,13 @@ import jax
 import loops
 import numpy as np
 import oss
-import poison
 import pytest
 import toy
 import window_oracle as oracle
 from planted import best_first_by_hand
 from safetensors.numpy import load_file
 
+from jspec.analysis import poison
 from jspec.cache.window import Windowed
 from jspec.checkpoints import drafts
 from jspec.core import tree

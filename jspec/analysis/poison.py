@@ -1,4 +1,4 @@
-"""NaN in everything that no forward may read."""
+"""Fills with NaN what no forward may read."""
 
 import dataclasses
 from typing import Any
@@ -23,15 +23,16 @@ def spoil(cache: Any, lengths: Any, *, spare: int = 0, window: int | None = None
     window, keep_first: those of a drafter, whose queries are all after the committed rows.
     """
 
-    def part(each):
-        if isinstance(each, RecurrentCache):
-            return _states(each, lengths)
-        own = getattr(each, "window", None)
-        if window is None or (own is not None and own < window):
-            return _pages(each, lengths, spare, own, 0)
-        return _pages(each, lengths, spare, window - 1, keep_first if own is None else 0)
+    def spoiled(part: Any) -> Any:
+        if isinstance(part, RecurrentCache):
+            return _states(part, lengths)
+        # The narrower window of the layer and of the drafter.
+        layer_window = getattr(part, "window", None)
+        if window is None or (layer_window is not None and layer_window < window):
+            return _pages(part, lengths, spare, layer_window, 0)
+        return _pages(part, lengths, spare, window - 1, keep_first if layer_window is None else 0)
 
-    return jax.tree.map(part, cache, is_leaf=lambda x: isinstance(x, RecurrentCache) or hasattr(x, "page_table"))
+    return jax.tree.map(spoiled, cache, is_leaf=lambda x: isinstance(x, RecurrentCache) or hasattr(x, "page_table"))
 
 
 def _pages(cache: Any, lengths: Any, spare: int, last: int | None, keep_first: int) -> Any:
@@ -40,14 +41,14 @@ def _pages(cache: Any, lengths: Any, spare: int, last: int | None, keep_first: i
     pages, page_size = pool.shape[2] + spare, pool.shape[3]
     order = np.random.default_rng(0).permutation(pages) if spare else np.arange(pages)
     moved = order[table].astype(np.int32)
-    kept = np.full((*pool.shape[:2], pages, *pool.shape[3:]), np.nan, pool.dtype)
+    poisoned = np.full((*pool.shape[:2], pages, *pool.shape[3:]), np.nan, pool.dtype)
     for b, length in enumerate(np.array(lengths)):
         for t in range(length):
             if last is not None and keep_first <= t < length - last:
                 continue
             at, row = t // page_size, t % page_size
-            kept[:, :, moved[b, at], row] = pool[:, :, table[b, at], row]
-    return dataclasses.replace(cache, pool=jax.device_put(kept), page_table=jax.device_put(moved))
+            poisoned[:, :, moved[b, at], row] = pool[:, :, table[b, at], row]
+    return dataclasses.replace(cache, pool=jax.device_put(poisoned), page_table=jax.device_put(moved))
 
 
 def _states(cache: RecurrentCache, lengths: Any) -> RecurrentCache:

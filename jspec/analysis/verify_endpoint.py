@@ -1,0 +1,307 @@
+"""`verify_endpoint`: compares a server with its draft to one without, over the completions of OpenAI's API."""
+
+import collections
+import dataclasses
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from scipy import stats
+
+from jspec.analysis.evaluate import heldout_prompts
+from jspec.analysis.verify import Certificate, certify
+from jspec.analysis.verify_statistics import ALPHA
+from jspec.analysis.verify_subject import NEAR_TIE_ELSEWHERE, Cases, Outcome, difference
+from jspec.core.sampling import Sampling
+from jspec.engine.generate import generate
+from jspec.generation.result import Generation
+from jspec.loading.model import Model
+
+SECONDS = 300.0
+"""How long an answer may take."""
+TOP = 5
+"""Most probable tokens to ask for, as completions have them."""
+_DRAWS, _PER_REQUEST = 512, 16
+"""Samples of each side in a case, and in one request."""
+
+
+class Completions(Protocol):
+    """What answers requests of completions."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the certificate."""
+        ...
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """The answer to a request, as OpenAI's API has it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server with OpenAI's API.
+
+    url: its address, with or without /v1.
+    model: name of the model in requests; None: the first in its list.
+    key: of the API.
+    """
+
+    url: str
+    model: str | None = None
+    key: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.url
+
+    def request(self, path: str, fields: Mapping[str, Any] | None = None) -> bytes:
+        """The body of an answer.
+
+        Raises:
+          ValueError: the server cannot be reached, or refuses the request; with its sentence.
+        """
+        base = self.url.rstrip("/").removesuffix("/v1")
+        headers = {"content-type": "application/json", **({"authorization": f"Bearer {self.key}"} if self.key else {})}
+        body = None if fields is None else json.dumps(fields).encode()
+        try:
+            request = urllib.request.Request(f"{base}/v1/{path}", body, headers)
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            text = error.read()[:200].decode(errors="replace")
+            raise ValueError(f"{self.url}: status {error.code}: {text}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.url}: cannot be reached ({error})") from None
+
+    def named(self) -> "Server":
+        """The server with the name of its model."""
+        if self.model is not None:
+            return self
+        return dataclasses.replace(self, model=json.loads(self.request("models"))["data"][0]["id"])
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """The answer to a request."""
+        return json.loads(self.request("completions", {"model": self.model, **fields}))
+
+    def stream(self, **fields: Any) -> list[dict[str, Any]]:
+        """The events of a streamed answer.
+
+        Raises:
+          AssertionError: the stream has no end.
+        """
+        text = self.request("completions", {"model": self.model, **fields, "stream": True}).decode()
+        events = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
+        if not events or events[-1] != "[DONE]":
+            raise AssertionError("a stream ends without [DONE]")
+        return [json.loads(event) for event in events[:-1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """Plain decoding of a model, with the answers of a server."""
+
+    model: Model
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.model.name
+
+    def complete(self, *, prompt: str, max_tokens: int, temperature: float, n: int = 1, seed: int = 0, **_: Any) -> Any:
+        """The answer to a request; logprobs are those of `TOP` tokens."""
+        options = {"max_new_tokens": max_tokens, "seed": [(seed, i) for i in range(n)], "logprobs": TOP}
+        out = generate(self.model, [prompt] * n, drafter=None, sampling=Sampling(temperature=temperature), **options)
+        choices = [{"index": i, "text": item.text, **self._described(item)} for i, item in enumerate(out)]
+        usage = {"prompt_tokens": len(out[0].prompt), "completion_tokens": sum(len(item.tokens) for item in out)}
+        return {"choices": choices, "usage": usage}
+
+    def _described(self, item: Generation) -> dict[str, Any]:
+        assert self.model.tokenizer is not None
+        names = self.model.tokenizer.decode
+        tops = [{names([token]): value for token, value in top} for top in item.top_logprobs or []]
+        tokens = [names([token]) for token in item.tokens]
+        record = {"tokens": tokens, "token_logprobs": item.logprobs, "top_logprobs": tops}
+        return {"logprobs": record, "finish_reason": "length" if item.finish_reason == "length" else "stop"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A server beside what it must equal."""
+
+    server: Server
+    reference: Completions
+    prompts: Sequence[str]
+    new: int
+
+
+def _greedy(pair: Pair, prompt: str) -> Outcome:
+    """Greedy tokens are equal; where they differ, both are near-ties under the reference."""
+    fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0, "logprobs": TOP}
+    ours, theirs = (side.complete(**fields)["choices"][0] for side in (pair.server, pair.reference))
+    records = ours.get("logprobs"), theirs.get("logprobs")
+    if not all(record and record.get("tokens") for record in records):
+        return _equal(ours["text"], theirs["text"], "the text")
+    tokens, right = (record["tokens"] for record in records)
+    at = difference(tokens, right)
+    if at is None:
+        gap = np.abs(np.subtract(records[0]["token_logprobs"], records[1]["token_logprobs"])).max()
+        problem = f"log-probabilities of equal tokens differ by {gap:.2g}" if gap > NEAR_TIE_ELSEWHERE else ""
+        return Outcome("failed" if problem else "passed", len(right), problem)
+    if at == min(len(tokens), len(right)):
+        return Outcome("failed", at, f"the text has {len(tokens)} tokens instead of {len(right)}")
+    top = (records[1].get("top_logprobs") or [{}] * (at + 1))[at]
+    where = f"new token {at} is {tokens[at]!r} instead of {right[at]!r}"
+    if tokens[at] not in top:
+        return Outcome("failed", at, f"{where}, and not among the {len(top)} most probable tokens of the reference")
+    gap = abs(records[1]["token_logprobs"][at] - top[tokens[at]])
+    verdict = "near-tie" if gap < NEAR_TIE_ELSEWHERE else "failed"
+    return Outcome(verdict, at, f"{where}; their log-probabilities under the reference differ by {gap:.2g}")
+
+
+def _equal(value: object, right: object, what: str) -> Outcome:
+    """Passes if both are equal; the ends of long texts are shown."""
+    shown = [repr(one[-30:] if isinstance(one, str) else one) for one in (value, right)]
+    return (
+        Outcome("passed", 1) if value == right else Outcome("failed", 1, f"{what} is {shown[0]} instead of {shown[1]}")
+    )
+
+
+def _first_failed(*outcomes: Outcome) -> Outcome:
+    return next((outcome for outcome in outcomes if outcome.verdict == "failed"), outcomes[-1])
+
+
+def _streamed(pair: Pair, prompt: str) -> Outcome:
+    """The pieces of a stream make the whole answer."""
+    fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0}
+    try:
+        events = [event["choices"][0] for event in pair.server.stream(**fields) if event.get("choices")]
+    except AssertionError as error:
+        return Outcome("failed", 0, str(error))
+    whole = pair.server.complete(**fields)["choices"][0]
+    text = "".join(event.get("text") or "" for event in events)
+    reasons = [event["finish_reason"] for event in events if event.get("finish_reason")]
+    return _first_failed(
+        _equal(text, whole["text"], "the end of a stream"),
+        _equal(reasons, [whole["finish_reason"]], "finish_reason of a stream"),
+    )
+
+
+def _stopped(pair: Pair, prompt: str) -> Outcome:
+    """A text ends before a stop string from its middle."""
+    fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0}
+    text = pair.server.complete(**fields)["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    if not stop:
+        raise ValueError("the text is empty")
+    choice = pair.server.complete(**fields, stop=[stop])["choices"][0]
+    return _first_failed(
+        _equal(choice["text"], text[: text.index(stop)], f"the end of a text with stop={stop!r}"),
+        _equal(choice["finish_reason"], "stop", "finish_reason"),
+    )
+
+
+def _counted(pair: Pair, prompt: str) -> Outcome:
+    """Usage counts the tokens of the answer, of one and of two choices."""
+    fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0, "logprobs": 0}
+    right = pair.reference.complete(**{**fields, "max_tokens": 1})["usage"]["prompt_tokens"]
+    outcomes = []
+    for n in (1, 2):
+        answer = pair.server.complete(**fields, n=n)
+        choices, usage = answer["choices"], answer["usage"]
+        outcomes.append(_equal(sorted(choice["index"] for choice in choices), list(range(n)), f"the choices of n={n}"))
+        records = [(choice.get("logprobs") or {}).get("tokens") for choice in choices]
+        if all(records):
+            total = sum(map(len, filter(None, records)))
+            outcomes.append(_equal(usage["completion_tokens"], total, f"completion_tokens of n={n}"))
+        outcomes.append(_equal(usage["prompt_tokens"], right, "prompt_tokens"))
+    return _first_failed(*outcomes)
+
+
+def _seeded(pair: Pair, prompt: str) -> Outcome:
+    """A seed repeats a sample."""
+    fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 1.0, "seed": 7}
+    one, other = (pair.server.complete(**fields)["choices"][0]["text"] for _ in range(2))
+    return Outcome("passed", 1) if one == other else Outcome("warning", 1, "a seed does not repeat a sample")
+
+
+def _sampled(pair: Pair, prompt: str, part: int, counts: dict[bool, collections.Counter[str]]) -> Outcome:
+    """Samples of three tokens have the same distribution on both sides: chi-squared of two samples."""
+    for index in range(0, _DRAWS, _PER_REQUEST):
+        seed = part * _DRAWS + index
+        fields = {"prompt": prompt, "max_tokens": 3, "temperature": 1.0, "n": _PER_REQUEST, "logprobs": 0}
+        for is_server, side in ((True, pair.server), (False, pair.reference)):
+            # Different seeds make the samples of both independent.
+            answer = side.complete(**fields, seed=seed if is_server else 10**6 + seed)
+            counts[is_server].update(choice["text"] for choice in answer["choices"])
+    total = sum(counts[True].values())
+    texts = [text for text, count in (counts[True] + counts[False]).items() if count >= 10]
+    table = np.array([[counts[side][text] for text in texts] for side in (True, False)], float)
+    table = np.append(table, total - table.sum(1, keepdims=True), axis=1)
+    table = table[:, table.sum(0) > 0]
+    if table.shape[1] < 2:
+        raise ValueError("the samples are all equal, or all different")
+    p = float(stats.chi2_contingency(table)[1])  # pyright: ignore[reportArgumentType]
+    if p < ALPHA:
+        worst = int(np.abs(table[0] - table[1])[: len(texts)].argmax())
+        where = f"{texts[worst]!r} came {table[0, worst]:.0f} times, from the reference {table[1, worst]:.0f} times"
+        return Outcome("failed", total, f"{total} samples have another distribution (p = {p:.1g}): {where}")
+    return Outcome("passed", _DRAWS, f"p = {p:.2g}, {table.shape[1]} kinds of texts")
+
+
+def _each(run: Callable[[Pair, str], Outcome], pair: Pair) -> Cases:
+    for index, prompt in enumerate(pair.prompts):
+        yield f"prompt {index}", partial(run, pair, prompt)
+
+
+def _draws(pair: Pair) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    counts = {side: collections.Counter[str]() for side in (True, False)}
+    for part in range(8):
+        yield f"{(part + 1) * _DRAWS:,} samples", partial(_sampled, pair, pair.prompts[0], part, counts)
+
+
+CHECKS: Mapping[str, Callable[[Pair], Cases]] = {
+    "greedy": partial(_each, _greedy),
+    "streams": partial(_each, _streamed),
+    "stop strings": partial(_each, _stopped),
+    "usage": partial(_each, _counted),
+    "seeds": partial(_each, _seeded),
+    "distributions": _draws,
+}
+
+
+def verify_endpoint(
+    server: Server,
+    reference: Server | Model,
+    prompts: Sequence[str] | None = None,
+    *,
+    max_new_tokens: int = 48,
+    minutes: float = 2.0,
+    progress: bool | None = None,
+) -> Certificate:
+    """Verify that a server answers as another server, or as plain decoding of a model.
+
+    Greedy tokens, their log-probabilities, streams, stop strings, usage, seeds, and the distribution of samples are
+    compared over `/v1/completions` of OpenAI's API. Where greedy tokens differ, the reference's
+    log-probabilities tell a near-tie from a fault.
+
+    Args:
+      server: with its draft.
+      reference: the same without a draft, or the model.
+      prompts: None: eight held-out texts.
+      max_new_tokens, minutes, progress: as in `verify`.
+
+    Raises:
+      ValueError: no server answers there.
+    """
+    side = Plain(reference) if isinstance(reference, Model) else reference.named()
+    texts = [text[-400:] for text in heldout_prompts()[::10]][:8] if prompts is None else list(prompts)
+    pair = Pair(server.named(), side, texts, max_new_tokens)
+    subject = {"model": f"{server.url} ({pair.server.model})", "drafter": "its draft", "reference": side.name}
+    checks = {name: check(pair) for name, check in CHECKS.items()}
+    return certify(subject, checks, minutes=minutes, progress=progress)

@@ -1,0 +1,102 @@
+"""The checks of `verify` that compare distributions."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from jspec.analysis import check_rule
+from jspec.analysis.verify_subject import Cases, Outcome, Subject
+from jspec.core.sampling import Sampling
+from jspec.generation.score import score
+
+BRANCHES, SAMPLES, ALPHA, POWER = 3, 1024, 1e-5, 0.99
+"""Choices per token; samples of a case; the share of false alarms of a test, and the power to state."""
+
+
+def samples(subject: Subject) -> Cases:
+    """Texts of the model by each rule, in several parts."""
+    for rule in (subject.accept,) if subject.accept is not None else ("rejection", "coupled", "block"):
+        counts: Mapping[tuple[int, ...], int] = {}
+        for part in range(8):
+            name = f"{rule}, {(part + 1) * SAMPLES:,} samples"
+            yield name, partial(_sampled, subject, rule, part, counts)
+
+
+def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...], int]) -> Outcome:
+    """Texts of three tokens from the three most probable each have the probabilities of the target's forwards."""
+    prompt = next(ids for ids in subject.prompts if len(ids) > 2)[:6]
+    texts, probabilities = _three_tokens(subject, prompt)
+    sampling, batch = Sampling(temperature=1.0, top_k=BRANCHES), 128
+    for index in range(0, SAMPLES, batch):
+        seeds = [(subject.seed, part * SAMPLES + index + i) for i in range(batch)]
+        options = {"sampling": sampling, "accept": rule, "max_new_tokens": 3, "ignore_eos": True, "seed": seeds}
+        for tokens in subject.run(subject.precise, [prompt] * batch, **options).tokens:
+            counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    total = sum(counts.values())
+    observed = np.array([counts.get(text, 0) for text in texts], float)
+    if total != observed.sum():
+        others = total - int(observed.sum())
+        return Outcome("failed", total, f"{others} of {total} texts have a token that top_k excludes")
+    # Rare texts count together.
+    order = np.argsort(probabilities)
+    rare = order[np.cumsum(probabilities[order]) * total < 5]
+    frequent = np.setdiff1d(order, rare)
+    seen, expected = observed[frequent], probabilities[frequent] * total
+    if len(rare):
+        seen, expected = np.append(seen, observed[rare].sum()), np.append(expected, probabilities[rare].sum() * total)
+    statistic, freedom = float((np.square(seen - expected) / np.maximum(expected, 1e-9)).sum()), len(seen) - 1
+    p = float(stats.chi2.sf(statistic, freedom))
+    if p < ALPHA:
+        worst = texts[frequent[int(np.abs(seen - expected)[: len(frequent)].argmax())]]
+        often = probabilities[texts.index(worst)] * total
+        where = f"{list(worst)} came {counts.get(worst, 0)} times instead of {often:.0f}"
+        return Outcome("failed", total, f"the distribution of {total} texts is not the target's (p = {p:.1g}): {where}")
+    power = f"a total variation of {detectable(total, freedom):.3f} would be found with a probability of {POWER}"
+    return Outcome("passed", SAMPLES, f"p = {p:.2g}; {power}")
+
+
+def detectable(total: int, freedom: int) -> float:
+    """The total variation that the test of `total` texts finds with a probability of `POWER`.
+
+    The noncentrality of the statistic is at least 4 total d^2 for a total variation of d, by Cauchy and Schwarz.
+    """
+    limit, low, high = stats.chi2.isf(ALPHA, freedom), 0.0, 4.0 * total
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (low, middle) if stats.ncx2.sf(limit, freedom, middle) > POWER else (middle, high)
+    return float(np.sqrt(high / (4 * total)))
+
+
+def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """All texts of three tokens from the most probable ones, and their probabilities."""
+    texts: list[tuple[int, ...]] = [()]
+    logs = [0.0]
+    for _ in range(3):
+        # Scores of a token more: the candidates after it are those in its place.
+        scores = score(subject.precise, [[*prompt, *text, 0] for text in texts], top_k=BRANCHES)
+        longer, sums = [], []
+        for text, log, one in zip(texts, logs, scores, strict=True):
+            top = one.top[-1]
+            mass = np.logaddexp.reduce([value for _, value in top])
+            longer += [(*text, token) for token, _ in top]
+            sums += [log + value - mass for _, value in top]
+        texts, logs = longer, sums
+    return texts, np.exp(logs)
+
+
+def _enumerated(rule: str) -> Outcome:
+    try:
+        report = check_rule.check_rule(rule, progress=False)
+    except AssertionError as error:
+        return Outcome("failed", 0, str(error))
+    return Outcome("passed", check_rule.ROWS * len(report.tokens_per_round))
+
+
+def rules(subject: Subject) -> Cases:
+    """Each rule on its own, over a small vocabulary."""
+    for rule in ("coupled", "rejection", "block"):
+        if subject.accept in (None, rule):
+            yield rule, partial(_enumerated, rule)

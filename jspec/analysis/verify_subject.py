@@ -1,0 +1,148 @@
+"""What `verify` compares: a model with a drafter beside plain decoding."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.analysis.contract import in_float32
+from jspec.analysis.evaluate import heldout_prompts
+from jspec.core.types import Accept, Drafter
+from jspec.generation.method import choose_drafter
+from jspec.generation.options import GenerateOptions
+from jspec.generation.result import Generations
+from jspec.generation.run import Run
+from jspec.generation.score import score
+from jspec.loading.model import Model
+
+LENGTHS = (1, 40, 3, 17, 8, 64, 33, 5)
+"""Tokens of the default prompts."""
+NEAR_TIE = {"float32": 2e-3}
+"""Largest difference of two logits for rounding to turn around, by dtype."""
+NEAR_TIE_ELSEWHERE = 0.25
+
+
+class Outcome(NamedTuple):
+    """The verdict of a case, what was compared, and a message; see `jspec.analysis.verify.Finding`."""
+
+    verdict: Any
+    compared: int = 0
+    message: str = ""
+
+
+Texts = Sequence[Sequence[int]]
+Cases = Iterator[tuple[str, Callable[[], Outcome]]]
+
+
+@dataclasses.dataclass
+class Subject:
+    """A model with a drafter, prompts as ids, and the options of all generations."""
+
+    model: Model
+    drafter: Any
+    prompts: list[list[int]]
+    accept: str | Accept | None
+    new: int
+    seed: int
+    plain_runs: dict[str, Generations] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self.drafter = choose_drafter(self.drafter, self.model)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bits of logits depend on their context alone."""
+        return bool(getattr(self.model.target, "exact", False))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the target's first weights."""
+        return jax.tree.leaves(self.model.params.target)[0].dtype
+
+    @functools.cached_property
+    def wide(self) -> Model:
+        """The model in float32."""
+        return self.model if self.dtype == jnp.float32 else in_float32(self.model)
+
+    @property
+    def precise(self) -> Model:
+        """The model for checks without near-ties."""
+        return self.model if self.exact else self.wide
+
+    @property
+    def repeats_plain(self) -> bool:
+        """Whether samples must be those of plain decoding."""
+        return self.accept in (None, "greedy", "coupled")
+
+    def options(self, **changes: Any) -> GenerateOptions:
+        """Options of a generation; the rule is for samples."""
+        rule = {"accept": self.accept} if changes.get("sampling") is not None else {}
+        values = {"drafter": self.drafter, "max_new_tokens": self.new, "seed": self.seed, **rule, **changes}
+        return GenerateOptions(**values)
+
+    def run(self, model: Model | None = None, texts: list[list[int]] | None = None, **changes: Any) -> Generations:
+        """A generation of all prompts, or of other ones, in one batch."""
+        return Run(model or self.model, texts or self.prompts, self.options(**changes)).finish()
+
+    def plain(self, model: Model | None = None, **changes: Any) -> Generations:
+        """The same by plain decoding; runs once for the same options."""
+        key = f"{id(model or self.model)} {sorted(changes.items(), key=str)}"
+        if key not in self.plain_runs:
+            self.plain_runs[key] = self.run(model, drafter=None, **{**changes, "accept": None})
+        return self.plain_runs[key]
+
+    def compare(self, new: Texts, right: Texts, model: Model | None = None) -> Outcome:
+        """Compares greedy tokens of all prompts with the right ones; tells near-ties from other differences."""
+        near, compared = "", sum(map(len, right))
+        for index, (ours, theirs) in enumerate(zip(new, right, strict=True)):
+            at = difference(ours, theirs)
+            if at is None:
+                continue
+            if at == min(len(ours), len(theirs)):
+                return Outcome("failed", compared, f"sequence {index} has {len(ours)} tokens instead of {len(theirs)}")
+            ids = [*self.prompts[index], *theirs[:at]]
+            scores = score(self.wide, [[*ids, ours[at]], [*ids, theirs[at]]])
+            gap = float(scores[1].logprobs[-1] or 0.0) - float(scores[0].logprobs[-1] or 0.0)
+            where = (
+                f"sequence {index} differs from plain decoding at new token {at}: {ours[at]} instead of {theirs[at]}"
+            )
+            where += f", whose logit in float32 is {gap:.2g} higher"
+            # On a CPU, float32 rounds alike for any number of tokens, up to the last bits.
+            strict = self.exact or (model is self.wide and jax.default_backend() == "cpu")
+            if strict or abs(gap) > NEAR_TIE.get(str(self.dtype), NEAR_TIE_ELSEWHERE):
+                return Outcome("failed", compared, where)
+            near = near or where
+        return Outcome("near-tie" if near else "passed", compared, near)
+
+
+def difference(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """The first index of a difference, perhaps the end of one sequence; None: they are equal."""
+    if list(one) == list(other):
+        return None
+    shared = min(len(one), len(other))
+    return next((i for i in range(shared) if one[i] != other[i]), shared)
+
+
+def default_prompts(model: Model, new: int) -> list[list[int]]:
+    """Eight prompts of different lengths, random ones without a tokenizer."""
+    most = model.target.max_length - new
+    lengths = [min(length, most) for length in LENGTHS]
+    if model.tokenizer is None:
+        draw = np.random.default_rng(0)
+        return [draw.integers(0, model.target.vocab_size, length).tolist() for length in lengths]
+    ids = itertools.chain.from_iterable(model.tokenizer.encode(text) for text in heldout_prompts())
+    return [list(itertools.islice(ids, length)) for length in lengths]
+
+
+def reshaped(drafter: Drafter, depth: int, width: int = 1, num_nodes: int | None = None) -> Drafter | None:
+    """The drafter in another shape; None: it has no such shape."""
+    names = {field.name for field in dataclasses.fields(drafter)}  # pyright: ignore[reportArgumentType]
+    if "depth" not in names or (width > 1 and "width" not in names):
+        return None
+    shape = {"depth": depth, "width": width, "num_nodes": num_nodes}
+    return dataclasses.replace(drafter, **{name: shape[name] for name in shape.keys() & names})  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -1,0 +1,101 @@
+"""Verifies that a draft changes nothing but the speed, and writes a certificate.
+
+A model is compared with its own plain decoding: chains and trees, ends of texts, rounds, pages, sampling, grammars,
+log-probabilities, the engine, and distributions. With --endpoint, a server of OpenAI's API is compared with another
+one, or with plain decoding of --model. The exit status is 1 if anything failed.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jspec.analysis.verify import Certificate, verify
+from jspec.analysis.verify_endpoint import Server, verify_endpoint
+from jspec.cli import arguments
+from jspec.cli.arguments import Commands, check_output
+from jspec.cli.common import (
+    ACCEPT_HELP,
+    DRAFTER_HELP,
+    DRAFTERS,
+    SHAPE_GROUP,
+    ModelOptions,
+    load_model,
+    make_drafter,
+)
+from jspec.core.accept import RULES
+from jspec.core.options import option
+from jspec.generation.options import MAX_SEED
+
+_LOSSLESS = tuple(name for name in RULES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """The options of `jspec verify`.
+
+    Raises:
+      ValueError, TypeError: a value out of bounds, or options that contradict each other.
+    """
+
+    drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
+    accept: str | None = option(None, ACCEPT_HELP, choices=_LOSSLESS)
+    max_new_tokens: int = option(48, "new tokens of each text", least=16, most=2**31 - 1)
+    minutes: float = option(2.0, "time after which no further case begins", metavar="M", least=0.0)
+    seed: int = option(0, "random seed", least=0, most=MAX_SEED)
+    endpoint: str | None = option(None, "address of a server to verify in place of a model", metavar="URL")
+    reference: str | None = option(
+        None, "the server that it must equal (default: plain decoding of --model)", metavar="URL"
+    )
+    served: str | None = option(None, "name of the model in requests (default: the first that the server lists)")
+    json: Path | None = option(None, "write the certificate to FILE as JSON", metavar="FILE")
+    markdown: Path | None = option(None, "write it to FILE as a page", metavar="FILE.md")
+    command: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, path in {"--json": self.json, "--markdown": self.markdown}.items():
+            if path is not None:
+                check_output(name, path)
+        for name in ("reference", "served"):
+            if getattr(self, name) is not None and self.endpoint is None:
+                raise ValueError(f"--{name} {getattr(self, name)}: requires --endpoint")
+
+
+def add_command(commands: Commands) -> None:
+    """Adds the command."""
+    summary = "verify that drafts change nothing but the speed, of a model or of a server"
+    arguments.add_command(commands, "verify", Options, run, help=summary, description=__doc__, groups=SHAPE_GROUP)
+
+
+def run(options: Options) -> int:
+    """Verifies, prints and writes; returns the exit status.
+
+    Raises:
+      ValueError, TypeError, OSError: invalid input.
+    """
+    certificate = _verified(options, os.environ)
+    print(certificate)
+    if options.json is not None:
+        options.json.write_text(certificate.to_json(), encoding="utf-8")
+    if options.markdown is not None:
+        options.markdown.write_text(certificate.to_markdown(), encoding="utf-8")
+    return 0 if certificate.passed else 1
+
+
+def _verified(options: Options, environment: Mapping[str, str]) -> Certificate:
+    limits = {"max_new_tokens": options.max_new_tokens, "minutes": options.minutes}
+    if options.endpoint is None:
+        model = load_model(options.drafter, options)
+        drafter = make_drafter(options.drafter, options, model)
+        certificate = verify(model, drafter, accept=options.accept, seed=options.seed, **limits)
+    else:
+        key = environment.get("OPENAI_API_KEY")
+        server = Server(options.endpoint, options.served, key)
+        if options.reference is not None:
+            reference = Server(options.reference, options.served, key)
+        else:
+            reference = load_model("plain", options)
+        certificate = verify_endpoint(server, reference, **limits)
+    subject = {**certificate.subject, "command": options.command or ""}
+    return dataclasses.replace(certificate, subject=subject)

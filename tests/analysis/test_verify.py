@@ -1,0 +1,404 @@
+"""`jspec.verify` finds planted faults, each by its check and with a sentence about what is wrong."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jspec
+from jspec import cli
+from jspec.analysis import verify, verify_checks, verify_endpoint, verify_statistics
+from jspec.analysis.verify import Certificate, Finding
+from jspec.analysis.verify_subject import Outcome, Subject, default_prompts, difference
+from jspec.cache import pages
+from jspec.core import accept, logprobs, round, sampling, stopping, tree
+from jspec.core.types import Params
+from jspec.drafters import Standalone
+from jspec.engine.pages import Pages
+
+TINY = "bundled:python-tiny"
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The target with noise is the draft, so about half of its tokens are right: others would hide faults."""
+    target = jspec.load(TINY, draft=TINY)
+    draw = np.random.default_rng(0)
+
+    def noisy(leaf):
+        return leaf * (1 + 0.1 * draw.standard_normal(leaf.shape, np.float32))
+
+    params = Params(target.params.target, jax.tree.map(noisy, target.params.draft))
+    return dataclasses.replace(target, params=params)
+
+
+def subject_of(model, drafter=None, new=24):
+    prompts = [ids for ids in default_prompts(model, new) if len(ids) in (3, 8, 17)]
+    return Subject(model, drafter or Standalone(depth=4), prompts, None, new, 0)
+
+
+def change(module, name, wrap):
+    """A fault: `wrap(right)` in place of a function."""
+    return lambda patch: patch.setattr(module, name, wrap(getattr(module, name)))
+
+
+def longer(right):
+    def follow(draft_tree, choice):
+        out = right(draft_tree, choice)
+        return dataclasses.replace(out, length=jnp.minimum(out.length + 1, draft_tree.tokens.shape[1]))
+
+    return follow
+
+
+def other_last_token(right):
+    def follow(draft_tree, choice):
+        out = right(draft_tree, choice)
+        last = jnp.arange(out.tokens.shape[1])[None] == out.length[:, None] - 1
+        return dataclasses.replace(out, tokens=jnp.where(last, jnp.roll(out.tokens, 1, 1), out.tokens))
+
+    return follow
+
+
+def all_see_all(right):
+    def mask(draft_tree):
+        if draft_tree.parents is not None or draft_tree.tokens.shape[1] > 8:
+            return right(draft_tree)
+        nodes = draft_tree.tokens.shape[1]
+        return jnp.ones((draft_tree.tokens.shape[0], nodes, nodes), bool)
+
+    return mask
+
+
+def wrong_parents(right):
+    def mask(draft_tree):
+        if draft_tree.parents is None:
+            return right(draft_tree)
+        # Nodes below the first generation hang at the sibling of their parent.
+        parents = jnp.where(draft_tree.parents > 1, draft_tree.parents - 1, draft_tree.parents)
+        return right(dataclasses.replace(draft_tree, parents=parents))
+
+    return mask
+
+
+def without_path(right):
+    return lambda s, path, *rest: right(s, jnp.full_like(path, -1), *rest)
+
+
+def other_noise(right):
+    return lambda key, name, position, count, size: right(key, name, position + int(count > 1), count, size)
+
+
+def all_read(right):
+    def run(stop, tokens, length):
+        after, _, finish = right(stop, tokens, length)
+        return after, length, finish
+
+    return run
+
+
+def forgets(right):
+    def run(stop, tokens, length):
+        state = None if stop.state is None else jnp.where(stop.state > 0, 0, stop.state).astype(stop.state.dtype)
+        return right(dataclasses.replace(stop, state=state), tokens, length)
+
+    return run
+
+
+def one_more(right):
+    return lambda s, accepted: right(dataclasses.replace(s, limit=s.limit + 1), accepted)
+
+
+def counts_twice(right):
+    def count(s, decision, branch=None):
+        out = right(s, decision, branch)
+        return dataclasses.replace(out, stats=dataclasses.replace(out.stats, dropped=out.stats.dropped + 1))
+
+    return count
+
+
+def shares_pages(right):
+    def table(batch, pages):
+        out = right(batch, pages)
+        return out.at[:, 1].set(out[0, 1]) if pages > 4 else out
+
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty(Standalone):
+    """A draft with a fault of its own."""
+
+    fault: str = ""
+
+    def draft(self, params, s):
+        drafted, state = super().draft(params, s)
+        shift = jnp.zeros(s.length.shape, jnp.int32)
+        if self.fault == "batch":
+            shift = shift + int(s.length.shape[0] > 1)
+        if self.fault == "free rows":
+            shift = shift + jnp.isnan(s.cache.pool).any().astype(jnp.int32)
+        tokens = drafted.tokens.at[:, 1:].set((drafted.tokens[:, 1:] + shift[:, None]) % self.target.vocab_size)
+        return dataclasses.replace(drafted, tokens=tokens), state
+
+    def extend(self, params, s, committed):
+        if self.fault == "chunks" and committed.tokens.shape[1] == 2:
+            committed = dataclasses.replace(committed, length=jnp.minimum(committed.length, 1))
+        return super().extend(params, s, committed)
+
+
+def custom(fault):
+    return lambda patch: Faulty(depth=4, fault=fault)
+
+
+def one_row_late(right):
+    return lambda cache, rows, start, *rest, **options: right(cache, rows, start + 1, *rest, **options)
+
+
+def of_committed_tokens(right):
+    return lambda grammar, logits, path, *rest, **options: right(
+        grammar, logits, jnp.full_like(path, -1), *rest, **options
+    )
+
+
+def of_another_node(right):
+    return lambda logits, tokens: right(jnp.roll(logits, 1, 1), tokens)
+
+
+def without_tokens(right):
+    return lambda self, parent, tokens, index: right(self, parent, [0] * len(tokens), index)
+
+
+def of_another_token(right):
+    return lambda *arguments: jnp.roll(right(*arguments), 1, -1)
+
+
+def no_residual(right):
+    return lambda distribution, otherwise: otherwise
+
+
+DIFFERS = "differs from plain decoding at new token"
+FAULTS = {
+    "a draft too many is accepted": (change(accept, "follow", longer), "chains", DIFFERS),
+    "the bonus token of another node": (change(accept, "follow", other_last_token), "chains", DIFFERS),
+    "rows are committed one place late": (change(round, "commit_rows", one_row_late), "chains", DIFFERS),
+    "nodes see later nodes": (change(tree, "ancestor_mask", all_see_all), "chains", DIFFERS),
+    "rounds are counted as longer": (change(round, "count_round", counts_twice), "chains", "counts 1 +"),
+    "keys of other ancestors": (change(tree, "ancestor_mask", wrong_parents), "trees", DIFFERS),
+    "tokens after the end of the text": (change(stopping, "run", all_read), "ends of texts", "tokens instead of"),
+    "stop strings within a round only": (change(stopping, "run", forgets), "ends of texts", "after a stop string"),
+    "a limit one too large": (change(round, "truncate_at_stop", one_more), "ends of texts", "tokens instead of"),
+    "sequences share a page": (change(pages, "contiguous_table", shares_pages), "pages", DIFFERS),
+    "penalties leave out drafted tokens": (change(sampling, "_count", without_path), "sampling", "_penalty"),
+    "noise of another position": (change(sampling, "gumbel", other_noise), "sampling", "with Sampling"),
+    "a grammar without drafts": (
+        change(sampling.grammars, "forbid", of_committed_tokens),
+        "grammars",
+        "with a grammar",
+    ),
+    "another node's log-probability": (
+        change(logprobs, "of_tokens", of_another_node),
+        "log-probabilities",
+        "at new token",
+    ),
+    "pages named without tokens": (change(Pages, "_key", without_tokens), "engine", "of an engine differs"),
+    "q of another token": (change(accept, "_chain_probs", of_another_token), "distributions", "the distribution of"),
+    "no residual distribution": (change(accept, "_normalize", no_residual), "rules", "have the probability"),
+    "a draft that depends on the batch": (custom("batch"), "rounds", "other rounds alone than in a batch"),
+    "a draft that reads free rows": (custom("free rows"), "rounds", "other rounds with NaN"),
+    "a draft that depends on chunks": (custom("chunks"), "rounds", "other rounds if prompts are read in chunks"),
+}
+
+
+@pytest.mark.slow(unless=["a draft too many is accepted"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(model, name, monkeypatch):
+    plant, check, words = FAULTS[name]
+    subject = subject_of(model, custom("")(None))
+    # Programs are traced again, with the fault, and without it afterwards.
+    jax.clear_caches()
+    findings = []
+    try:
+        faulty = plant(monkeypatch)
+        if isinstance(faulty, Faulty):
+            subject = subject_of(model, faulty)
+        for case in verify_checks.CHECKS[check](subject):
+            findings.append(verify._run(check, *case))
+            if findings[-1].verdict == "failed":
+                break
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
+    assert findings[-1].verdict == "failed" and re.search(words, findings[-1].message), findings
+
+
+@pytest.mark.slow
+def test_no_good_configuration_fails(model):
+    for drafter in (Standalone(depth=3, width=2, num_nodes=6), jspec.Ngram()):
+        out = jspec.verify(model, drafter, max_new_tokens=16, minutes=0, progress=False)
+        assert out.passed and not {finding.verdict for finding in out.findings} & {"failed", "near-tie"}, out
+
+
+def test_a_certificate_has_what_repeats_it():
+    findings = (
+        Finding("chains", "depth 1", "passed", 384),
+        Finding("chains", "depth 9", "not run", 0, "depth=9: must be at most 7"),
+        Finding("trees", "width 2", "near-tie", 40, "sequence 0 | 1"),
+    )
+    subject = {"model": "m", "drafter": "d", "target": "sha256:0"}
+    out = Certificate(subject, {"device": "cpu"}, findings, ("trees",), 3.0)
+    assert out.passed and "m with d: changes nothing but the speed" in repr(out)
+    assert "1 passed, 1 not run, 384 compared" in repr(out) and "depth 9: depth=9: must be at most 7" in repr(out)
+    assert json.loads(out.to_json())["findings"][1]["verdict"] == "not run"
+    assert "- target: sha256:0" in out.to_markdown() and "sequence 0 \\| 1" in out.to_markdown()
+    failed = dataclasses.replace(out, findings=(*findings, Finding("engine", "shared", "failed", 0, "x")))
+    assert not failed.passed and "m with d: FAILED" in repr(failed)
+    assert not dataclasses.replace(out, findings=findings[1:2]).passed, "nothing has run"
+
+
+def test_all_checks_run_once_before_any_runs_again():
+    ran = []
+
+    def cases(name, count):
+        for index in range(count):
+            yield f"{index}", lambda index=index: ran.append((name, index)) or Outcome("passed", 1)
+
+    out = verify.certify({}, {"a": cases("a", 3), "b": cases("b", 1)}, minutes=0, progress=False)
+    assert ran == [("a", 0), ("b", 0)] and out.unfinished == ("a", "b")
+    out = verify.certify({}, {"a": cases("a", 3), "b": cases("b", 1)}, minutes=1, progress=False)
+    assert ran[2:] == [("a", 0), ("b", 0), ("a", 1), ("a", 2)] and out.unfinished == ()
+
+
+def test_what_cannot_run_is_not_a_failure():
+    def refused():
+        raise ValueError("depth=9: must be at most 7")
+
+    def broken():
+        raise IndexError("out of range")
+
+    refusal, error = (verify._run("chains", "depth 9", run) for run in (refused, broken))
+    assert (refusal.verdict, refusal.message) == ("not run", "ValueError: depth=9: must be at most 7")
+    assert (error.verdict, error.message) == ("failed", "IndexError: out of range")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [2], 0)]
+)
+def test_the_first_difference(one, other, at):
+    assert difference(one, other) == at
+
+
+def test_near_ties_are_told_from_faults(model, monkeypatch):
+    """By the logits of both tokens in float32."""
+    subject = subject_of(model)
+    right = subject.plain().tokens
+    (best, value), *_ = jspec.score(model, [[*subject.prompts[0], 0]], top_k=1)[0].top[-1]
+    assert best == right[0][0]
+    wrong = [[(best + 1) % 100, *right[0][1:]], *right[1:]]
+    assert subject.compare(right, right).verdict == "passed"
+    outcome = subject.compare(wrong, right)
+    assert outcome.verdict == "failed" and "sequence 0 differs from plain decoding at new token 0" in outcome.message
+    monkeypatch.setattr("jspec.analysis.verify_subject.NEAR_TIE", {"float32": 1e9})
+    assert subject.compare(wrong, right).verdict == "near-tie"
+    assert subject.compare([ids[:-1] for ids in right], right).message == "sequence 0 has 23 tokens instead of 24"
+
+
+def test_the_power_of_a_test_grows_with_its_samples():
+    assert 0.13 < verify_statistics.detectable(1024, 26) < 0.16
+    assert verify_statistics.detectable(4096, 26) == pytest.approx(verify_statistics.detectable(1024, 26) / 2, rel=1e-2)
+
+
+# Servers
+
+
+@dataclasses.dataclass
+class Stub:
+    """A server that answers by plain decoding; `fault` changes its answers."""
+
+    plain: verify_endpoint.Plain
+    fault: str = ""
+    url = name = model = "stub"
+
+    def complete(self, *, stop=(), **fields):
+        if self.fault == "hot" and fields["temperature"]:
+            fields["temperature"] = 2.0
+        out = self.plain.complete(**fields)
+        for choice in out["choices"]:
+            if self.fault == "lossy" and not fields["temperature"]:
+                record = choice["logprobs"]
+                record["tokens"] = [record["tokens"][0], "~", *record["tokens"][2:]]
+            for word in stop if self.fault != "stop" else ():
+                if word in choice["text"]:
+                    choice.update(text=choice["text"].split(word)[0], finish_reason="stop")
+        if self.fault == "usage":
+            out["usage"]["completion_tokens"] += 1
+        return out
+
+    def stream(self, **fields):
+        choice = self.complete(**fields)["choices"][0]
+        if self.fault == "no end":
+            raise AssertionError("a stream ends without [DONE]")
+        text = choice["text"][:-1] if self.fault == "truncated" else choice["text"]
+        parts = [{"text": part, "finish_reason": None} for part in (text[:5], text[5:])]
+        return [{"choices": [part]} for part in [*parts, {"text": "", "finish_reason": choice["finish_reason"]}]]
+
+
+SERVER_FAULTS = {
+    "lossy": ("greedy", "new token 1 is '~' instead of"),
+    "truncated": ("streams", "the end of a stream is"),
+    "no end": ("streams", "without \\[DONE\\]"),
+    "stop": ("stop strings", "the end of a text with stop="),
+    "usage": ("usage", "completion_tokens of n=1 is"),
+    "hot": ("distributions", "samples have another distribution"),
+}
+
+
+@pytest.mark.slow(unless=["truncated"])
+@pytest.mark.parametrize("fault", ["", *SERVER_FAULTS])
+def test_a_fault_of_a_server_is_found(model, fault):
+    plain = verify_endpoint.Plain(model)
+    pair = verify_endpoint.Pair(Stub(plain, fault), plain, ["def mean(values):\n    "], 12)
+    checks = {name: check(pair) for name, check in verify_endpoint.CHECKS.items()}
+    if fault:
+        checks = {SERVER_FAULTS[fault][0]: checks[SERVER_FAULTS[fault][0]]}
+    out = verify.certify({"model": "m", "drafter": "d"}, checks, minutes=0.2 if fault == "hot" else 0, progress=False)
+    failed = [finding for finding in out.findings if finding.verdict == "failed"]
+    if fault:
+        assert failed and re.search(SERVER_FAULTS[fault][1], failed[0].message), out.findings
+    else:
+        assert out.passed and not failed, out
+
+
+@pytest.mark.slow
+def test_a_server_with_drafts_passes(model):
+    import http_server
+
+    with jspec.Engine(model, slots=4, context=512) as engine:
+        running = http_server.Running(engine)
+        try:
+            short = ("--max-new-tokens", "16", "--minutes", "0")
+            assert cli.main(["verify", "--endpoint", running.url, "--model", TINY, *short]) == 0
+        finally:
+            running.end()
+            running.join()
+
+
+def test_a_server_that_is_not_there_is_one_line(capsys):
+    assert cli.main(["verify", "--endpoint", "http://127.0.0.1:9", "--reference", "http://127.0.0.1:9"]) == 2
+    assert "http://127.0.0.1:9: cannot be reached" in capsys.readouterr().err
+    assert cli.main(["verify", "--reference", "http://127.0.0.1:9"]) == 2
+    assert "--reference http://127.0.0.1:9: requires --endpoint" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_certificate(capsys, tmp_path):
+    files = ("--json", str(tmp_path / "c.json"), "--markdown", str(tmp_path / "c.md"))
+    short = ("--max-new-tokens", "16", "--minutes", "0")
+    status = cli.main(["verify", "--model", TINY, "--drafter", "ngram", *short, *files])
+    assert status == 0 and "changes nothing but the speed" in capsys.readouterr().out
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert written["passed"] and written["subject"]["command"].startswith("jspec verify --model")
+    assert (tmp_path / "c.md").read_text().startswith("# jspec verify: passed")
