@@ -172,7 +172,6 @@ def gemma4_config(kind: str, **changes):
 
 QWEN3_NEXT = {
     **BASE,
-    "num_hidden_layers": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
@@ -184,10 +183,14 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+_LINEAR = "linear_attention"
 _QWEN3_NEXT_FAMILIES = {
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _EXPERTS),
-    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _EXPERTS),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_EXPERTS, "layer_types": [_LINEAR, _FULL, _LINEAR]}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {"layer_types": [_LINEAR, _FULL]}),
+    "qwen3_5_moe": (
+        *("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+        {**_EXPERTS, "layer_types": [_LINEAR] * 3 + [_FULL]},
+    ),
 }
 
 
@@ -197,6 +200,7 @@ def qwen3_next(family: str, **changes):
 
     config, model, own = _QWEN3_NEXT_FAMILIES[family]
     settings = {**QWEN3_NEXT, **own, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **changes}
+    settings["num_hidden_layers"] = len(settings["layer_types"])
     if family == "qwen3_5_moe":
         del settings["intermediate_size"]
     return getattr(transformers, model)(getattr(transformers, config)(**settings))
@@ -332,8 +336,9 @@ def save(model, directory: Path, *, sharded: bool = False, old_config: bool = Fa
         path = directory / "config.json"
         raw = json.loads(path.read_text())
         rope = raw.pop("rope_parameters")
-        raw["rope_theta"] = rope.pop("rope_theta")
-        kind = rope.pop("rope_type")
+        rope = rope.get(_FULL, rope)
+        raw["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+        raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor", None)
         raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
         raw["torch_dtype"] = raw.pop("dtype")
         path.write_text(json.dumps(raw))
@@ -433,5 +438,5 @@ def continuations(model, lengths, new_tokens: int) -> tuple[list[list[int]], lis
     import numpy as np
 
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, BASE["vocab_size"], n).tolist() for n in lengths]
+    prompts = [rng.integers(0, model.config.get_text_config().vocab_size, n).tolist() for n in lengths]
     return prompts, [greedy(model, prompt, new_tokens) for prompt in prompts]

@@ -219,7 +219,12 @@ def block_params(config: BlockHead) -> Params:
 
 
 def random_block(config: BlockHead, ids: np.ndarray | None = None, seed: int = 17) -> BlockParams:
-    """Weights whose spread keeps logits apart."""
+    """Weights of a block draft. ids: the target's id for each of the draft's."""
+    return random_leaves(config.param_shapes(np.float32), seed, ids)
+
+
+def random_leaves(shapes, seed: int, ids: np.ndarray | None = None):
+    """Weights of these shapes whose spread keeps logits apart. ids: what is not a weight."""
     matrix = _matrices(seed)
 
     def fill(shape):
@@ -227,7 +232,7 @@ def random_block(config: BlockHead, ids: np.ndarray | None = None, seed: int = 1
             return ids
         return _norm(matrix, *shape.shape) if len(shape.shape) == 1 else matrix(*shape.shape)
 
-    return jax.device_put(jax.tree.map(fill, config.param_shapes(np.float32)))
+    return jax.device_put(jax.tree.map(fill, shapes))
 
 
 def fit_block(target: Llama, config: BlockHead, weights: ModelParams, tokens: np.ndarray) -> Params:
@@ -498,14 +503,17 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(a, b)
 
 
+def padded(texts) -> tuple[np.ndarray, np.ndarray]:
+    """Texts as the rows of an array, and their lengths."""
+    ids = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = text
+    return ids, np.array(list(map(len, texts)), np.int32)
+
+
 def prefilled(model, prompts, drafter, new_tokens: int):
     """The bound drafter, and the state after prefill as `generate` makes it, with room for `new_tokens` tokens."""
-    ids, length = (
-        np.zeros((len(prompts), max(map(len, prompts))), np.int32),
-        np.array(list(map(len, prompts)), np.int32),
-    )
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
+    ids, length = padded(prompts)
     bound = drafter.bind(model.target, model.draft)
     keys = row_keys(np.arange(len(prompts)))
     given = Prompts(ids, length, length + np.int32(new_tokens), keys, stopping.init(None, len(prompts)))

@@ -9,24 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from parity import NEW_TOKENS, Pair, check_output, torch, transformers
 
 import jspec
 from jspec.checkpoints.tensors import Tensors
 from jspec.core import tree
 from jspec.drafters import Mtp
-from jspec.generation import run
 from jspec.models import MtpHeads
 from jspec.models.layers import ForwardBatch
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-NEW_TOKENS = 24
 LENGTHS = (1, 9, 30, 50)
-LAYER_TYPES = {
-    "qwen3_next": ["linear_attention", "full_attention"] * 2,
-    "qwen3_5": ["linear_attention", "full_attention"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +27,7 @@ def checkpoints(tmp_path_factory):
 
     @functools.cache
     def make(family, heads):
-        types = LAYER_TYPES.get(family)
-        oracle = hf.build(family, **({"layer_types": types, "num_hidden_layers": len(types)} if types else {}))
+        oracle = hf.build(family)
         directory = hf.save(oracle, tmp_path_factory.mktemp("family"))
         hf.add_mtp(directory, heads)
         return directory, oracle
@@ -45,26 +36,17 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def models(checkpoints):
-    """A function that loads such a checkpoint and fits the heads to the oracle's continuations of some prompts.
-
-    Returns the model, its oracle, the prompts and the oracle's new tokens.
-    """
+def pairs(checkpoints):
+    """A function that loads such a checkpoint and fits the heads to the oracle's continuations of some prompts."""
 
     @functools.cache
     def make(family, heads):
         directory, oracle = checkpoints(family, heads)
-        model = jspec.load(directory, dtype="float32")
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, 97, n).tolist() for n in LENGTHS]
-        wanted = [hf.greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
-        texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
-        for row, prompt, new in zip(texts, prompts, wanted, strict=True):
-            row[: len(prompt) + len(new)] = prompt + new
-        ahead = np.arange(texts.shape[1])[None] - np.array(LENGTHS)[:, None]
+        pair = Pair(jspec.load(directory, dtype="float32"), oracle, LENGTHS)
+        ahead = np.arange(pair.rows.shape[1])[None] - np.array(LENGTHS)[:, None]
         judged = (ahead >= -1) & (ahead < NEW_TOKENS)
-        params = toy.fit_heads(model.target, model.draft, model.params, texts, judged)
-        return dataclasses.replace(model, params=params), oracle, prompts, wanted
+        params = toy.fit_heads(pair.model.target, pair.model.draft, pair.model.params, pair.rows, judged)
+        return dataclasses.replace(pair, model=dataclasses.replace(pair.model, params=params))
 
     return make
 
@@ -107,20 +89,10 @@ RARELY = [
 ]
 
 
-def matrix():
-    for i, point in enumerate([*OFTEN, *RARELY]):
-        yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "heads", "drafter", "page_size", "chunk"), list(matrix()))
-def test_greedy_output_equals_transformers(models, family, heads, drafter, page_size, chunk, monkeypatch):
-    model, oracle, prompts, wanted = models(family, heads)
-    if chunk is not None:
-        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
-    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
-    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
-        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+@pytest.mark.parametrize(("family", "heads", "drafter", "page_size", "chunk"), [*OFTEN, *RARELY])
+def test_greedy_output_equals_transformers(pairs, family, heads, drafter, page_size, chunk, monkeypatch):
+    out = check_output(pairs(family, heads), drafter, page_size, chunk, monkeypatch)
     assert out.stats.accept_length > 1.05
 
 
