@@ -4,12 +4,7 @@ Output stays right whatever is drafted: only what is proposed shows a window.
 """
 
 import dataclasses
-import functools
-import json
-from collections.abc import Callable
-from typing import Any
 
-import block_oracle
 import gemma
 import jax
 import loops
@@ -17,137 +12,22 @@ import numpy as np
 import oss
 import pytest
 import toy
-import window_oracle as oracle
-from planted import best_first_by_hand
-from safetensors.numpy import load_file
+from dense_drafts import DRAFTS, check_tree
 
 from jspec.analysis import poison
 from jspec.cache.window import Windowed
-from jspec.checkpoints import drafts
-from jspec.core import tree
 from jspec.core.loop import decode
 from jspec.core.types import Params
 from jspec.drafters import Adaptive, Block, Eagle, Standalone
 from jspec.models import BlockHead, EagleHead
 from jspec.models.decoder import Decoder
 
-HEAD = dataclasses.replace(toy.HEAD, num_layers=2)
-"""Rows of its second layer depend on what its first layer sees."""
-
-
-@functools.cache
-def head_params() -> Params:
-    """The head of `toy` with a second layer that changes little."""
-    both = toy.head_params()
-    (first,) = both.draft.layers
-    small = jax.tree.map(lambda x: np.float32(0.2) * np.array(x)[::-1].copy(), first)
-    rows = np.random.default_rng(2).normal(size=(HEAD.hidden_size, first.qkv.shape[1])) * HEAD.hidden_size**-0.5
-    norms = {name: np.ones(HEAD.hidden_size, np.float32) for name in ("attention_norm", "mlp_norm")}
-    second = dataclasses.replace(small, qkv=rows.astype(np.float32), **norms)
-    return Params(both.target, dataclasses.replace(both.draft, layers=jax.device_put((first, second))))
-
-
-@functools.cache
-def draft_params() -> Params:
-    """As a draft, the target's weights slightly perturbed, with all of their layers."""
-    exact = toy.params().target
-    return Params(exact, toy.near(exact, toy.random_params(toy.TARGET, seed=1)))
-
-
-@functools.cache
-def captured(tokens: tuple[int, ...]) -> np.ndarray:
-    """The target's hidden states at each position of a text."""
-    weights = toy.params().target
-    row = np.array([[*tokens, *[0] * (toy.CAPACITY + 8 - len(tokens))]], np.int32)
-    cache = toy.TARGET.init_cache(weights, 1, 4, 4)
-    return np.array(_forward()(weights, tree.chain(jax.device_put(row)), cache, None).hidden)[0, : len(tokens)]
-
-
-@functools.cache
-def _forward():
-    return jax.jit(functools.partial(toy.TARGET.forward, capture_layers=toy.HEAD.capture_layers))
-
-
-def over_vocabulary(logits: np.ndarray, ids: Any) -> np.ndarray:
-    """Log-probabilities over the target's vocabulary, in the precision in which trees are ranked."""
-    found = np.full(toy.TARGET.vocab_size, -np.inf)
-    found[np.array(ids)] = logits - np.logaddexp.reduce(logits)
-    return found.astype(np.float32)
-
-
-# Path of drafts -> log-probabilities after it, by a forward over the whole text
-
-
-def standalone_by_hand(drafter: Standalone, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
-    own = draft_params().draft
-
-    @functools.cache
-    def dist(path):
-        text = [*tokens, *path]
-        seen = oracle.band(len(text), drafter.window, drafter.keep_first)
-        logits = oracle.language_model(toy.TARGET, own, text, seen)[-1]
-        return over_vocabulary(logits, np.arange(len(logits)))
-
-    return dist
-
-
-def eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
-    both, config = head_params(), HEAD
-    own, embed = both.draft, np.array(both.target.embed, np.float64)
-    known = captured(tuple(tokens))[:-1] @ np.array(own.fc, np.float64)
-
-    @functools.cache
-    def run(path):
-        """Logits and features of all pairs: the last ones have features of the forwards before them."""
-        feature = known if not path else np.concatenate([known, run(path[:-1])[1][-len(path) :]])
-        text = [*tokens[1:], *path]
-        seen = oracle.band(len(text), drafter.window, drafter.keep_first)
-        logits, after = oracle.eagle(config, own, embed[text], feature, seen)
-        return logits, after[len(known) - 1 :]
-
-    return lambda path: over_vocabulary(run(path)[0][-1], own.ids)
-
-
-@functools.cache
-def stored(config: BlockHead):
-    """config.json and tensors of a block draft's weights."""
-    directory = _DIRECTORY[0] / str(hash(config))
-    drafts.save(directory, config, toy.block_params(config).draft, layout="speculators", dtype="float32")
-    return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
-
-
-_DIRECTORY = []
-
-
-def block_by_hand(drafter: Block, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
-    raw, tensors = stored(drafter.model)
-    ids, embed = toy.block_params(drafter.model).draft.ids, np.array(toy.params().target.embed)
-    hidden = captured(tuple(tokens))[:-1]
-    window = drafter.window, drafter.keep_first
-    out, logits = block_oracle.block(raw, tensors, embed, embed, hidden, tokens[-1], *window)
-
-    @functools.cache
-    def dist(path):
-        return over_vocabulary(block_oracle.correct(raw, tensors, out, logits, [tokens[-1], *path]), ids)
-
-    return dist
-
-
-DRAFTS = {
-    "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
-    "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
-    "block": (Block, toy.BLOCK, functools.partial(toy.block_params, toy.BLOCK), block_by_hand),
-    "fill_in": (Block, toy.FILL_IN, functools.partial(toy.block_params, toy.FILL_IN), block_by_hand),
-}
-"""Drafter, its model, the weights, and what it proposes. The models but the last have two layers."""
 TREE = dict(width=3, num_nodes=10)
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch, tmp_path_factory):
+def poisoned(monkeypatch):
     """Empty caches are NaN."""
-    if not _DIRECTORY:
-        _DIRECTORY.append(tmp_path_factory.mktemp("drafts"))
     for kind in (Decoder, EagleHead, BlockHead):
         empty = kind.init_cache
         monkeypatch.setattr(kind, "init_cache", lambda *given, empty=empty: poison.fill(empty(*given)))
@@ -184,17 +64,13 @@ def test_drafts_are_those_of_a_banded_forward(name, shape, window, keep_first, p
     drafter, weights = kind(**shape, window=window, keep_first=keep_first).bind(toy.TARGET, model), weights_of()
     draft = jax.jit(drafter.draft)
     s, compared = spoiled(toy.start(drafter, weights, page_size=page_size, chunk=chunk), drafter), 0
-    nodes = drafter.num_nodes or drafter.depth + 1
     while not s.done.all():
         if int(s.round_index) in (0, 1, 4, 8):
             found = jax.device_get(draft(weights, s)[0])
             for b, tokens in enumerate(toy.generated(s)):
                 if s.done[b]:
                     continue
-                by = by_hand(drafter, tokens)
-                expected, parents = best_first_by_hand(by, tokens[-1], drafter.depth, drafter.width, nodes)
-                assert list(map(int, found.tokens[b])) == expected
-                assert found.parents is None or list(map(int, found.parents[b])) == parents
+                check_tree(drafter, by_hand, found, b, tokens)
                 compared += len(tokens) > window
         s = spoiled(toy.run(drafter, weights, s, int(s.round_index) + 1), drafter)
     assert compared >= 4

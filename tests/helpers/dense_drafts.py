@@ -1,0 +1,149 @@
+"""What drafters with a model propose, from dense forwards over a whole text, one path at a time."""
+
+import dataclasses
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import block_oracle
+import jax
+import numpy as np
+import toy
+import window_oracle
+from planted import best_first_by_hand
+from safetensors.numpy import load_file
+
+from jspec.checkpoints import drafts
+from jspec.core import tree
+from jspec.core.types import Params
+from jspec.drafters import Block, Eagle, Standalone
+from jspec.models import BlockHead
+
+HEAD = dataclasses.replace(toy.HEAD, num_layers=2)
+"""Rows of its second layer depend on what its first layer sees."""
+LONG = dataclasses.replace(toy.BLOCK, block_size=7, windows=(None, 9), markov="gated")
+"""Proposes up to 7 tokens."""
+
+
+@functools.cache
+def head_params() -> Params:
+    """The head of `toy` with a second layer that changes little."""
+    both = toy.head_params()
+    (first,) = both.draft.layers
+    small = jax.tree.map(lambda x: np.float32(0.2) * np.array(x)[::-1].copy(), first)
+    rows = np.random.default_rng(2).normal(size=(HEAD.hidden_size, first.qkv.shape[1])) * HEAD.hidden_size**-0.5
+    norms = {name: np.ones(HEAD.hidden_size, np.float32) for name in ("attention_norm", "mlp_norm")}
+    second = dataclasses.replace(small, qkv=rows.astype(np.float32), **norms)
+    return Params(both.target, dataclasses.replace(both.draft, layers=jax.device_put((first, second))))
+
+
+@functools.cache
+def draft_params() -> Params:
+    """As a draft, the target's weights slightly perturbed, with all of their layers."""
+    exact = toy.params().target
+    return Params(exact, toy.near(exact, toy.random_params(toy.TARGET, seed=1)))
+
+
+@functools.cache
+def captured(tokens: tuple[int, ...]) -> np.ndarray:
+    """The target's hidden states at each position of a text."""
+    weights = toy.params().target
+    row = np.array([[*tokens, *[0] * (toy.CAPACITY + 8 - len(tokens))]], np.int32)
+    cache = toy.TARGET.init_cache(weights, 1, 4, 4)
+    return np.array(_forward()(weights, tree.chain(jax.device_put(row)), cache, None).hidden)[0, : len(tokens)]
+
+
+@functools.cache
+def _forward():
+    return jax.jit(functools.partial(toy.TARGET.forward, capture_layers=toy.HEAD.capture_layers))
+
+
+def over_vocabulary(logits: np.ndarray, ids: Any) -> np.ndarray:
+    """Log-probabilities over the target's vocabulary, in the precision in which trees are ranked."""
+    logp = np.full(toy.TARGET.vocab_size, -np.inf)
+    logp[np.array(ids)] = logits - np.logaddexp.reduce(logits)
+    return logp.astype(np.float32)
+
+
+# Path of drafts -> log-probabilities after it, by a forward over the whole text
+
+
+def standalone_by_hand(drafter: Standalone, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    own = draft_params().draft
+
+    @functools.cache
+    def dist(path):
+        text = [*tokens, *path]
+        seen = window_oracle.band(len(text), drafter.window, drafter.keep_first)
+        logits = window_oracle.language_model(toy.TARGET, own, text, seen)[-1]
+        return over_vocabulary(logits, np.arange(len(logits)))
+
+    return dist
+
+
+def eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    both, config = head_params(), HEAD
+    own, embed = both.draft, np.array(both.target.embed, np.float64)
+    known = captured(tuple(tokens))[:-1] @ np.array(own.fc, np.float64)
+
+    @functools.cache
+    def run(path):
+        """Logits and features of all pairs: the last ones have features of the forwards before them."""
+        feature = known if not path else np.concatenate([known, run(path[:-1])[1][-len(path) :]])
+        text = [*tokens[1:], *path]
+        seen = window_oracle.band(len(text), drafter.window, drafter.keep_first)
+        logits, after = window_oracle.eagle(config, own, embed[text], feature, seen)
+        return logits, after[len(known) - 1 :]
+
+    return lambda path: over_vocabulary(run(path)[0][-1], own.ids)
+
+
+@functools.cache
+def stored(config: BlockHead) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json and tensors of a block draft's weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        drafts.save(Path(directory), config, block_params(config).draft, layout="speculators", dtype="float32")
+        raw = json.loads((Path(directory) / "config.json").read_text())
+        return raw, load_file(Path(directory) / "model.safetensors")
+
+
+@functools.cache
+def block_params(config: BlockHead) -> Params:
+    """As of `toy`; those of `LONG` are random."""
+    if config is not LONG:
+        return toy.block_params(config)
+    return Params(toy.params().target, toy.random_block(LONG, np.arange(5, 53, dtype=np.int32)))
+
+
+def block_by_hand(drafter: Block, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    raw, tensors = stored(drafter.model)
+    ids, embed = block_params(drafter.model).draft.ids, np.array(toy.params().target.embed)
+    window = drafter.window, drafter.keep_first
+    out, logits = block_oracle.block(raw, tensors, embed, embed, captured(tuple(tokens))[:-1], tokens[-1], *window)
+
+    @functools.cache
+    def dist(path):
+        return over_vocabulary(block_oracle.correct(raw, tensors, out, logits, [tokens[-1], *path]), ids)
+
+    return dist
+
+
+DRAFTS = {
+    "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
+    "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
+    "block": (Block, toy.BLOCK, functools.partial(block_params, toy.BLOCK), block_by_hand),
+    "long": (Block, LONG, functools.partial(block_params, LONG), block_by_hand),
+    "fill_in": (Block, toy.FILL_IN, functools.partial(block_params, toy.FILL_IN), block_by_hand),
+}
+"""Drafter, its model, the weights, and what it proposes. The models but the last have two layers."""
+
+
+def check_tree(drafter: Any, by_hand: Any, draft_tree: Any, b: int, tokens: list[int]) -> None:
+    """The tree of sequence `b`, whose tokens are these, has the best paths first, each after its own beginning."""
+    nodes = drafter.num_nodes or drafter.depth + 1
+    expected, parents = best_first_by_hand(by_hand(drafter, tokens), tokens[-1], drafter.depth, drafter.width, nodes)
+    assert list(map(int, draft_tree.tokens[b])) == expected
+    assert draft_tree.parents is None or list(map(int, draft_tree.parents[b])) == parents
