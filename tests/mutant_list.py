@@ -9,8 +9,8 @@ _PENALTIES = "core/test_sampling.py::test_penalties_and_bias_hold_at_every_node_
 _GRAMMAR = "core/test_grammar.py::"
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
 _WINDOWS = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
-_PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64"
-_BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
+_PAGED = "kernels/test_attention.py::test_equals_a_softmax_in_float64"
+_BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-plain-xla]"
 _STORM = "engine/test_storm.py::test_any_schedule_gives_the_same"
 _RETRACTED = "runner/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
 _SCHEDULE = "engine/test_schedule.py::test_every_event_of_a_schedule_leaves_all_rows_right"
@@ -261,14 +261,14 @@ FIELDS = (
         "pallas_kernels.paged_attention.reference:_prefix_mask",
         "position < prefix_length[:, None, None]",
         "position <= prefix_length[:, None, None]",
-        f"{_PAGED}[page_of_3-xla]",
+        f"{_PAGED}[heads-page_of_3-xla]",
     ),
     (
         "NaN of free pages",
         "pallas_kernels.paged_attention.reference:paged_attention",
         "jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))",
         "values",
-        f"{_PAGED}[page_of_3-xla]",
+        f"{_PAGED}[heads-page_of_3-xla]",
     ),
     (
         "segments follow the end of the prefix",

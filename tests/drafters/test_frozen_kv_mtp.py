@@ -55,7 +55,7 @@ def each(argnames, often, *axes):
 def parts(name):
     """Target, assistant and their weights."""
     target, config = CASES[name]
-    own = toy.random_assistant(config)
+    own = toy.random_assistant(config, seed=3)
     weights = toy.random_params(target) if isinstance(target, Llama) else gemma.params(name)
     return target, config, Params(weights, toy.in_clusters(config, own) if config.clusters else own)
 

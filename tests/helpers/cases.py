@@ -4,7 +4,9 @@ A pool is larger than its sequences need, its pages are assigned in random order
 """
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,8 +34,14 @@ class Case:
     keep_first: int = 0
     """And this number of positions at the beginning."""
     sinks: bool = False
+    selected: bool = False
+    """Each node sees a part of the prefix, in attention to latent rows."""
     stored: str | None = None
     """The dtype of the pool; None: `dtype`."""
+
+    @property
+    def rows(self) -> int:
+        return self.earlier + self.nodes
 
     @property
     def batch(self) -> int:
@@ -117,21 +125,25 @@ def page_table(rng, case: Case, spare: int = 4) -> tuple[np.ndarray, int]:
     return table.reshape(case.batch, case.pages).astype(np.int32), total
 
 
-def pool(rng, case: Case, table: np.ndarray, total: int, lengths, starts=None) -> np.ndarray:
-    """Random rows before each sequence's length (and from its start on, or first ones to keep); NaN everywhere else."""
-    full = np.full((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), np.nan, case.pool_dtype)
+def pool(rng, case: Case, table: np.ndarray, total: int, lengths, starts=None, row=None) -> np.ndarray:
+    """Random rows before each sequence's length (and from its start on, or first ones to keep); NaN everywhere else.
+
+    row: its parts, and its shape; None: keys and values of all heads.
+    """
+    row = row or (2, case.kv_heads, case.head_dim)
+    full = np.full((case.layers, row[0], total, case.page_size, *row[1:]), np.nan, case.pool_dtype)
     for b, length in enumerate(lengths):
         for t in range(length):
             if starts is not None and case.keep_first <= t < starts[b]:
                 continue
-            row = normal(rng, (case.layers, 2, case.kv_heads, case.head_dim), case.pool_dtype)
-            full[:, :, table[b, t // case.page_size], t % case.page_size] = row
+            at = table[b, t // case.page_size], t % case.page_size
+            full[:, :, *at] = normal(rng, (case.layers, *row), case.pool_dtype)
     return full
 
 
 def tree_mask(rng, case: Case) -> np.ndarray:
     """Which rows each node sees: some of the earlier ones, its ancestors and itself."""
-    mask = np.zeros((case.batch, case.nodes, case.earlier + case.nodes), bool)
+    mask = np.zeros((case.batch, case.nodes, case.rows), bool)
     for b in range(case.batch):
         for node in range(case.nodes):
             if node:
@@ -142,36 +154,31 @@ def tree_mask(rng, case: Case) -> np.ndarray:
     return mask
 
 
-def window_starts(rng, case: Case) -> np.ndarray:
-    """The first committed position that each node sees, in the second half of the prefix; some nodes see none."""
-    prefix = np.array(case.prefix, np.int32)
-    return rng.integers(prefix[:, None] // 2, prefix[:, None] + 1, (case.batch, case.nodes)).astype(np.int32)
-
-
 def attention_inputs(case: Case) -> tuple:
     """Arguments of `paged_attention`, in order, up to the mask. All that is not committed, or before all windows, is
     NaN."""
     rng = rng_of(case)
-    rows = case.earlier + case.nodes
     q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
-    k, v = (normal(rng, (case.batch, rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
+    k, v = (normal(rng, (case.batch, case.rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
     mask = tree_mask(rng, case) if case.tree else None
     if case.prefix is None:
         return q, k, v, None, None, None, mask
     table, total = page_table(rng, case)
-    starts = attention_starts(case)
+    starts = attention_options(case)["prefix_start"]
     first = None if starts is None else starts.min(1)
     return q, k, v, pool(rng, case, table, total, case.prefix, first), table, np.array(case.prefix, np.int32), mask
 
 
-def attention_starts(case: Case) -> np.ndarray | None:
-    """The windows of a case, if it has any."""
-    return window_starts(rng_of(case), case) if case.windows else None
-
-
-def attention_sinks(case: Case) -> np.ndarray | None:
-    """The sinks of a case, if it has any."""
-    return normal(rng_of(case), (case.heads,), "float32") * 3 if case.sinks else None
+def attention_options(case: Case) -> dict[str, Any]:
+    """Its options. Windows begin in the second half of the prefix; some nodes see none of it."""
+    starts = sinks = None
+    if case.windows:
+        prefix = np.array(case.prefix, np.int32)[:, None]
+        starts = rng_of(case).integers(prefix // 2, prefix + 1, (case.batch, case.nodes)).astype(np.int32)
+    if case.sinks:
+        sinks = normal(rng_of(case), (case.heads,), "float32") * 3
+    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap, "keep_first": case.keep_first}
+    return {**options, "prefix_start": starts, "sinks": sinks}
 
 
 ROPE = 8
@@ -184,17 +191,85 @@ def latent_inputs(case: Case, rope: int = ROPE) -> tuple:
     queries = (case.batch, case.nodes, case.heads)
     q_latent, q_rope = (normal(rng, (*queries, size), case.dtype) for size in (case.head_dim, rope))
     width = case.head_dim + rope
-    rows = normal(rng, (case.batch, case.earlier + case.nodes, width), case.dtype)
+    rows = normal(rng, (case.batch, case.rows, width), case.dtype)
     mask = tree_mask(rng, case) if case.tree else None
     if case.prefix is None:
         return q_latent, q_rope, rows, None, None, None, mask
     table, total = page_table(rng, case)
-    latents = np.full((case.layers, 1, total, case.page_size, width), np.nan, case.pool_dtype)
-    for b, length in enumerate(case.prefix):
-        for t in range(length):
-            row = normal(rng, (case.layers, 1, width), case.pool_dtype)
-            latents[:, :, table[b, t // case.page_size], t % case.page_size] = row
+    latents = pool(rng, case, table, total, case.prefix, row=(1, width))
     return q_latent, q_rope, rows, latents, table, np.array(case.prefix, np.int32), mask
+
+
+def latent_options(case: Case) -> dict[str, Any]:
+    """Its options. Where a part of the prefix is selected, some nodes see no committed position."""
+    seen = rng_of(case).random((case.batch, case.nodes, case.capacity)) < 0.4 if case.selected else None
+    return {"layer": case.layers - 1, "scale": 0.3, "prefix_mask": seen}
+
+
+def attention_shapes(case: Case) -> tuple:
+    """The shapes of `attention_inputs`."""
+    head = case.kv_heads, case.head_dim
+    own = jax.ShapeDtypeStruct((case.batch, case.rows, *head), case.dtype)
+    q = jax.ShapeDtypeStruct((case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
+    return q, own, own, *_cache_shapes(case, (2, *head))
+
+
+def latent_shapes(case: Case, rope: int = 64) -> tuple:
+    """The shapes of `latent_inputs`."""
+    new, width = jax.ShapeDtypeStruct, case.head_dim + rope
+    queries = [new((case.batch, case.nodes, case.heads, size), case.dtype) for size in (case.head_dim, rope)]
+    return *queries, new((case.batch, case.rows, width), case.dtype), *_cache_shapes(case, (1, width))
+
+
+def _cache_shapes(case: Case, row: tuple[int, ...]) -> tuple:
+    """The shapes of a pool, of its page table, of the prefixes and of the mask."""
+    new = jax.ShapeDtypeStruct
+    mask = new((case.batch, case.nodes, case.rows), "bool") if case.tree else None
+    if case.prefix is None:
+        return None, None, None, mask
+    stored = new((case.layers, row[0], case.batch * case.pages, case.page_size, *row[1:]), case.pool_dtype)
+    return stored, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
+
+
+def attention_by_hand(q, k, v, pool, *cache, layer=0, prefix_start=None, keep_first=0, **options):
+    """One softmax per query, in float64. cache: page table, prefixes and mask."""
+    seen = None
+    if prefix_start is not None:
+        position = np.arange(cache[0].shape[1] * pool.shape[3])
+        seen = (position >= prefix_start[:, :, None]) | (position < keep_first)
+    return _by_hand(q, k, v, (None if pool is None else pool[layer], *cache), seen, **options)
+
+
+def latent_by_hand(q_latent, q_rope, rows, pool, *cache, layer=0, prefix_mask=None, **options):
+    """The same over latent rows: one head of keys, of which the first columns are the values."""
+    q, k = np.concatenate([q_latent, q_rope], axis=-1), rows[:, :, None]
+    stored = None if pool is None else pool[layer][[0, 0]][..., None, :]
+    out = _by_hand(q, k, k, (stored, *cache), prefix_mask, **options)
+    return out[..., : q_latent.shape[-1]]
+
+
+def _by_hand(q, k, v, cache, seen, *, scale=1.0, soft_cap=None, sinks=None):
+    """seen: which positions of the prefix each node sees; None: all."""
+    (batch, nodes, heads, _), (pool, table, prefix, mask) = q.shape, cache
+    rows, group = k.shape[1], heads // k.shape[2]
+    out = np.zeros((*q.shape[:3], v.shape[-1]), np.float64)
+    for b, n, h in np.ndindex(batch, nodes, heads):
+        own = np.arange(rows) <= rows - nodes + n if mask is None else mask[b, n]
+        keys, values = [k[b, own, h // group]], [v[b, own, h // group]]
+        for t in range(0 if prefix is None else prefix[b]):
+            if seen is None or seen[b, n, t]:
+                at = table[b, t // pool.shape[2]], t % pool.shape[2], h // group
+                keys.append(pool[0, *at][None])
+                values.append(pool[1, *at][None])
+        keys, values = (np.concatenate([part.astype(np.float64) for part in parts]) for parts in (keys, values))
+        scores = keys @ q[b, n, h].astype(np.float64) * scale
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        if sinks is not None:
+            scores, values = np.append(scores, sinks[h]), np.append(values, np.zeros_like(values[:1]), axis=0)
+        weights = np.exp(scores - scores.max())
+        out[b, n, h] = weights / weights.sum() @ values
+    return out
 
 
 def compaction_inputs(case: Case, *, with_path: bool, lengths: tuple[int, ...] | None = None) -> tuple:

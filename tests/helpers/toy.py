@@ -26,7 +26,6 @@ from jspec.models import (
     MtpParams,
 )
 from jspec.models.assistant import ClusterParams, Clusters
-from jspec.models.gemma4 import Gemma4LayerParams
 from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 
@@ -230,7 +229,9 @@ def random_leaves(shapes, seed: int, ids: np.ndarray | None = None):
     def fill(shape):
         if shape.dtype == np.int32:
             return ids
-        return _norm(matrix, *shape.shape) if len(shape.shape) == 1 else matrix(*shape.shape)
+        if len(shape.shape) > 1:
+            return matrix(*shape.shape)
+        return _norm(matrix, *shape.shape) if shape.shape else _norm(matrix, 1)[0]
 
     return jax.device_put(jax.tree.map(fill, shapes))
 
@@ -341,29 +342,8 @@ def assistant_params(clustered: bool = False) -> Params:
 
 
 def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
-    """Weights whose spread keeps logits apart; a head over the whole vocabulary."""
-    matrix, width = _matrices(seed), config.hidden_size
-
-    norm = functools.partial(_norm, matrix)
-    layers = tuple(
-        Gemma4LayerParams(
-            attention_norm=norm(width),
-            qkv=matrix(width, config.num_heads * head_dim),
-            q_norm=norm(head_dim),
-            o=matrix(config.num_heads * head_dim, width),
-            attention_out_norm=norm(width),
-            mlp_norm=norm(width),
-            gate_up=matrix(width, 2 * config.intermediate_size),
-            down=matrix(config.intermediate_size, width),
-            mlp_out_norm=norm(width),
-            scalar=norm(1)[0],
-        )
-        for head_dim in config.head_dims
-    )
-    outer = config.target_hidden_size
-    projections = dict(pre_projection=matrix(2 * outer, width), post_projection=matrix(width, outer))
-    head = matrix(width, config.vocab_size).T
-    return jax.device_put(AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None))
+    """Random weights, with a head over the whole vocabulary."""
+    return random_leaves(dataclasses.replace(config, clusters=None).param_shapes(np.float32), seed)
 
 
 def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import requires
-from cases import Case, assert_close, latent_inputs
+from cases import Case, assert_close, latent_by_hand, latent_inputs
+from cases import latent_shapes as shapes
 from crosslower import cross_lower
-from test_mla_attention import oracle
 
 from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import ROWS, SHARED_BYTES
@@ -32,7 +32,7 @@ def attend(args, splits=None, layer=1, scale=0.3):
 
 def check(args, splits=None):
     """Free pages and rows after the prefix are NaN: reading one shows in the result."""
-    out, expected = attend(args, splits), oracle(*args, layer=1, scale=0.3)
+    out, expected = attend(args, splits), latent_by_hand(*args, layer=1, scale=0.3)
     assert (out.dtype, out.shape) == (args[0].dtype, args[0].shape)
     assert_close(out, expected, "bfloat16")
 
@@ -92,17 +92,6 @@ def test_scores_of_any_size(rising):
     args[3][1, 0, args[4][0]] = grown.astype(args[3].dtype)
     args[0], args[1] = np.abs(args[0]), np.abs(args[1])
     check(args, 2)
-
-
-def shapes(case: Case):
-    new = jax.ShapeDtypeStruct
-    rows, width = case.earlier + case.nodes, case.head_dim + ROPE
-    queries = [new((case.batch, case.nodes, case.heads, size), case.dtype) for size in (case.head_dim, ROPE)]
-    mask = new((case.batch, case.nodes, rows), "bool") if case.tree else None
-    pool = new((case.layers, 1, case.batch * case.pages, case.page_size, width), case.pool_dtype)
-    prefix = pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32")
-    own = new((case.batch, rows, width), case.dtype)
-    return *queries, own, *(prefix if case.prefix is not None else (None,) * 3), mask
 
 
 DEEPSEEK = case("deepseek", heads=16, head_dim=512, page_size=64, pages=128, layers=27, prefix=(0,) * 8, nodes=6)

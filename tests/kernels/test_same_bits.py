@@ -50,18 +50,11 @@ def test_a_narrow_pool_is_an_error():
     "case", [case for case in ATTENTION_CASES if not (case.windows or case.stored)], ids=lambda case: case.name
 )
 def test_attention_is_that_of_paged_attention(case, backend):
-    rng, rows = rng_of(case), case.earlier + case.nodes
-    q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
-    k, v = (normal(rng, (case.batch, rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
-    prefix = (None, None, None)
-    if case.prefix is not None:
-        table, total = page_table(rng, case)
-        prefix = pool(rng, case, table, total, case.prefix), table, np.array(case.prefix, np.int32)
-    args = (q, k, v, *prefix, tree_mask(rng, case) if case.tree else None)
+    args = attention_inputs(case)
     options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap}
     expected = jax.jit(partial(paged_attention, **options, backend="xla"))(*args)
     result = jitted(partial(exact_attention.exact_attention, **options, backend=backend), backend)(*args)
-    assert result.dtype == q.dtype
+    assert result.dtype == args[0].dtype
     np.testing.assert_allclose(
         result.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=TOLERANCE[case.dtype]
     )
@@ -126,6 +119,7 @@ class Form:
 
 PLAIN = Form()
 FORMS = {
+    "plain": PLAIN,
     "short window": Form(window=24, sinks=(2.0, -1.0, 0.5, 4.0)),
     "long window": Form(window=150, sinks=(2.0, -1.0, 0.5, 4.0)),
     "latents": Form(latent=True),
@@ -208,45 +202,33 @@ ROUNDS = (
 )
 
 
-@pytest.mark.slow(unless="bfloat16-xla")
+@pytest.mark.slow(unless=("bfloat16-plain-xla", "bfloat16-short window-xla"))
 @each_backend(exact_attention.OPERATION)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_attention_of_a_token_has_the_same_bits_in_every_round(dtype, backend):
-    text = Text.random(AT + 12, 4, 2, 32, dtype)
-    alone = {}
-    for each in ROUNDS:
-        for position, result in outputs(text, each, backend):
-            if position not in alone:
-                # One token after its prefix, alone.
-                one = Round(prefix=(position,), nodes=1, capacity=AT + 16, spread=position % 2 == 0)
-                (alone[position],) = (found for at, found in outputs(text, one, backend) if at == position)
-            if interpreted(backend) and dtype == "float32":
-                # XLA merges a product with a sum in one interpreted kernel and not in another.
-                np.testing.assert_allclose(result, alone[position], rtol=0, atol=1e-7)
-            else:
-                assert same_bits(result, alone[position]), (each, position)
-    assert len(alone) > 60
-
-
-@pytest.mark.slow(unless="short window-xla")
-@each_backend(exact_attention.OPERATION)
-@pytest.mark.parametrize("name", FORMS)
-def test_attention_has_the_same_bits_in_every_round(name, backend):
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("bfloat16", "plain"), ("float32", "plain"), *(("bfloat16", name) for name in FORMS if name != "plain")],
+)
+def test_attention_of_a_token_has_the_same_bits_in_every_round(dtype, name, backend):
     form = FORMS[name]
     if form.latent and backend == "triton":
         pytest.skip("the kernel has no latents")
-    text = Text.random(AT + 12, 4, 1 if form.latent else 2, 32, "bfloat16")
+    text = Text.random(AT + 12, 4, 1 if form.latent else 2, 32, dtype)
     if form.latent:
         text.v = text.k
     alone = {}
     for each in ROUNDS:
         for position, result in outputs(text, each, backend, form=form):
             if position not in alone:
+                # One token after its prefix, alone.
                 one = Round(prefix=(position,), nodes=1, capacity=AT + 16, spread=position % 2 == 0)
                 ((_, alone[position]),) = outputs(text, one, backend, form=form)
                 found = alone[position].astype(np.float64)
-                np.testing.assert_allclose(found, text.dense(position, form), rtol=0, atol=TOLERANCE["bfloat16"])
-            assert same_bits(result, alone[position]), (each, position)
+                np.testing.assert_allclose(found, text.dense(position, form), rtol=0, atol=TOLERANCE[dtype])
+            if interpreted(backend) and dtype == "float32":
+                # XLA merges a product with a sum in one interpreted kernel and not in another.
+                np.testing.assert_allclose(result, alone[position], rtol=0, atol=1e-7)
+            else:
+                assert same_bits(result, alone[position]), (each, position)
     assert len(alone) > 60
 
 
@@ -559,39 +541,23 @@ def divisions(default):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_attention_lowers_for_a_gpu(dtype):
-    case = Case("exact", prefix=(700, 12), nodes=6, heads=32, kv_heads=8, head_dim=128, page_size=16, pages=64)
-    q, k = (jnp.zeros((2, 6, heads, 128), dtype) for heads in (32, 8))
-    pool_, table = jnp.zeros((2, 2, 130, 16, 8, 128), dtype), jnp.zeros((2, case.pages), jnp.int32)
-    mask = jnp.ones((2, 6, 6), bool)
-    default = attention_triton.default_config(
-        batch=2, kv_heads=8, rows=24, capacity=case.capacity, head_dim=128, dtype=dtype
-    )
-    assert default.spread
-    for given in (None, mask):
-        for config in divisions(default):
-            run = partial(
-                attention_triton.exact_attention, layer=1, scale=0.1, soft_cap=None, config=config, interpret=False
-            )
-            text = cross_lower(run, "cuda", q, k, k, pool_, table, jnp.array([700, 12]), given)
-            assert text.count("exact_attention") >= (1 if given is None and not config.spread else 2)
-    run = partial(attention_triton.exact_attention, layer=1, scale=0.1, interpret=False)
-    assert "exact_attention" in cross_lower(run, "cuda", q, k, k, None, None, None, None)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "heads, kv_heads, dim, window, sinks", [(64, 8, 64, 128, True), (8, 2, 256, 512, False), (8, 1, 512, None, False)]
+    "heads, kv_heads, dim, window, sinks, dtype",
+    [
+        *((32, 8, 128, None, False, dtype) for dtype in ("bfloat16", "float32")),
+        (64, 8, 64, 128, True, "bfloat16"),
+        (8, 2, 256, 512, False, "bfloat16"),
+        (8, 1, 512, None, False, "bfloat16"),
+    ],
 )
-def test_attention_with_windows_and_sinks_lowers_for_a_gpu(heads, kv_heads, dim, window, sinks):
-    q, k = (jnp.zeros((2, 6, count, dim), jnp.bfloat16) for count in (heads, kv_heads))
-    pool_, table = jnp.zeros((2, 2, 130, 16, kv_heads, dim), jnp.bfloat16), jnp.zeros((2, 64), jnp.int32)
+def test_attention_lowers_for_a_gpu(heads, kv_heads, dim, window, sinks, dtype):
+    q, k = (jnp.zeros((2, 6, count, dim), dtype) for count in (heads, kv_heads))
+    pool_, table = jnp.zeros((2, 2, 130, 16, kv_heads, dim), dtype), jnp.zeros((2, 64), jnp.int32)
     options = {"window": window, "sinks": jnp.zeros(heads) if sinks else None}
     default = attention_triton.default_config(
-        batch=2, kv_heads=kv_heads, rows=6 * heads // kv_heads, capacity=1024, head_dim=dim, dtype="bfloat16"
+        batch=2, kv_heads=kv_heads, rows=6 * heads // kv_heads, capacity=1024, head_dim=dim, dtype=dtype
     )
-    assert default.spread and (default.block_m == 16) == (dim > 256)
+    assert default.spread and (default.block_m == 16) == (dim > 256 or dtype == "float32")
     for given in (None, jnp.ones((2, 6, 6), bool)):
         for config in divisions(default):
             run = partial(
@@ -599,6 +565,8 @@ def test_attention_with_windows_and_sinks_lowers_for_a_gpu(heads, kv_heads, dim,
             )
             text = cross_lower(run, "cuda", q, k, k, pool_, table, jnp.array([700, 12]), given)
             assert text.count("exact_attention") >= (1 if given is None and not config.spread else 2)
+    run = partial(attention_triton.exact_attention, layer=1, scale=0.1, interpret=False, **options)
+    assert "exact_attention" in cross_lower(run, "cuda", q, k, k, None, None, None, None)
     assert attention_triton.supported(q, k, k, interpret=False) is None
     wide = attention_triton.supported(q.astype("float32"), k, k, interpret=False)
     assert (wide is None) == (dim <= 256) and (wide is None or "must be at most 256" in wide)

@@ -17,10 +17,10 @@ from cases import (
     SINK_CASES,
     Case,
     attention_inputs,
-    attention_sinks,
-    attention_starts,
+    attention_options,
     compaction_inputs,
     latent_inputs,
+    latent_options,
     normal,
     rng_of,
     tree_mask,
@@ -62,21 +62,17 @@ class Simulation:
         return found, program(*args)
 
 
+def placed(options: dict) -> dict:
+    """With arrays on the device."""
+    return {name: jax.device_put(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+
 def attention_arguments(case: Case) -> tuple[tuple, dict]:
-    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap, "keep_first": case.keep_first}
-    arrays = {"prefix_start": attention_starts(case), "sinks": attention_sinks(case)}
-    return attention_inputs(case), {**options, **jax.device_put(arrays)}
+    return attention_inputs(case), placed(attention_options(case))
 
 
 def latent_arguments(case: Case) -> tuple[tuple, dict]:
-    return latent_inputs(case), {"layer": case.layers - 1, "scale": 0.3}
-
-
-def selected_arguments(case: Case) -> tuple[tuple, dict]:
-    """Nodes that see some of the prefix."""
-    args, options = latent_arguments(case)
-    seen = rng_of(case).random((case.batch, case.nodes, case.capacity)) < 0.4
-    return args, {**options, "prefix_mask": jax.device_put(seen)}
+    return latent_inputs(case), placed(latent_options(case))
 
 
 def topk_arguments(case: Case) -> tuple[tuple, dict]:
@@ -124,8 +120,8 @@ SIMULATIONS = {
     ),
     "selected_attention": Simulation(
         mla_attention.OPERATION,
-        tuple(case for case in CASES if case.prefix is not None and case.tree),
-        selected_arguments,
+        tuple(dataclasses.replace(case, selected=True) for case in CASES if case.prefix is not None and case.tree),
+        latent_arguments,
         latent_attention.Config(16, 1, 16),
         copies=3,
     ),
@@ -171,6 +167,12 @@ def test_equals_xla_without_a_race(simulation, case, mode):
 
 
 FAULTY = Case("faulty", nodes=9, page_size=8, pages=4, prefix=(17, 9))
+
+
+def faulty(name: str) -> Case:
+    return dataclasses.replace(FAULTY, selected=name == "selected_attention")
+
+
 FAULTS = [(name, number) for name, simulation in SIMULATIONS.items() for number in range(simulation.copies)]
 
 
@@ -180,7 +182,7 @@ FAULTS = [(name, number) for name, simulation in SIMULATIONS.items() for number 
 def test_a_wait_that_is_dropped_is_found(name, number, mode, monkeypatch):
     """Copies that run where they start then race; those that run where the kernel waits for them never run."""
     drop_wait(monkeypatch, number)
-    found, expected = SIMULATIONS[name].run(FAULTY, mode)
+    found, expected = SIMULATIONS[name].run(faulty(name), mode)
     if mode == "eager":
         assert found.races
     else:
@@ -192,7 +194,7 @@ def test_a_wait_that_is_dropped_is_found(name, number, mode, monkeypatch):
 @pytest.mark.parametrize("name", SIMULATIONS)
 def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
     lines = drop_wait(monkeypatch, -1)
-    found, _ = SIMULATIONS[name].run(FAULTY, "eager")
+    found, _ = SIMULATIONS[name].run(faulty(name), "eager")
     assert not found.races
     assert len(lines) == SIMULATIONS[name].copies
 
@@ -203,6 +205,7 @@ def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
 def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):
     """Each page with a committed row once for a tile of 16 query rows, and nothing else of the pool."""
     case = Case("bytes", prefix=(17, 0, 8, 32), page_size=8, pages=4, nodes=nodes, layers=3)
+    case = dataclasses.replace(case, selected=name == "selected_attention")
     args, options = SIMULATIONS[name].arguments(case)
     pool, table = args[3], args[4]
     copied = record_copies(monkeypatch, pool.shape)
