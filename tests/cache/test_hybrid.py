@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jspec.cache import HybridCache, LayerKeys, MhaCache, SlidingCache
-from jspec.loading import memory
 
 SLIDING, FULL = LayerKeys(kv_heads=2, head_dim=8, window=4), LayerKeys(kv_heads=1, head_dim=16)
 LAYERS = (SLIDING, FULL, SLIDING, FULL, 2, 3, 2)
@@ -48,21 +47,6 @@ def test_each_layer_reads_what_its_source_has_committed(layers):
         for b, end in enumerate((7, 3)):
             seen = np.arange(0 if kind.window is None else max(0, end - kind.window), end)
             np.testing.assert_allclose(out[b], 100 * source + seen.mean(), rtol=1e-6)
-
-
-def test_a_long_context_needs_memory_for_windows_and_full_layers():
-    """Gemma 4 31B: 50 sliding layers with a window of 1024 and 10 full ones."""
-    sliding, full = LayerKeys(16, 256, 1024), LayerKeys(4, 512)
-    layers = [full if i % 6 == 5 else sliding for i in range(60)]
-
-    def bytes_of(capacity, page_size=16):
-        empty = jax.eval_shape(lambda: HybridCache.empty(1, capacity, page_size, layers=layers, dtype=jnp.bfloat16))
-        return [memory.tree_bytes(group.pool) for group in empty.groups]
-
-    windows, contexts = 50 * 2 * 1024 * 16 * 256 * 2, 10 * 2 * 32768 * 4 * 512 * 2
-    assert bytes_of(32768) == [windows, contexts]
-    assert bytes_of(262144) == [windows, 8 * contexts]
-    assert bytes_of(32768, 1) == [windows, contexts]
 
 
 def test_sharing_with_a_layer_without_keys_is_an_error():

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
+from planted import state_without_models
 
 from jspec.core import sampling, stopping
-from jspec.core.automaton import Automaton
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import DecodeState, RowSampling, Stats
+from jspec.core.types import RowSampling
 from jspec.core.xla_options import loop_options
 
 AS_SHIPPED = True
@@ -32,22 +31,8 @@ TEMPERATURES = (1e-6, 0.3, 0.7, 1.0, 1.3, 1e30)
 def state_of(rows, **changes):
     """A state in which each sequence has the tokens 0 to 7, of which the last four were generated."""
     batch = len(rows)
-    nothing = np.zeros(batch, np.int32)
-    s = DecodeState(
-        tokens=np.tile(np.arange(8, dtype=np.int32), (batch, 1)),
-        length=nothing + 8,
-        limit=nothing + 8,
-        finish_code=nothing,
-        stop=Automaton(None, None, None),
-        cache=None,
-        draft=None,
-        sampling=per_row(rows, batch, WORDS),
-        key=toy.row_keys(np.arange(batch)),
-        prompt_length=nothing + 4,
-        origin=np.zeros((batch, 8), np.int8),
-        round_index=np.zeros((), np.int32),
-        stats=Stats(nothing, nothing[:, None], nothing),
-    )
+    tokens, eight = np.tile(np.arange(8, dtype=np.int32), (batch, 1)), np.full(batch, 8, np.int32)
+    s = state_without_models(tokens, eight - 4, eight, sampling=per_row(rows, batch, WORDS))
     return dataclasses.replace(s, **changes)
 
 

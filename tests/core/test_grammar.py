@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import toy
 from grammars import EOS, SIZE, TOKENS, compiled, spelled, walk
-from planted import REPEATED, weights_of
+from planted import REPEATED, path_to, weights_of
 
 from jspec.core import accept, stopping, tree
 from jspec.core import grammar as grammars
@@ -238,11 +238,7 @@ def test_the_distribution_is_the_constrained_one(rule, width):
 
 
 def path_oracle(draft_tree, b, node):
-    path, parents = [], np.array(draft_tree.parents)
-    while node:
-        path.append(int(draft_tree.tokens[b, node]))
-        node = parents[b, node]
-    return path[::-1]
+    return path_to(draft_tree.tokens[b], draft_tree.parents[b], node)
 
 
 def random_tree(seed, nodes=9):

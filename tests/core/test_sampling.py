@@ -11,13 +11,14 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import path_to, state_without_models
 
 from jspec.core import accept, sampling, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.loop import decode
 from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import DecodeState, DraftTree, Stats
+from jspec.core.types import DraftTree
 
 ROWS, NODES, WORDS, COLUMNS = 24, 9, 7, 24
 EOS = 6
@@ -106,21 +107,14 @@ def state_of(rows, prompts, generated, seeds=None):
             automaton[b] = DENSE[automaton[b], token]
     assert (automaton >= 0).all()
     length = np.array([len(prompt + new) for prompt, new in zip(prompts, generated, strict=True)], np.int32)
-    nothing = np.zeros(batch, np.int32)
-    return DecodeState(
-        tokens=tokens,
-        length=length,
+    return state_without_models(
+        tokens,
+        np.array([len(prompt) for prompt in prompts], np.int32),
+        length,
         limit=length + np.int32(9),
-        finish_code=nothing,
         stop=Automaton(TABLE.table, TABLE.token_class, automaton),
-        cache=None,
-        draft=None,
         sampling=per_row(rows, batch, WORDS),
         key=toy.row_keys(np.arange(batch) if seeds is None else seeds),
-        prompt_length=np.array([len(prompt) for prompt in prompts], np.int32),
-        origin=np.zeros(tokens.shape, np.int8),
-        round_index=np.zeros((), np.int32),
-        stats=Stats(nothing, nothing[:, None], nothing),
     )
 
 
@@ -143,21 +137,12 @@ def random_case(seed):
     return rows, prompts, generated, tokens, parents, logits.astype(np.float32)
 
 
-def line_of(tokens, parents, node):
-    """The tokens from the root (excluded) to a node (included)."""
-    found = []
-    while node:
-        found.insert(0, int(tokens[node]))
-        node = parents[node]
-    return found
-
-
 def places(case):
     """(sequence, node, tokens on its path) of each node up to which the text has not ended."""
     _, _, generated, tokens, parents, _ = case
     for b in range(ROWS):
         for node in range(NODES):
-            line = line_of(tokens[b], parents[b], node)
+            line = path_to(tokens[b], parents[b], node)
             if not ends_text(generated[b] + line):
                 yield b, node, line
 

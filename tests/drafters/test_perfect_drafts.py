@@ -44,8 +44,7 @@ LENGTHS = np.arange(BATCH, dtype=np.int32) % 6 + 1
 # Drafts of a target whose layers add nothing
 
 WIDTH, VOCABULARY = toy.TARGET.hidden_size, toy.TARGET.vocab_size
-HEAD = EagleHead(
-    version=1,
+SHAPE = dict(
     vocab_size=VOCABULARY,
     draft_vocab_size=VOCABULARY,
     hidden_size=WIDTH,
@@ -56,29 +55,13 @@ HEAD = EagleHead(
     num_kv_heads=toy.TARGET.num_kv_heads,
     head_dim=toy.TARGET.head_dim,
     max_length=toy.TARGET.max_length,
-    capture_layers=(toy.TARGET.num_layers + 1,),
-    rms_norm_eps=toy.TARGET.rms_norm_eps,
 )
+HEAD = EagleHead(**SHAPE, version=1, capture_layers=(toy.TARGET.num_layers + 1,), rms_norm_eps=toy.TARGET.rms_norm_eps)
 BLOCK = BlockHead(
-    vocab_size=VOCABULARY,
-    draft_vocab_size=VOCABULARY,
-    hidden_size=WIDTH,
-    target_hidden_size=WIDTH,
-    intermediate_size=toy.TARGET.intermediate_size,
-    num_layers=1,
-    num_heads=toy.TARGET.num_heads,
-    num_kv_heads=toy.TARGET.num_kv_heads,
-    head_dim=toy.TARGET.head_dim,
-    max_length=toy.TARGET.max_length,
+    **SHAPE,
     capture_layers=(toy.TARGET.num_layers,),
-    block_size=4,
-    mask_token=VOCABULARY - 1,
-    next_token=True,
-    windows=(None,),
-    causal=(False,),
-    markov="vanilla",
-    markov_rank=WIDTH,
-    own_head=True,
+    **dict(block_size=4, mask_token=VOCABULARY - 1, next_token=True, windows=(None,), causal=(False,)),
+    **dict(markov="vanilla", markov_rank=WIDTH, own_head=True),
 )
 ASSISTANT = Assistant(VOCABULARY, WIDTH, WIDTH, 64, num_heads=4, target_layers=(1, 0), head_dims=(16, 16))
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=VOCABULARY, chosen=VOCABULARY))

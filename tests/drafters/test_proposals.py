@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 from dense_drafts import DRAFTS, check_tree
-from planted import weights_of
+from planted import path_to, weights_of
 
 from jspec.core import accept
 from jspec.core.sampling import Sampling, per_row
@@ -61,11 +61,8 @@ def test_sampled_drafts_report_the_distribution_after_their_own_path(name):
     for b, tokens in enumerate(toy.generated(s)):
         dist = by_hand(drafter, tokens)
         for node in set(map(int, parents)):
-            path, at = [], node
-            while at:
-                path.insert(0, int(draft_tree.tokens[b, at]))
-                at = parents[at]
-            np.testing.assert_allclose(draft_tree.probs[b, node], np.exp(dist(tuple(path))), rtol=1e-3, atol=1e-5)
+            path = tuple(path_to(draft_tree.tokens[b], parents, node))
+            np.testing.assert_allclose(draft_tree.probs[b, node], np.exp(dist(path)), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ("eagle", "eagle_tree", "block", "block_tree"))

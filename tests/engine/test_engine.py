@@ -3,13 +3,13 @@
 import asyncio
 import dataclasses
 import functools
-import threading
 
 import jax
 import numpy as np
 import pytest
 import qwen
 import toy
+from waiting import in_threads
 
 import jspec
 from jspec.core import accept
@@ -227,11 +227,7 @@ def test_threads_that_submit_get_their_own_tokens(engine):
     def ask(index):
         results[index] = engine.submit(PROMPTS[index], max_new_tokens=8, seed=index).result().tokens
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(ask, len(PROMPTS))
     assert [results[index] for index in range(len(PROMPTS))] == engine.generate(PROMPTS, max_new_tokens=8).tokens
 
 
@@ -245,11 +241,7 @@ def test_scores_while_others_generate(engine):
         scores[index] = engine.score(prompts[index], top_k=2)
 
     handles = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(ask, len(prompts))
     assert [handle.result().tokens for handle in handles] == wanted.tokens
     for index, prompt in enumerate(prompts):
         expected = jspec.score(engine.model, prompt, top_k=2)

@@ -7,42 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 import toy
+from grammars import VOCAB, byte_model
 
 import jspec
 from jspec.core import tree
 from jspec.core.accept import LossyThresholds
 from jspec.core.loop import decode
-from jspec.core.types import Params, RowSampling
-from jspec.text.tokenizer import Tokenizer
+from jspec.core.types import RowSampling
 
-VOCAB = 300
 PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
 SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.95)
 DRAFTERS = [None, "ngram", "standalone", jspec.Ngram(n=2, depth=6), jspec.Standalone(depth=2)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A random target and a similar draft, over a byte-level vocabulary with a few merges and an EOS token."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<eos>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["for i in range(10): print(i) return x def f(x): é 漢字 🙂"] * 4, trainer)
-    bpe.save(str(directory / "tokenizer.json"))
-    target = replace(toy.TARGET, vocab_size=VOCAB, num_layers=1)
-    params = toy.random_params(target)
-    noise = toy.random_params(target, seed=1)
-    near = jax.jit(partial(jax.tree.map, lambda a, b: a + 0.1 * (b - a)))(params, noise)
-    return jspec.Model("toy", target, Params(params, near), Tokenizer.load(directory), (), target)
+def model():
+    """The model over bytes, without EOS tokens."""
+    return replace(byte_model(), eos=())
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ DRAFTERS = {
     "a class": (Ngram, TypeError, "drafter=Ngram is not a drafter: give an object, not a class"),
     "a number": (5, TypeError, "drafter=int is not a drafter: it has no depth, capture_layers, bind"),
     "an unknown name": ("mine", ValueError, "drafter='mine' is unknown; valid names are"),
-    "without methods": (WithParts(), TypeError, "drafter=WithParts is not a drafter: it has no bind, init, draft, ext"),
+    "without methods": (WithParts(), TypeError, "WithParts is not a drafter: it has no bind, init, draft, extend"),
     "unhashable": (drafter(__hash__=None), TypeError, "drafter=Mine.*: must be hashable"),
     "binds to nothing": (
         drafter(bind=lambda *args: None),

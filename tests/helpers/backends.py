@@ -41,6 +41,16 @@ def skip_interpreted(backend: str, where: bool, reason: str) -> None:
         pytest.skip(f"needs a {REQUIRES[backend]}: {reason}")
 
 
+def target_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chooses kernels as on a GPU that is no Hopper."""
+
+    class Other:
+        platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA B200", 148, "10.0"
+
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    monkeypatch.setattr(platform, "device", Other)
+
+
 def params(*backends: str) -> list:
     """The backends as parameters, each with its mark."""
     return [pytest.param(backend, marks=requires(backend)) for backend in backends]

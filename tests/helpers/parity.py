@@ -127,7 +127,7 @@ def read(config, params, ids, capture_layers=()):
 
 def check_logits(oracle, directory, family):
     """The checkpoint in a directory has the oracle's logits, at many positions: scaled frequencies differ beyond the
-    original context of 64. Where `LOGITS` says so, also the inputs of all layers, which drafts read."""
+    original context of 64. With `states` in `LOGITS`, also the inputs of all layers, which drafts read."""
     options = {"count": 150, "states": False, **by_family(LOGITS, family)}
     loaded = language_model.load(directory, dtype="float32")
     ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, options["count"])).astype(np.int32)

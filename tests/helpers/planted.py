@@ -10,8 +10,9 @@ import pytest
 import toy
 
 from jspec.core import accept, tree
+from jspec.core.automaton import Automaton
 from jspec.core.method import Method
-from jspec.core.types import DraftTree, Params
+from jspec.core.types import DecodeState, DraftTree, Params, Stats
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp
 from jspec.models import MtpHead, MtpHeads
 
@@ -142,3 +143,31 @@ def best_first_by_hand(dist, root, depth, width, nodes):
     tokens = [root] + [proposed[i][0][-1] for i in best]
     parents = [0] + [0 if proposed[i][2] is None else best.index(proposed[i][2]) + 1 for i in best]
     return tokens, parents
+
+
+def path_to(tokens, parents, node):
+    """The tokens of one sequence from the root (excluded) to a node (included)."""
+    path = []
+    while node:
+        path.insert(0, int(tokens[node]))
+        node = parents[node]
+    return path
+
+
+def state_without_models(tokens, prompt_length, length, **fields):
+    """A state of sequences with these tokens, for what needs neither a target nor a drafter."""
+    batch = len(tokens)
+    nothing = np.zeros(batch, np.int32)
+    fields = {"stop": Automaton(None, None, None), "key": toy.row_keys(np.arange(batch)), "limit": length, **fields}
+    return DecodeState(
+        tokens=tokens,
+        length=length,
+        prompt_length=prompt_length,
+        finish_code=nothing,
+        cache=None,
+        draft=None,
+        origin=np.zeros(tokens.shape, np.int8),
+        round_index=np.zeros((), np.int32),
+        stats=Stats(nothing, nothing[:, None], nothing),
+        **fields,
+    )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import each_backend, requires
+from backends import each_backend, requires, target_other_gpu
 from crosslower import cross_lower
 
 from pallas_kernels import platform
@@ -158,11 +158,7 @@ def test_the_kernel_runs_where_it_is_worthwhile(shape, kernel, monkeypatch):
 
 
 def test_the_kernel_is_for_hopper(monkeypatch):
-    class Other:
-        platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA B200", 148, "10.0"
-
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-    monkeypatch.setattr(platform, "device", Other)
+    target_other_gpu(monkeypatch)
     assert not chooses_the_kernel(192, 4096, 14336)
     x, weight = inputs(64, 64, 64)
     run = partial(gated_matmul, x, weight, backend="mosaic_gpu")

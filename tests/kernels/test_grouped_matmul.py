@@ -32,6 +32,14 @@ def oracle(x, weight, sizes):
     return np.stack([row.astype(np.float64) @ wide[number] for row, number in zip(x, group, strict=True)])
 
 
+def gated(expected, activation):
+    """The first half of the columns gates the second."""
+    if activation is None:
+        return expected
+    gate, other = np.split(expected, 2, axis=1)
+    return np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
+
+
 def assert_close(out, expected, dtype="float32"):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -75,10 +83,7 @@ def test_rows_are_chosen_and_gated(dtype, activation, backend):
     # The last two rows are not chosen, so they must not be read.
     few = np.concatenate([x[:9], np.full_like(x[:2], np.nan)])
     out = jax.jit(partial(grouped_matmul, activation=activation, backend=backend))(few, given, counts, rows=rows)
-    expected = oracle(few[rows], weight, counts)
-    if activation is not None:
-        gate, other = np.split(expected, 2, axis=1)
-        expected = np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
+    expected = gated(oracle(few[rows], weight, counts), activation)
     assert (out.dtype, out.shape) == (x.dtype, expected.shape)
     assert_close(out, expected, dtype)
 
@@ -173,10 +178,7 @@ def test_8_bit_matrices_are_widened_and_scaled(group, narrow, activation, backen
     run = jax.jit(partial(grouped_matmul, group=group, activation=activation, backend=backend))
     out = run(x, weight, counts, scale=scale)
     expected = oracle(x, weight.astype(np.float64) * np.repeat(scale, group or 37, axis=1)[:, :37], counts)
-    if activation is not None:
-        gate, other = np.split(expected, 2, axis=1)
-        expected = np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
-    assert_close(out, expected)
+    assert_close(out, gated(expected, activation))
 
 
 @pytest.mark.parametrize("group", (None, 128))
@@ -240,10 +242,7 @@ def test_packed_matrices_are_taken_apart_and_scaled(codes, group, dtype, activat
     args, options, wide = packed_inputs(codes, group, dtype)
     static = {name: options.pop(name) for name in ("group", "codes")}
     out = jax.jit(partial(grouped_matmul, **static, activation=activation, backend=backend))(*args, **options)
-    expected = oracle(args[0], wide, args[2])
-    if activation is not None:
-        gate, other = np.split(expected, 2, axis=1)
-        expected = np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
+    expected = gated(oracle(args[0], wide, args[2]), activation)
     assert (out.dtype, out.shape) == (args[0].dtype, expected.shape)
     assert_close(out, expected, dtype)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import requires
+from backends import requires, target_other_gpu
 from cases import Case, assert_close, latent_by_hand, latent_inputs
 from cases import latent_shapes as shapes
 from crosslower import cross_lower
@@ -184,11 +184,7 @@ def test_a_mask_of_the_prefix_is_an_error():
 
 
 def test_the_kernel_is_for_hopper(monkeypatch):
-    class Other:
-        platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA B200", 148, "10.0"
-
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-    monkeypatch.setattr(platform, "device", Other)
+    target_other_gpu(monkeypatch)
     assert chosen(DEEPSEEK) == "triton"
     with pytest.raises(ValueError, match="cannot run: compute capability 10.0: must be 9.x"):
         chosen(DEEPSEEK, backend="mosaic_gpu")

@@ -97,7 +97,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(case):
 
 
 @pytest.mark.slow
-def test_a_context_of_32k_tokens_takes_the_windows_and_the_full_layers():
+def test_a_long_context_takes_the_windows_and_the_full_layers():
     """The shape of 31B in bfloat16: 50 of 60 layers have windows of 1024."""
     sliding, full = (
         Attention(16, 256, 1024, Rope()),
@@ -107,13 +107,15 @@ def test_a_context_of_32k_tokens_takes_the_windows_and_the_full_layers():
     target = Gemma4(262_144, 5376, 21_504, 32, kinds, max_length=262_144)
     weights = types.SimpleNamespace(embed=jax.ShapeDtypeStruct((262_144, 5376), jnp.bfloat16))
 
-    def taken(capacity):
-        cache = jax.eval_shape(partial(target.init_cache, weights, 1, capacity, 16))
+    def taken(capacity, page_size=16):
+        cache = jax.eval_shape(partial(target.init_cache, weights, 1, capacity, page_size))
         return [memory.tree_bytes(group.pool) for group in cache.groups]
 
     windows, token = 50 * 2 * 1024 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2
     assert taken(32_768) == [windows, 32_768 * token]
     assert taken(65_536) == [windows, 65_536 * token]
+    assert taken(262_144) == [windows, 262_144 * token]
+    assert taken(32_768, 1) == [windows, 32_768 * token]
     assert windows * 32 == 50 * 2 * 32_768 * 16 * 256 * 2, "without windows it would be 32 times as much"
 
 
