@@ -17,7 +17,7 @@ from jspec import cli
 from jspec.bench import machine, measurement, report
 from jspec.bench import subject as subjects
 from jspec.bench.measurement import Measurement, Scalar
-from jspec.bench.options import SHAPE, WINDOW, CaseOptions
+from jspec.bench.options import SHAPE, SHAPE_GROUP, CaseOptions
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES
 from jspec.cli.arguments import Parser, check_output, set_options
@@ -186,7 +186,7 @@ def _cells(chip: tpu.Chip, result: CompiledCase) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the script; returns its exit status."""
     parser = Parser(prog="python benchmarks/compile_for.py", description=__doc__)
-    set_options(parser, Options, run, {"shape of the draft": (*SHAPE, *WINDOW)})
+    set_options(parser, Options, run, SHAPE_GROUP)
     return cli.main(arguments, parser)
 
 

@@ -21,7 +21,7 @@ from jspec import cli
 from jspec.bench import machine, measurement, report
 from jspec.bench import subject as subjects
 from jspec.bench.measure import Rounds, compile_case, method_of, new_case, time_rounds
-from jspec.bench.options import SHAPE, WINDOW, CaseOptions
+from jspec.bench.options import SHAPE, SHAPE_GROUP, CaseOptions
 from jspec.cli.arguments import Parser, check_output, set_options
 from jspec.core.options import option
 from jspec.core.struct import struct
@@ -159,7 +159,7 @@ def run(options: Options) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the script; returns its exit status."""
     parser = Parser(prog="python benchmarks/from_host.py", description=__doc__)
-    set_options(parser, Options, run, {"shape of the draft": (*SHAPE, *WINDOW)})
+    set_options(parser, Options, run, SHAPE_GROUP)
     return cli.main(arguments, parser)
 
 

@@ -111,7 +111,7 @@ def test_checks_are_printed_as_they_pass(capsys):
         raise AssertionError("the second does not")
 
     with pytest.raises(AssertionError, match="it: the second does not"):
-        run_checks("check", "it", None, [first, second], True)
+        run_checks("check", "it", None, [first, second], False)
     capsys.readouterr()
     assert run_checks("check", "it", None, [first], None) == ("the first holds",)
     assert capsys.readouterr().err == "", "this is no terminal"

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import jax
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, check_progress, in_float32, report, require, run_checks
+from jspec.analysis.contract import abstract_prompts, hidden, in_float32, report, require, run_checks
 from jspec.core import accept, returned
 from jspec.core.checks import check_int, shorten
 from jspec.core.method import Method
@@ -90,11 +90,11 @@ def check_drafter(
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
-    progress = check_progress(progress)
+    disable = hidden(progress)
     case = _Case(in_float32(model), _wrap(tested), ids, max_new_tokens, temperature, seed)
     _ = case.options
     name = type(tested.bind(model.target, model.draft)).__name__
-    passed = run_checks("check_drafter", name, case, _CHECKS, progress)
+    passed = run_checks("check_drafter", name, case, _CHECKS, disable)
     greedy, sampled = case.result()[: len(ids)], case.result()[len(ids) :]
     passed = ("it has the attributes and methods of a drafter, and can be hashed", *passed)
     return DrafterReport(repr(tested), _accept_length(greedy), _accept_length(sampled), passed)

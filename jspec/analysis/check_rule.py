@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from tqdm.auto import tqdm
 
-from jspec.analysis.contract import check_progress, hidden, report
+from jspec.analysis.contract import hidden, report
 from jspec.core.accept import NEEDS, RULES
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.types import Accept, Acceptance, DraftTree
@@ -100,7 +100,7 @@ def check_rule(
       ValueError, TypeError: an invalid argument.
     """
     trees, seed = check_flag("trees", trees), check_int("seed", seed, least=0, most=2**31 - 1)
-    progress = check_progress(progress)
+    disable = hidden(progress)
     if sampled is not None:
         sampled = check_flag("sampled", sampled)
     name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
@@ -113,7 +113,7 @@ def check_rule(
         raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
     means: dict[str, list[float]] = {}
     run: Callable[..., Any] = jax.jit(rule)
-    with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=hidden(progress)) as bar:
+    with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=disable) as bar:
         for case in bar:
             try:
                 means.setdefault(case.name, []).append(_check(run, case, seed))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, check_progress, in_float32, report, require, run_checks
+from jspec.analysis.contract import abstract_prompts, hidden, in_float32, report, require, run_checks
 from jspec.analysis.target_case import (
     CAPACITY,
     CHUNK,
@@ -74,9 +74,9 @@ def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progre
     refuse_split(model, "check_target")
     seed = check_int("seed", seed, least=0, most=2**31 - 1)
     tolerance = check_number("tolerance", tolerance, above=0, most=1)
-    progress = check_progress(progress)
+    disable = hidden(progress)
     name, case = type(model.target).__name__, TargetCase(in_float32(model), seed, tolerance)
-    passed = run_checks("check_target", name, case, _CHECKS, progress)
+    passed = run_checks("check_target", name, case, _CHECKS, disable)
     return TargetReport(name, max(case.differences), passed)
 
 

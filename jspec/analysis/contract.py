@@ -19,20 +19,19 @@ Out = TypeVar("Out")
 
 
 def run_checks(
-    function: str, name: str, case: Case, checks: Sequence[Callable[[Case], str]], progress: bool | None
+    function: str, name: str, case: Case, checks: Sequence[Callable[[Case], str]], disable: bool | None
 ) -> tuple[str, ...]:
     """Run the checks of a case in order; returns what each has shown.
 
-    progress: whether to show a bar and to print each passed check; None: in a terminal.
-
     function: the public function, for the notes of errors.
     name: what is checked, for messages.
+    disable: the result of `hidden`.
 
     Raises:
       AssertionError: the first failed check.
     """
     shown = []
-    with tqdm(checks, unit="check", disable=hidden(progress)) as bar:
+    with tqdm(checks, unit="check", disable=disable) as bar:
         for check in bar:
             try:
                 shown.append(check(case))
@@ -46,18 +45,13 @@ def run_checks(
     return tuple(shown)
 
 
-def check_progress(progress: object) -> bool | None:
-    """Check the option of a checker: a bool, or None for progress in a terminal.
+def hidden(progress: object) -> bool | None:
+    """The option `disable` of tqdm from `progress` of a checker, a bool, or None for progress in a terminal.
 
     Raises:
       TypeError: another value.
     """
-    return None if progress is None else check_flag("progress", progress)
-
-
-def hidden(progress: bool | None) -> bool | None:
-    """The option `disable` of tqdm."""
-    return None if progress is None else not progress
+    return None if progress is None else not check_flag("progress", progress)
 
 
 def report(title: str, passed: Sequence[str], *summary: str) -> str:

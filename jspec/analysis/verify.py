@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from jspec import drafters
 from jspec.analysis import verify_checks
-from jspec.analysis.contract import check_progress, hidden
+from jspec.analysis.contract import hidden
 from jspec.analysis.verify_subject import Cases, Outcome, Subject, default_prompts
 from jspec.core import package
 from jspec.core.checks import check_int, check_number
@@ -165,11 +165,11 @@ def certify(
     Raises:
       ValueError, TypeError: invalid `minutes` or `progress`.
     """
-    minutes, progress = check_number("minutes", minutes, least=0.0), check_progress(progress)
+    minutes, disable = check_number("minutes", minutes, least=0.0), hidden(progress)
     began = time.monotonic()
     findings, unfinished = [], ()
     turns, first = collections.deque(checks.items()), len(checks)
-    with tqdm(unit="case", disable=hidden(progress)) as bar:
+    with tqdm(unit="case", disable=disable) as bar:
         while turns:
             if first <= 0 and time.monotonic() - began > 60 * minutes:
                 unfinished = tuple(name for name, _ in turns)

@@ -34,8 +34,44 @@ BATCH, COUNT = {"least": 1, "most": 2**20}, {"least": 1, "most": 2**31 - 1}
 """Bounds. What fits into the memory is less."""
 
 
+SHAPE_GROUP = {
+    "shape of the draft:\nDefaults: a chain of 5 drafts, or a tree of 32 nodes with 8 children per node.": (
+        *SHAPE,
+        *WINDOW,
+    )
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SubjectOptions:
+class DraftOptions:
+    """Options of all commands with a model: its precision, and the shape and window of the draft."""
+
+    dtype: str | None = option(
+        None, "dtype of the weights (default: float32 on a CPU, otherwise bfloat16)", choices=tuple(DTYPES)
+    )
+    kv: str | None = option(
+        None,
+        "keep the target's keys and values in 8 bits (default: in the precision of the weights)",
+        choices=tuple(KV_FORMATS),
+    )
+    depth: int | None = option(None, "length of the longest drafted chain", bounds=COUNT)
+    width: int | None = option(None, "maximum number of children per node; 1 drafts a chain", bounds=COUNT)
+    num_nodes: int | None = option(None, "nodes of the drafted tree, root included", bounds=COUNT)
+    window: int | None = option(
+        None,
+        "positions of the context that an EAGLE head, a block draft or a small model sees (default: all)",
+        bounds=COUNT,
+    )
+    keep_first: int | None = option(
+        None,
+        "positions at the beginning that it sees in addition to --draft-window (default: 0)",
+        least=0,
+        most=2**31 - 1,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubjectOptions(DraftOptions):
     """The subject of a measurement and its modes. None becomes the default of an option.
 
     Raises:
@@ -49,34 +85,12 @@ class SubjectOptions:
         choices=tuple(DRAFTS),
     )
     mode: tuple[str, ...] = option(MODES, "how rounds run (default: plain chain tree)", choices=MODES)
-    depth: int | None = option(None, "length of the longest chain (default: 5)", bounds=COUNT)
-    width: int | None = option(None, "children per node of a tree (default: 8)", bounds=COUNT)
-    num_nodes: int | None = option(None, "nodes of a tree, root included (default: 32)", bounds=COUNT)
-    window: int | None = option(
-        None,
-        "positions of the context that an EAGLE head, a block draft or a small model sees (default: all)",
-        bounds=COUNT,
-    )
-    keep_first: int | None = option(
-        None,
-        "positions at the beginning that it sees in addition to --draft-window (default: 0)",
-        least=0,
-        most=2**31 - 1,
-    )
     tokens_per_round: float | None = option(None, "imposed accept length, bonus token included (default: 3)")
-    dtype: str | None = option(
-        None, "dtype of the weights (default: float32 on a CPU, otherwise bfloat16)", choices=tuple(DTYPES)
-    )
     weights: str | None = option(
         None,
         "matrices of 8 or 4 bits of linear layers in target and draft, see jspec.load (default: as stored, or those of "
         f"--dtype); {BLOCKS}, for presets: as in checkpoints with one scale for 128 x 128 values",
         choices=(*FORMATS, BLOCKS, WIDE),
-    )
-    kv: str | None = option(
-        None,
-        "keep the target's keys and values in 8 bits (default: in the precision of the weights)",
-        choices=tuple(KV_FORMATS),
     )
     exact: bool = option(False, "measure the exact forward of the target, see jspec.load")
     page_size: int = option(DEFAULT_PAGE_SIZE, "rows per page", bounds=COUNT)
@@ -126,11 +140,7 @@ class SubjectOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseOptions(SubjectOptions):
-    """The rounds of a measurement. Empty batches and contexts get the defaults of the preset.
-
-    Raises:
-      ValueError, TypeError: as `SubjectOptions`.
-    """
+    """The rounds of a measurement. Empty batches and contexts get the defaults of the preset."""
 
     batch: tuple[int, ...] = option(
         (), "sequences (default: 1 8 32, or 1 for tiny presets, times --data)", bounds=BATCH
@@ -152,11 +162,7 @@ class CaseOptions(SubjectOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(SubjectOptions):
-    """What runs need beside: where the weights come from, their devices, and a picture of the results.
-
-    Raises:
-      ValueError, TypeError: as `SubjectOptions`.
-    """
+    """What runs need beside: where the weights come from, their devices, and a picture of the results."""
 
     checkpoint: str | None = option(
         None, "real weights, given like --model of jspec generate, in place of --preset", metavar="MODEL"
@@ -185,11 +191,7 @@ class RunOptions(SubjectOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions(RunOptions, CaseOptions):
-    """The options of `jspec bench`.
-
-    Raises:
-      ValueError, TypeError: as `SubjectOptions`.
-    """
+    """The options of `jspec bench`."""
 
     repeats: int = option(5, "repetitions of each measurement", least=1, most=10_000)
     no_split: bool = option(False, "do not time the phases, which takes half of the time")

@@ -1,4 +1,4 @@
-"""Command-line arguments from dataclasses of options, files that are written, and errors in the words of a shell."""
+"""Command-line arguments from dataclasses of options, checks of output files, and errors in the words of a shell."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ from jspec.core.options import kind_of, option_of, options_of
 
 T = TypeVar("T")
 _OPEN_LIMIT = 80
-"""Characters of a value that a message shows."""
+"""Characters of a value in a message."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,7 +89,7 @@ def add_options(
 ) -> None:
     """Adds an argument for each option of a dataclass, see `jspec.core.options`.
 
-    A value is checked against the bounds of its field when it is parsed. A flag that is on becomes --no-NAME.
+    A value is checked against the bounds of its field when it is parsed. A flag of default True becomes --no-NAME.
 
     names: those of the options to add; None: all.
     """
@@ -128,11 +128,7 @@ def add_options(
 
 
 def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
-    """The dataclass whose options `add_options` added.
-
-    Raises:
-      TypeError, ValueError: as the dataclass.
-    """
+    """The dataclass whose options `add_options` added."""
     typed: dict[str, Any] = {name: getattr(arguments, name) for name in options_of(kind)}
     values = {name: tuple(x) if isinstance(x, list) else x for name, x in typed.items() if x is not None}
     if "command" in (field.name for field in dataclasses.fields(kind)):  # pyright: ignore[reportArgumentType]
@@ -160,14 +156,10 @@ def _parse(kind: type, bounds: Mapping[str, float]) -> Callable[[str], Any]:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Checks that a file can be written, and leaves it as it is, or missing.
-
-    Raises:
-      ValueError: it cannot; the message has the option, the path and the reason.
-    """
+    """Checks for permission to write a file, and leaves it as it is, or missing."""
     existed = os.path.lexists(path)
     try:
-        # Opening a pipe that nobody reads would wait; with O_NONBLOCK it is an error.
+        # Opening a pipe without a reader would wait; with O_NONBLOCK it is an error.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(path, flags, 0o666)
     except FileNotFoundError:
@@ -198,7 +190,7 @@ def check_plot(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming_models(sources: Mapping[str, str | None]) -> Generator[None, None, None]:
-    """Adds to errors of the `with` block, which loads models, the option that names the model.
+    """Adds the option with the name of a model to errors of the `with` block, where models are loaded.
 
     given: option -> its value.
     """
@@ -216,7 +208,7 @@ def naming_models(sources: Mapping[str, str | None]) -> Generator[None, None, No
 def printable(text: str) -> str:
     """A message without the middle of very long words, and without what a terminal cannot show.
 
-    Lone surrogates, which bytes of an argument become that are no text, are escaped.
+    Lone surrogates, from bytes of an argument beside text, are escaped.
     """
     text = re.sub(r"\S{200,}", lambda word: f"{word[0][:120]}...{word[0][-20:]}", text)
     return text.encode(errors="backslashreplace").decode()

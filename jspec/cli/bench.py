@@ -15,7 +15,7 @@ from jspec.analysis import plots
 from jspec.bench import machine, measurement, report
 from jspec.bench import subject as subjects
 from jspec.bench.measure import measure
-from jspec.bench.options import SHAPE, WINDOW, BenchOptions, RunOptions, devices_of
+from jspec.bench.options import SHAPE, SHAPE_GROUP, BenchOptions, RunOptions, devices_of
 from jspec.bench.subject import Subject
 from jspec.cli import arguments
 from jspec.cli.arguments import Commands, check_output, check_plot, naming_models
@@ -37,16 +37,12 @@ def add_command(commands: Commands) -> None:
         run,
         help="measure rounds and their phases at real model shapes",
         description=__doc__,
-        groups={"shape of the draft": (*SHAPE, *WINDOW)},
+        groups=SHAPE_GROUP,
     )
 
 
 def run(options: BenchOptions) -> int:
-    """Measures rounds of each case, and the bandwidth of the device, for their floor; returns the exit status.
-
-    Raises:
-      ValueError, OSError: as `prepare`.
-    """
+    """Measures rounds of each case, and the bandwidth of the device, for their floor; returns the exit status."""
     subject, drafters = prepare(options)
     # The bandwidths, before weights take the memory.
     copy = machine.copy_bandwidth(options.repeats)
@@ -73,11 +69,7 @@ def run(options: BenchOptions) -> int:
 
 
 def prepare(options: RunOptions) -> tuple[Subject, dict[str, Drafter]]:
-    """The model and the drafter of each mode; everything is checked before the first measurement.
-
-    Raises:
-      ValueError, OSError: a model too large or unlike the options, or a file without permission to write.
-    """
+    """The model and the drafter of each mode; everything is checked before the first measurement."""
     if options.json:
         check_output("--json", options.json)
     if options.plot:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from jspec.bench import load_report, machine, measurement, traffic
 from jspec.bench import subject as subjects
 from jspec.bench.load_report import LoadReport
-from jspec.bench.options import BATCH, SHAPE, WINDOW, RunOptions
+from jspec.bench.options import BATCH, SHAPE, SHAPE_GROUP, RunOptions
 from jspec.bench.traffic import LoadResult
 from jspec.cache.pages import fit_page_size
 from jspec.cli.arguments import Parser, set_options
@@ -28,11 +28,7 @@ _MOST_PANELS = 24
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """The options of `jspec bench --load`.
-
-    Raises:
-      ValueError, TypeError: a value out of bounds, or contradictory values.
-    """
+    """The options of `jspec bench --load`."""
 
     slots: tuple[int, ...] = option(
         (), "sequences in generation at the same time (default: 32 64; tiny presets: 4)", bounds=BATCH
@@ -50,11 +46,7 @@ class Options(RunOptions):
 
 
 def run(options: Options) -> int:
-    """Measures each mode and number of slots; returns the exit status.
-
-    Raises:
-      ValueError, OSError: as `jspec bench`, or a context shorter than the longest request.
-    """
+    """Measures each mode and number of slots; returns the exit status."""
     assert options.tokens_per_round is not None
     subject, drafters = prepare(options)
     for limited in filter(None, (subject.target, subject.draft)):
@@ -96,5 +88,5 @@ def run(options: Options) -> int:
 def parser() -> Parser:
     """The parser of `jspec bench --load`, whose options differ from those of `jspec bench`."""
     program = Parser(prog="jspec bench --load", description=__doc__)
-    set_options(program, Options, run, {"shape of the draft": (*SHAPE, *WINDOW)})
+    set_options(program, Options, run, SHAPE_GROUP)
     return program

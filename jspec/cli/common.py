@@ -10,7 +10,7 @@ import jax
 
 from jspec import drafters
 from jspec.analysis.records import read_records, read_text
-from jspec.cache.narrow import KV_FORMATS
+from jspec.bench.options import COUNT, DraftOptions
 from jspec.cli.arguments import naming_models
 from jspec.core.accept import RULES
 from jspec.core.options import check_options, option, typed
@@ -25,8 +25,6 @@ from jspec.loading.hub import bundled_draft
 from jspec.loading.model import Model, load, probe_draft
 from jspec.models.quantized import FORMATS, WIDE
 
-COUNT = {"least": 1, "most": 2**31 - 1}
-"""Bounds of most options."""
 DRAFTERS = ("auto", *sorted(drafters.DRAFTERS))
 DRAFTER_HELP = (
     "how tokens are drafted; auto: as the loaded draft model requires; without one, plain or ngram in each round, "
@@ -37,7 +35,7 @@ GROUPS_HELP = "{} N groups of devices, each with the whole model (default: one g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(DraftOptions):
     """What is loaded, on which devices, and how the draft is shaped."""
 
     model: str = option("bundled:python-small", "bundled:NAME, a Hugging Face directory, a .gguf file or a hub id")
@@ -49,21 +47,11 @@ class ModelOptions:
         "text files that --drafter suffix copies from, such as earlier outputs; the last ones win ties",
         metavar="FILE",
     )
-    dtype: str | None = option(
-        None,
-        "dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
-        choices=("float32", "bfloat16", "float16"),
-    )
     weights: str | None = option(
         None,
         "quantize the linear layers of model and draft, with a scale for each column (int4: each 128 rows of it); "
         "wide: all weights are those of --dtype (default: as stored in 8 or 4 bits, otherwise those of --dtype)",
         choices=(*FORMATS, WIDE),
-    )
-    kv: str | None = option(
-        None,
-        "keep the target's keys and values in 8 bits (default: in the precision of the weights)",
-        choices=tuple(KV_FORMATS),
     )
     exact: bool = option(
         False, "drafts and the rest of the batch change no bit of the logits, in half precision too; slower"
@@ -73,20 +61,6 @@ class ModelOptions:
     )
     data: int | None = option(None, GROUPS_HELP.format("split the prompts of a batch over"), bounds=COUNT)
     probe: bool = option(True, "do not check at the start whether the draft fits the model, see `jspec doctor`")
-    depth: int | None = option(None, "length of the longest drafted chain", bounds=COUNT)
-    width: int | None = option(None, "maximum number of children per node; 1 drafts a chain", bounds=COUNT)
-    num_nodes: int | None = option(None, "nodes of the drafted tree, root included", bounds=COUNT)
-    window: int | None = option(
-        None,
-        "positions of the context that an EAGLE head, a block draft or a small model sees (default: all)",
-        bounds=COUNT,
-    )
-    keep_first: int | None = option(
-        None,
-        "positions at the beginning that it sees in addition to --draft-window (default: 0)",
-        least=0,
-        most=2**31 - 1,
-    )
 
     def __post_init__(self):
         check_options(self)
@@ -188,9 +162,6 @@ def read_corpus(options: ModelOptions, names: Sequence[str]) -> list[str]:
     """The texts of --corpus; none without it.
 
     names: of the drafters.
-
-    Raises:
-      ValueError: a file cannot be read, is empty or is not text; or no drafter copies from it.
     """
     if options.corpus and "suffix" not in names:
         raise ValueError(f"--corpus {options.corpus[0]}: requires --drafter suffix")
@@ -206,11 +177,7 @@ def read_corpus(options: ModelOptions, names: Sequence[str]) -> list[str]:
 
 
 def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
-    """The drafter with the options of the command line.
-
-    Raises:
-      ValueError: an option that this drafter does not have, or one that does not suit the model.
-    """
+    """The drafter with the options of the command line."""
     drafter = choose_drafter(name, model)
     # Not every drafter has every option.
     fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
@@ -231,9 +198,6 @@ def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt],
     """Checks every prompt before the first of them runs.
 
     names: what an error calls each of them.
-
-    Raises:
-      ValueError, TypeError: an empty prompt, or one that is too long for the model.
     """
     for name, prompt in zip(names, prompts, strict=True):
         _, (ids,) = encode_prompts(model, prompt, name)
@@ -244,11 +208,7 @@ def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt],
 
 
 def read_prompt_file(path: str, *, conversations: bool = False) -> list[dict[str, Any]]:
-    """The records of a file of --prompts.
-
-    Raises:
-      ValueError: the file cannot be read, or holds something else.
-    """
+    """The records of a file of --prompts."""
     if path == "":
         raise ValueError("--prompts '': must be a file, or - for standard input")
     try:
@@ -261,9 +221,6 @@ def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False
     """The prompt of a record: its text, or the ids of what a chat template has rendered, which gets no special tokens.
 
     chat: the text is a user's message.
-
-    Raises:
-      ValueError: as `chat_prompt`, or a text that is rendered already.
     """
     # Rendered prompts are ids already, without special tokens.
     text, rendered = record["prompt"], record.get("rendered") is True
@@ -277,11 +234,7 @@ def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False
 
 
 def chat_prompt(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids of a conversation in the chat template of the model, up to the beginning of its reply.
-
-    Raises:
-      ValueError: the model has no tokenizer or no template, or the template fails.
-    """
+    """The ids of a conversation in the chat template of the model, up to the beginning of its reply."""
     if model.tokenizer is None:
         raise ValueError(f"--chat: {model.name} has no tokenizer")
     try:

@@ -74,11 +74,7 @@ def add_command(commands: Commands) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints and writes; the exit status is 0 if nothing failed, otherwise 1.
-
-    Raises:
-      ValueError, OSError: the file cannot be written.
-    """
+    """Prints and writes; the exit status is 0 if nothing failed, otherwise 1."""
     check_output("--json", options.json)
     if options.draft is not None and options.model is None:
         raise ValueError(f"--draft {options.draft}: requires --model")

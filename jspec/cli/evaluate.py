@@ -41,11 +41,7 @@ _SAMPLING_OFF = {field.name: field.default for field in dataclasses.fields(Sampl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(SamplingOptions, ModelOptions):
-    """The options of `jspec evaluate`.
-
-    Raises:
-      ValueError, TypeError: a value out of bounds, or options that contradict each other.
-    """
+    """The options of `jspec evaluate`."""
 
     drafter: tuple[str, ...] = option(
         (),
@@ -109,11 +105,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: Options) -> int:
-    """Runs the command; returns its exit status.
-
-    Raises:
-      ValueError, TypeError, OSError: invalid input.
-    """
+    """Runs the command; returns its exit status."""
     sampling = options.sampling()
     groups = prompt_sets.read(options.prompts, chat=options.chat, limit=options.limit)
 

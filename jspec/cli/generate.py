@@ -49,11 +49,7 @@ _ROUNDS_PER_PIECE = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(SamplingOptions, ModelOptions, ProcessOptions):
-    """The options of `jspec generate`.
-
-    Raises:
-      ValueError, TypeError: a value out of bounds, or contradictory options.
-    """
+    """The options of `jspec generate`."""
 
     prompt: str | None = option(
         None,
@@ -120,11 +116,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: Options) -> int:
-    """Runs the command; returns its exit status.
-
-    Raises:
-      ValueError, TypeError, OSError: invalid input.
-    """
+    """Runs the command; returns its exit status."""
     # What needs no model is checked before it is loaded.
     generation = GenerateOptions(
         max_new_tokens=options.max_new_tokens,

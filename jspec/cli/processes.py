@@ -45,9 +45,6 @@ def start_processes(options: ProcessOptions, *, split: bool) -> None:
     """Lets the processes meet, if there are several. Comes before everything that uses a device.
 
     split: whether the model is split over devices, or copied to groups of them.
-
-    Raises:
-      ValueError: options that lack others or contradict them, or processes that cannot meet.
     """
     address, count, index = options.coordinator, options.processes, options.process_id
     others = {"--processes": count, "--process-id": index}

@@ -34,9 +34,6 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
     paths: of the files; none: the bundled held-out prompts.
     chat: whether conversations of several turns are allowed.
     limit: the first prompts of each category.
-
-    Raises:
-      ValueError: a file cannot be read, or holds something else; or several turns without a chat template.
     """
     # The records of all files.
     if not paths:
@@ -96,9 +93,6 @@ def encode(
 
     batch: prompts per batch.
     generation: further options of `jspec.generate`.
-
-    Raises:
-      ValueError: a prompt too long, or no chat template.
     """
     # First turns.
     started: dict[str, list[_Chat]] = {}

@@ -38,11 +38,7 @@ _MAX_GRACE = 3600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(EngineOptions, ModelOptions, ProcessOptions):
-    """The options of `jspec serve`.
-
-    Raises:
-      ValueError, TypeError: a value out of bounds.
-    """
+    """The options of `jspec serve`."""
 
     model: str = option(
         help="bundled:NAME, a Hugging Face directory, a .gguf file or a hub id", positional=True, metavar="MODEL"
@@ -129,11 +125,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: Options) -> int:
-    """Runs the command; returns its exit status.
-
-    Raises:
-      ValueError, TypeError, OSError: invalid input, or an address that cannot be bound.
-    """
+    """Runs the command; returns its exit status."""
     try:
         from jspec.serve import openai, server  # require the extra "serve"
         from jspec.serve.app import Service

@@ -49,11 +49,7 @@ def _train(*arguments: Any) -> int:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command of `jspec train`; returns its exit status.
-
-    Raises:
-      ValueError, TypeError, OSError: bad input, or a missing package; the message names it.
-    """
+    """Runs a command of `jspec train`; returns its exit status."""
     arguments = build_parser().parse_args(args)
     return arguments.run(arguments)
 

@@ -34,14 +34,14 @@ class Observed:
     hidden: Float[Array, "B T Et"]
     """The hidden states after the final norm."""
     rows: dict[int, Pair]
-    """Keys and values, by the layer that computed them."""
+    """Keys and values, by the layer of their origin."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenRows:
     """Takes the place of a cache: B T sequences of one node each, whose prefixes are those of B texts.
 
-    rows: keys and values of the texts, by the layer that reads them.
+    rows: keys and values of the texts, by the reading layer.
     causal: attention among the tokens of a text.
     """
 
@@ -70,11 +70,7 @@ class FrozenRows:
 
 @dataclasses.dataclass(frozen=True)
 class AssistantLearner(ttt.UnrolledLearner):
-    """An assistant for a target.
-
-    Raises:
-      ValueError: an LM head of clusters, since the targets are distributions over all tokens.
-    """
+    """An assistant for a target."""
 
     config: Assistant
     target: Decoder
@@ -113,7 +109,7 @@ class AssistantLearner(ttt.UnrolledLearner):
         return config
 
     def describe(self, target: str) -> tuple[str, str]:
-        """Its kind, the layers that it reads, and its LM head."""
+        """Its kind, its target layers, and its LM head."""
         layers = ", ".join(map(str, self.config.target_layers))
         head = "the LM head of the target" if self.config.target_head else "an LM head of its own"
         return (
@@ -159,7 +155,7 @@ class AssistantLearner(ttt.UnrolledLearner):
         )
 
     def observe(self, out: ForwardOutput) -> Observed:
-        """The hidden states, and the keys and values of the layers that it reads."""
+        """The hidden states, and the keys and values of its target layers."""
         assert out.hidden is not None
         sources = {self.target.kv_source_layer(layer) for layer in self.config.target_layers}
         return Observed(out.hidden, {layer: out.rows[layer] for layer in sources})
@@ -183,11 +179,7 @@ class AssistantLearner(ttt.UnrolledLearner):
 
 
 def require_keys(target: Decoder) -> Decoder:
-    """`target`, if an assistant can be trained for it: each of its layers has per-head keys and values, and no sinks.
-
-    Raises:
-      ValueError: some layers keep latents or states instead, or there are sinks.
-    """
+    """`target`, if an assistant can be trained for it: all layers have per-head keys and values, and no sinks."""
     if target.has_sinks:
         raise ValueError(
             "an assistant cannot be trained for a target whose attention has sinks yet, and the target is of type "
@@ -208,9 +200,6 @@ def default_reads(target: Decoder, count: int) -> tuple[int, ...]:
     If the target has layers of several kinds, they are the last layer of each kind, and the first of these repeats to
     make up the count: as in the assistants of Gemma 4, whose last layer reads full attention and the others a sliding
     window.
-
-    Raises:
-      ValueError: a `count` above the target's number of layers or below its number of kinds.
     """
     last = sorted({target.layer_keys(layer): layer for layer in range(target.num_layers)}.values())
     if not len(last) <= count <= target.num_layers:

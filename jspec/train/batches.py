@@ -24,12 +24,7 @@ _CHUNK_BYTES = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Tokens to sample from: UInt[tokens], cut anywhere, or UInt[sequences, T], whole sequences.
-
-    Raises:
-      TypeError, ValueError: tokens other than ids in one or two dimensions, a share below 0, or a mask of another shape
-        than the tokens.
-    """
+    """Tokens to sample from: UInt[tokens], cut anywhere, or UInt[sequences, T], whole sequences."""
 
     tokens: np.ndarray
     share: float = 1.0
@@ -65,10 +60,6 @@ def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)
     """Token ids as an array.
 
     axes: how many axes are valid; with two, they are [sequences, T].
-
-    Raises:
-      TypeError: values other than ints.
-      ValueError: ragged, another number of axes, or no tokens.
     """
     try:
         array = np.asarray(tokens)
@@ -85,12 +76,7 @@ def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)
 
 
 def check_mask(name: str, mask: ArrayLike, tokens: np.ndarray) -> np.ndarray:
-    """A mask of whole sequences as an array.
-
-    Raises:
-      TypeError: values other than ints and bools.
-      ValueError: another shape than `tokens`, values other than 0 and 1, or no counted token.
-    """
+    """A mask of whole sequences as an array."""
     array = np.asarray(mask)
     shown = f"{name}: is {array.dtype}{list(array.shape)}"
     if tokens.ndim != 2 or array.shape != tokens.shape:
@@ -108,11 +94,7 @@ def check_mask(name: str, mask: ArrayLike, tokens: np.ndarray) -> np.ndarray:
 
 
 def check_ids(name: str, tokens: np.ndarray, vocab_size: int) -> None:
-    """Check all ids against the vocabulary.
-
-    Raises:
-      ValueError: ids outside of it; names the first kind.
-    """
+    """Check all ids against the vocabulary."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"{name}: holds token {low if low < 0 else high}, but the model has vocab_size={vocab_size}")
@@ -122,9 +104,6 @@ def check_sources(sources: Sequence[Source], *, length: int, vocab_size: int) ->
     """Check for a batch at each step, so no run ends in the middle.
 
     length: tokens of a sequence, cut from a text.
-
-    Raises:
-      ValueError: no source or no share, a text shorter than a sequence, or ids outside of the vocabulary.
     """
     if not sources or not all(isinstance(source, Source) for source in sources):
         raise ValueError(f"sources: {len(sources)} given; must be a tuple of at least one Source")
@@ -144,9 +123,6 @@ def fit_chunk(batch_tokens: int, length: int, token_bytes: int) -> int:
 
     length: tokens of a sequence.
     token_bytes: memory for each token, above all for logits.
-
-    Raises:
-      ValueError: one sequence does not fit.
     """
     # One sequence must fit; a chunk has as many as half of the memory holds.
     free, needed = memory.free_bytes(), length * token_bytes
@@ -174,11 +150,6 @@ def open_source(
 
     name: what errors call it; empty: the name of the file.
     axes: how many axes are valid; [sequences, T] if there are several files.
-
-    Raises:
-      FileNotFoundError: a missing file.
-      ValueError: an array of other values than unsigned ids of 16 or 32 bits, ids outside the vocabulary, or a mask of
-        another shape than the tokens.
     """
     parts = []
     for path in paths:
@@ -219,11 +190,7 @@ def _open_array(path: Path, *dtypes: type[np.unsignedinteger]) -> np.ndarray:
 
 
 def cut(name: str, text: np.ndarray, length: int) -> np.ndarray:
-    """All windows of length + 1 tokens of a text, from each position on, as a view.
-
-    Raises:
-      ValueError: it is shorter.
-    """
+    """All windows of length + 1 tokens of a text, from each position on, as a view."""
     if len(text) <= length:
         raise ValueError(f"{name}: has {len(text)} tokens: a sequence needs length + 1 = {length + 1}")
     return np.lib.stride_tricks.sliding_window_view(text, length + 1)
@@ -239,9 +206,6 @@ def sample(
 
     Returns:
       The tokens, and their mask as Float32[B, T + 1]; None: the source has none.
-
-    Raises:
-      ValueError: a source shorter than one sequence.
     """
     # The source of this step.
     random = np.random.default_rng((seed, step))
@@ -266,9 +230,6 @@ def heldout_batches(
 
     A text is cut into sequences of length + 1 tokens. Each begins with the last token of the one before; tokens short
     of a sequence are omitted.
-
-    Raises:
-      ValueError: a text of fewer tokens than one sequence.
     """
     if tokens.ndim == 1:
         tokens = cut("the held-out text", tokens, length)[::length]

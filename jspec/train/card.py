@@ -88,11 +88,7 @@ class Inputs:
 
     @classmethod
     def of(cls, manifest: Manifest, sources: Sequence[Source], run: Run, num_prompts: int = 0) -> "Inputs":
-        """The inputs of a run whose first source is the text of the data.
-
-        Raises:
-          ValueError: the description beside a file of --rows is damaged.
-        """
+        """The inputs of a run whose first source is the text of the data."""
         rows = []
         for path in run.rows or ():
             count, width = np.load(path, mmap_mode="r").shape

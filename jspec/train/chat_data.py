@@ -48,9 +48,6 @@ def read(command: DataOptions, tokenizer: Tokenizer, ends: frozenset[int], dropp
     Args:
       ends: ids that end a reply.
       dropped: gets the counts of what is dropped, and prints them.
-
-    Raises:
-      ValueError: a chat that is not valid, or too few chats.
     """
     width = command.most_tokens
     encoded = _encode_chats(command.paths, width, tokenizer, ends, dropped)

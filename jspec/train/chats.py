@@ -1,12 +1,12 @@
-"""Chats as sequences of tokens, of which those that the assistant writes count for the loss.
+"""Chats as sequences of tokens; those of the assistant count for the loss.
 
 A reply is what the target's chat template adds to its own prompt: the template renders the messages before the reply,
 with the beginning of the assistant's turn, and then the messages with the reply. The second text must begin with the
-first, and what follows, up to the token that ends it, is what the model writes when it serves the chat.
+first. The rest, up to the end of the reply, is what the model writes when it serves the chat.
 
 A sequence goes on with the next reply if the next prompt begins with the tokens so far. A template may render earlier
-turns in another way than the last one, as those that leave out old reasoning do. The next reply then begins a sequence
-of its own, with its whole prompt. So the context of each reply is exactly the one that it has when it is served.
+turns in another way than the last one, for example without old reasoning. The next reply then begins a sequence
+of its own, with its whole prompt. So the context of each reply is exactly that of serving.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 class Chat:
     """A chat.
 
-    where: its file and line, which errors name.
+    where: its file and line, for errors.
     messages: as the template takes them, with role and content.
     learned: for each message, whether it counts for the loss; only replies of the assistant do.
-    tools: functions that the assistant can call; None: none.
+    tools: functions for the assistant to call; None: none.
     finished: False if the last reply was cut, so that its end does not count.
     """
 
@@ -55,7 +55,7 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Encoded:
-    """A sequence: its tokens, Int32[T], and 1 for each that counts for the loss, UInt8[T]; the last one does.
+    """A sequence: its tokens, Int32[T], and 1 for each token of the loss, UInt8[T], such as the last one.
 
     prompt: the text of the prompt of its last reply.
     """
@@ -69,12 +69,9 @@ def parse(where: str, value: object) -> Chat:
     """A chat from its JSON: `{"messages": [{"role": ..., "content": ...}]}`, as OpenAI's API takes them, or
     `{"conversations": [{"from": ..., "value": ...}]}`, as ShareGPT has them.
 
-    Either list may have turns of either layout. Keys of a message that have no meaning here are passed to the template,
-    such as `tool_calls`; `weight` 0 means that a reply does not count for the loss. `tools` beside `messages` is passed
+    Either list may have turns of either layout. Other keys of a message are passed to the template,
+    such as `tool_calls`; `weight` 0 takes a reply out of the loss. `tools` beside `messages` is passed
     to the template, and other keys there have no effect.
-
-    Raises:
-      ValueError: another layout; the message has file and line.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {shorten(value)}: must be an object with 'messages' or 'conversations'")
@@ -107,7 +104,7 @@ def _parse_message(where: str, turn: object) -> tuple[Message, bool]:
     weight = 1 if weight is None else weight
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"{where}: weight={shorten(weight)}: must be 0 or 1")
-    # The layout of the API, or that of ShareGPT.
+    # The layout of the API, or of ShareGPT.
     if "role" in turn:
         role = turn["role"]
         if role not in _ROLES:
@@ -145,15 +142,12 @@ def _parse_content(where: str, content: object, *, calls: bool) -> str:
 def encode(
     chat: Chat, tokenizer: Tokenizer, *, ends: Collection[int], most: int, dropped: Counter[str]
 ) -> list[Encoded]:
-    """The sequences of a chat, which end with a token that counts; none if no reply counts.
+    """The sequences of a chat, each up to its last token of the loss; none without such tokens.
 
     Args:
       ends: ids that end a reply. What the template writes after one does not count, since the model never writes it.
       most: the most tokens of a sequence. Replies beyond it are dropped.
       dropped: gets the counts of what is dropped.
-
-    Raises:
-      ValueError: the template rejects the messages, or renders a reply in another way than its own prompt.
     """
     done: list[tuple[list[int], list[int], str]] = []
     replies = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -208,7 +202,7 @@ def _render_reply(chat: Chat, index: int, tokenizer: Tokenizer) -> tuple[str, li
     before, whole = tokenizer.encode(prompt, special=False), tokenizer.encode(text, special=False)
     if whole[: len(before)] == before:
         return prompt, before, whole[len(before) :]
-    # Tokens merge across the beginning of the reply; a model that serves the prompt writes them apart.
+    # Tokens merge across the beginning of the reply; in serving, the prompt has tokens of its own.
     reply = tokenizer.encode(text[len(prompt) :], special=False)
     if tokenizer.decode(before + reply) != tokenizer.decode(whole):
         raise ValueError(f"{where}: the tokenizer does not encode the reply apart from its prompt")

@@ -112,12 +112,7 @@ def write(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest in a directory of data.
-
-    Raises:
-      FileNotFoundError: no such file.
-      CheckpointError: it is not what `write` writes; the message names the key.
-    """
+    """The manifest in a directory of data."""
     path = Path(directory) / "data.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -144,10 +139,6 @@ def read_heldout_prompts(directory: Path, count: int | None, default: int) -> li
     """The first prompts of heldout_prompts.json, none of which may be in train_prompts.json, if that exists.
 
     count: how many; None: `default`, or all if there are fewer.
-
-    Raises:
-      ValueError: fewer prompts than `count`, a prompt twice, or one of the training prompts.
-      OSError: no such file.
     """
     path, trained = directory / "heldout_prompts.json", directory / "train_prompts.json"
     prompts = read_prompts(path)

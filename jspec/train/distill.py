@@ -39,10 +39,6 @@ class Distillation:
     sources: text to train on; best, text by the target itself.
     heldout: text to evaluate on; None: a training without evaluations.
     measure_draft: from a draft's weights as they are served to more metrics of an evaluation, such as `accept_length`.
-
-    Raises:
-      ValueError: sequences longer than the target's context, short texts, or ids outside of the vocabulary, so that no
-        run ends in the middle.
     """
 
     learner: Learner
@@ -86,8 +82,7 @@ class Distillation:
             "dtype": learner.dtype,
             "draft": type(learner.config).__name__,
             "target": fingerprint.of_model(learner.target, self.target),
-            **fingerprint.of_sources(self.sources),
-            **({} if self.heldout is None else fingerprint.of_heldout(self.heldout)),
+            **fingerprint.of_texts(self.sources, self.heldout),
         }
 
     def init(self) -> DraftState:
@@ -135,7 +130,7 @@ class Distillation:
         evaluations = [timed(lambda: self.evaluate(state)) for _ in range(2)]
         # The last evaluation is that of the last step.
         left = ends - time.monotonic() - evaluations[1]
-        fitting = int(left / (float(np.median(steps)) + evaluations[1] / intervals.evaluate))
+        fitting = int(left / (float(np.median(steps)) + evaluations[1] / intervals.eval_every))
         return max(2, min(fitting, self.recipe.steps))
 
 
@@ -229,12 +224,7 @@ def accept_length(
 
 
 def check_evaluation(model: Model, config: DraftConfig, prompts: Sequence[Prompt], depth: int) -> None:
-    """Checks that `accept_length` can decode after all prompts.
-
-    Raises:
-      ValueError: a depth beyond the drafter or the draft, or a prompt that is empty or too long for the
-        target.
-    """
+    """Checks that `accept_length` can decode after all prompts."""
     DRAFTERS[config.drafter](depth=depth).bind(model.target, config)
     assert model.tokenizer is not None
     most = model.target.max_length - NEW_TOKENS

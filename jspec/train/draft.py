@@ -99,11 +99,7 @@ def _split_options(kind: Kind, options: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | None = None) -> int:
-    """Runs a command; returns its exit status.
-
-    Raises:
-      ValueError, OSError: bad input; the message names it.
-    """
+    """Runs a command; returns its exit status."""
     began, directory = time.monotonic(), locate(run.target)
     run.check(recipe.steps, target=directory)
     # The data and the target.
@@ -124,7 +120,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     task = Distillation(learner, target, sources, heldout, measure)
     distill.check_evaluation(model, learner.config, prompts, run.depth)
     if run.minutes is not None:
-        steps = run.recorded_steps() or task.fit_steps(run.intervals, began + 60 * run.minutes)
+        steps = run.recorded_steps() or task.fit_steps(run, began + 60 * run.minutes)
         learner = dataclasses.replace(learner, recipe=dataclasses.replace(recipe, steps=steps))
         task = dataclasses.replace(task, learner=learner)
     # Try the card before the run, not after it.
@@ -133,7 +129,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     card.write(EXAMPLE, task.recipe.steps)
     # The run, and the checkpoint with its card.
     print(f"jspec: {task.recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {learner.chunk_tokens:,} at a time")
-    state = trainer.run(task, run.work, resume=run.resume, intervals=run.intervals, stop_after=run.stop_after)
+    state = trainer.run(task, run.work, resume=run.resume, intervals=run, stop_after=run.stop_after)
     text = card.write(final_metrics(run.work, "heldout_agreement"), int(state.step))
     with atomic.staged(run.out, key="config.json", replaced=atomic.WEIGHTS) as stage:
         stored = {} if output is None else {"layout": output.layout, "weights": "int8" if output.int8 else None}

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -30,26 +30,20 @@ def of_model(config: object, params: PyTree) -> str:
     return digest.hexdigest()[:16]
 
 
-def of_sources(sources: Iterable[Source]) -> dict[str, object]:
-    """What identifies the text of a run: for each source its share, its shape and its fingerprint, by its name."""
+def of_texts(sources: Iterable[Source], heldout: Source | None) -> dict[str, object]:
+    """What identifies the texts of a run: of each source its share, its shape and its fingerprint, by its name."""
     identity: dict[str, object] = {}
+    if heldout is not None:
+        identity["heldout"] = of_array(heldout.tokens)
+        if heldout.mask is not None:
+            identity["heldout_mask"] = of_array(heldout.mask)
     for index, source in enumerate(sources):
         name = source.name or f"sources[{index}]"
-        facts: Mapping[str, object] = {
-            "share": float(source.share),
-            "shape": list(source.tokens.shape),
-            "sha256": of_array(source.tokens),
-        }
+        identity |= {f"{name}: share": float(source.share), f"{name}: shape": list(source.tokens.shape)}
+        identity[f"{name}: sha256"] = of_array(source.tokens)
         if source.mask is not None:
-            facts = {**facts, "mask": of_array(source.mask)}
-        identity |= {f"{name}: {fact}": value for fact, value in facts.items()}
+            identity[f"{name}: mask"] = of_array(source.mask)
     return identity
-
-
-def of_heldout(heldout: Source) -> dict[str, object]:
-    """What identifies the held-out text of a run."""
-    mask = {} if heldout.mask is None else {"heldout_mask": of_array(heldout.mask)}
-    return {"heldout": of_array(heldout.tokens), **mask}
 
 
 def _add(digest: "hashlib._Hash", array: np.ndarray) -> None:

@@ -83,11 +83,7 @@ class Learner(Setup):
 
     @classmethod
     def make(cls, target: Decoder, shape: Any, recipe: Any, dtype: str) -> Self:
-        """A draft of a shape, see `configure`; the chunks of its batches fit into the free memory.
-
-        Raises:
-          ValueError: also if one sequence does not fit.
-        """
+        """A draft of a shape, see `configure`; the chunks of its batches fit into the free memory."""
         learner = cls(recipe, dtype, cls.configure(target, shape), target)
         # Arrays of float32: logits of the target, those of the draft with their gradients, and scores of attention.
         scores = recipe.length * target.num_heads
@@ -100,9 +96,6 @@ class Learner(Setup):
         """The configuration of a draft of a shape; sizes default to those of the target.
 
         shape: of the dataclass in the table of kinds.
-
-        Raises:
-          ValueError: a target without drafts of this kind, or a shape that does not fit it.
         """
 
     @abc.abstractmethod

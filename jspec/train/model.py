@@ -110,9 +110,6 @@ def check_capture(layers: tuple[int, ...] | None, default: tuple[int, ...], coun
     """The captured layers of a target with `count` layers, ascending; `count` is the output of the last.
 
     default: if `layers` is None.
-
-    Raises:
-      ValueError: a layer outside of the target, or another order.
     """
     layers = default if layers is None else layers
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= count:

@@ -9,7 +9,7 @@ from jspec.checkpoints.files import read_json
 from jspec.core.options import option, option_of, options_of, typed
 from jspec.train import batches
 from jspec.train.batches import Source
-from jspec.train.recipe import Intervals, Options
+from jspec.train.recipe import Intervals
 
 DEFAULT_PROMPTS = 32
 """Held-out prompts in each evaluation of a draft."""
@@ -17,12 +17,8 @@ _ROWS_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Options):
-    """Input and output of a run.
-
-    Raises:
-      TypeError, ValueError: a value of another type or out of bounds, or `rows_share` without `rows`.
-    """
+class Run(Intervals):
+    """Input and output of a run."""
 
     data: Path = option(help="directory written by `jspec train data`")
     out: Path = option(help="directory to write the model to")
@@ -35,8 +31,6 @@ class Run(Options):
     )
     resume: bool = option(False, "continue from the latest checkpoint in --work")
     stop_after: int | None = option(None, "stop at this step of the run and its schedule", least=1)
-    eval_every: int = option(Intervals.evaluate, "steps between evaluations", least=1)
-    checkpoint_every: int = option(Intervals.checkpoint, "steps between checkpoints", least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,21 +42,12 @@ class Run(Options):
         """The fraction of batches from --rows; 0 without --rows."""
         return 0.0 if not self.rows else _ROWS_SHARE if self.rows_share is None else self.rows_share
 
-    @property
-    def intervals(self) -> Intervals:
-        """How often to evaluate and write checkpoints."""
-        return Intervals(evaluate=self.eval_every, checkpoint=self.checkpoint_every)
-
     def check(self, steps: int, **inputs: Path | None) -> None:
         """Check the directories for the files at the end of a run.
 
         Args:
           steps: of the recipe.
           inputs: further directories to read, by option.
-
-        Raises:
-          ValueError: `stop_after` beyond the run, or an output in the place of an input.
-          OSError: a directory without permission to write.
         """
         if self.stop_after is not None and self.stop_after > steps:
             raise ValueError(f"--stop-after={self.stop_after}: must be at most {steps}, the --steps of the run")
@@ -73,33 +58,20 @@ class Run(Options):
             check_writable(name, path)
 
     def sources(self, vocab_size: int) -> tuple[Source, ...]:
-        """The text of --data, and --rows if given.
-
-        Raises:
-          ValueError: a damaged token file, ids outside of the vocabulary, or --rows without sequences.
-          FileNotFoundError: a missing token file.
-        """
+        """The text of --data, and --rows if given."""
         text = batches.open_source(self.data / "train.npy", vocab_size=vocab_size, share=1 - self.share)
         if not self.rows:
             return (text,)
         return text, batches.open_source(*self.rows, name="--rows", vocab_size=vocab_size, share=self.share, axes=(2,))
 
     def heldout(self, vocab_size: int) -> Source:
-        """The held-out text of --data.
-
-        Raises:
-          ValueError, FileNotFoundError: as in `sources`.
-        """
+        """The held-out text of --data."""
         return batches.open_source(self.data / "heldout.npy", vocab_size=vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftRun(Run):
-    """Input and output of the training of a draft.
-
-    Raises:
-      TypeError, ValueError: as `Run`.
-    """
+    """Input and output of the training of a draft."""
 
     target: str = option(help="bundled:NAME, a Hugging Face directory or a hub id")
     depth: int = option(5, "drafts per round in evaluations", least=1, most=64)
@@ -124,11 +96,7 @@ def describe(values: object, *omitted: str) -> str:
 
 
 def check_writable(name: str, directory: Path) -> None:
-    """Check for a directory, or the permission to create it, and files in it.
-
-    Raises:
-      OSError: it is a file, or there is no permission.
-    """
+    """Check for a directory, or the permission to create it, and files in it."""
     atomic.require_directory(directory)
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -136,11 +104,7 @@ def check_writable(name: str, directory: Path) -> None:
 
 
 def open_output(name: str, file: Path) -> None:
-    """Check that a file can be written, and create its directory.
-
-    Raises:
-      OSError: it is a directory, or there is no permission.
-    """
+    """Check that a file can be written, and create its directory."""
     if file.is_dir():
         raise IsADirectoryError(f"{name}={file}: must be a file, but is a directory")
     check_writable(name, file.parent)
@@ -148,11 +112,7 @@ def open_output(name: str, file: Path) -> None:
 
 
 def check_one(values: object, *names: str) -> str:
-    """The one option present among several.
-
-    Raises:
-      ValueError: none or several are.
-    """
+    """The one option present among several."""
     present = [name for name in names if getattr(values, name) is not None]
     if len(present) != 1:
         *others, last = map(option_of, names)

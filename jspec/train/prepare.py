@@ -22,12 +22,7 @@ from jspec.train.records import DataOptions, Dropped
 
 
 def main(command: DataOptions) -> int:
-    """Runs `jspec train data`; prints the counts and returns its exit status.
-
-    Raises:
-      ValueError, OSError: bad input, such as an invalid line, nothing left to train on, or a tokenizer that does not
-        fit; the message names it.
-    """
+    """Runs `jspec train data`; prints the counts and returns its exit status."""
     options.check_writable("--out", command.out)
     dropped, source = Dropped(command.skip_bad), locate(command.tokenizer)
     bpe, template = tokenizer.load(source), {}

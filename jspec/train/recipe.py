@@ -74,13 +74,13 @@ class BlockRecipe(Recipe):
     reach: float = option(4.0, "prediction k of a block, from 1, counts exp(-(k - 1) / reach)", above=0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals(Options):
-    """How often to log, evaluate and write a checkpoint, in steps."""
+    """How often to log, evaluate and write a checkpoint."""
 
-    log: int = option(50, least=1)
-    evaluate: int = option(500, least=1)
-    checkpoint: int = option(1000, least=1)
+    log_every: int = option(50, "steps between lines of the loss", least=1)
+    eval_every: int = option(500, "steps between evaluations", least=1)
+    checkpoint_every: int = option(1000, "steps between checkpoints", least=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,11 +36,7 @@ KINDS = ("text", "jsonl", "chats")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions(Options):
-    """Files of one kind.
-
-    Raises:
-      TypeError, ValueError: also no files or several kinds of them, or an option that has no effect on them.
-    """
+    """Files of one kind."""
 
     text: tuple[Path, ...] | None = option(None, "files of plain text, in UTF-8; each is a document", metavar="FILE")
     jsonl: tuple[Path, ...] | None = option(
@@ -102,11 +98,7 @@ class Dropped:
     _seen: set[bytes] = dataclasses.field(default_factory=set)
 
     def check(self, read: Callable[[], T]) -> T | None:
-        """The value of `read`; None: it raised, and what is bad is dropped.
-
-        Raises:
-          ValueError: as `read`.
-        """
+        """The value of `read`; None: it raised, and what is bad is dropped."""
         try:
             return read()
         except ValueError as error:
@@ -134,12 +126,7 @@ class Dropped:
 
 
 def check_files(option: str, paths: Sequence[Path]) -> None:
-    """Check all paths before any file is read.
-
-    Raises:
-      CheckpointError: one is missing, or not a file.
-      ValueError: one is given twice.
-    """
+    """Check all paths before any file is read."""
     seen: dict[Path, Path] = {}
     for path in paths:
         require_file(path)
@@ -149,11 +136,7 @@ def check_files(option: str, paths: Sequence[Path]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, with newlines as line ends.
-
-    Raises:
-      ValueError: too large, not readable, or not UTF-8.
-    """
+    """The text of a file, with newlines as line ends."""
     data = _read_whole(path)
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
@@ -166,9 +149,6 @@ def read_json(paths: Sequence[Path], dropped: Dropped) -> Iterator[tuple[str, An
     """The values of all files, each with its place: `chats.jsonl, line 3`. Shows a progress bar of bytes.
 
     Empty lines are skipped.
-
-    Raises:
-      ValueError: an unreadable file, or a value other than JSON, if `dropped` does not skip it.
     """
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None, mininterval=1) as bar:

@@ -47,11 +47,7 @@ _MARK = "QUESTION"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplyOptions(Options):
-    """Options of `jspec train replies`.
-
-    Raises:
-      TypeError, ValueError: also not exactly one of chats and prompts.
-    """
+    """Options of `jspec train replies`."""
 
     model: str = option(help="the target, with a chat template: a directory or a hub id")
     chats: tuple[Path, ...] | None = option(None, "files of JSON, whose values are chats", metavar="FILE")
@@ -83,11 +79,7 @@ class ReplyOptions(Options):
 
 
 def main(command: ReplyOptions) -> int:
-    """Runs `jspec train replies`; returns its exit status.
-
-    Raises:
-      ValueError, OSError: bad input; the message names it.
-    """
+    """Runs `jspec train replies`; returns its exit status."""
     # Check the output, then the input, before the model is loaded.
     options.open_output("--out", command.out)
     dropped = Dropped(command.skip_bad or command.own_prompts is not None)
@@ -117,11 +109,7 @@ def main(command: ReplyOptions) -> int:
 
 
 def _read(command: ReplyOptions, dropped: Dropped) -> list[Chat]:
-    """The chats to reply to, each without the replies at its end.
-
-    Raises:
-      ValueError: a file or a line that is not valid.
-    """
+    """The chats to reply to, each without the replies at its end."""
     if command.prompts is not None:
         prompts = read_records(command.prompts)
         if any(record.get("rendered") for record in prompts):
@@ -152,9 +140,6 @@ def _write_questions(model: Model, command: ReplyOptions, most: int, dropped: Dr
     """Chats of one message, which the model writes in the place of a user: sampled at temperature 1.
 
     most: tokens; longer questions are dropped.
-
-    Raises:
-      ValueError: the chat template changes what a user writes.
     """
     tokenizer = model.tokenizer
     assert tokenizer is not None and command.own_prompts is not None
@@ -200,11 +185,7 @@ def _generate(
 def _encode(
     asked: list[Chat], model: Model, longest: int, dropped: Dropped, count: int
 ) -> list[tuple[Chat, list[int]]]:
-    """Up to `count` chats with their prompts as tokens, of at most `longest`, without duplicates.
-
-    Raises:
-      ValueError: the template rejects a chat.
-    """
+    """Up to `count` chats with their prompts as tokens, of at most `longest`, without duplicates."""
     tokenizer, encoded, seen = model.tokenizer, [], set()
     assert tokenizer is not None
 

@@ -47,11 +47,6 @@ def complete(
       batch: prompts at a time.
       sampled_share: the fraction of texts sampled at temperature 1, chosen by the seed; the others are greedy.
       seed: of the choice, and of the sampling.
-
-    Raises:
-      TypeError: a prompt of another type than a list of ints.
-      ValueError: a width beyond the model's context, no prompts, an empty prompt, or one that fills `width` or has ids
-        outside of the vocabulary, or a share outside of 0 to 1.
     """
     # Check everything before the first text is written.
     width, batch = check_int("width", width, least=2), check_int("batch", batch, least=1)
@@ -100,11 +95,7 @@ class Sampled(Options):
 
     @staticmethod
     def read(tokens: Path) -> "Sampled | None":
-        """What is written beside the token file `tokens`; None: there is nothing.
-
-        Raises:
-          ValueError: it is damaged.
-        """
+        """What is written beside the token file `tokens`; None: there is nothing."""
         path = tokens.with_suffix(".json")
         if not path.exists():
             return None
@@ -128,11 +119,7 @@ class TextOptions(Sampled):
 
 
 def main(command: TextOptions) -> int:
-    """Runs `jspec train text`; returns its exit status.
-
-    Raises:
-      ValueError, OSError: bad input; the message names it.
-    """
+    """Runs `jspec train text`; returns its exit status."""
     out = command.out if command.out.suffix == ".npy" else command.out.with_name(command.out.name + ".npy")
     options.open_output("--out", out)
     # Read prompts and model, then write all texts.
@@ -155,11 +142,7 @@ def main(command: TextOptions) -> int:
 
 
 def _read_prompts(command: TextOptions, directory: Path) -> list[list[int]]:
-    """The prompts short enough for the width, as tokens, at most --rows of them.
-
-    Raises:
-      ValueError: prompts of chats, or only longer ones.
-    """
+    """The prompts short enough for the width, as tokens, at most --rows of them."""
     records = read_records(command.prompts)
     if any(record.get("rendered") for record in records):
         raise ValueError(f"{command.prompts}: has prompts of chats; use `jspec train replies`, whose replies end")

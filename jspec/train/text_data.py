@@ -24,9 +24,6 @@ def read(files: FileOptions, dropped: Dropped) -> list[str]:
     """All texts, without empty ones and duplicates.
 
     dropped: gets the counts of what is dropped, and prints them.
-
-    Raises:
-      ValueError: an invalid file or line, too many texts, or none.
     """
     records.check_files(f"--{files.kind}", files.paths)
     documents, total = [], 0
@@ -81,9 +78,6 @@ def split(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]
 
     Whole documents are held out, in a fixed random order. Where documents are too long for that, it is the end of the
     longest one.
-
-    Raises:
-      ValueError: there is too little text.
     """
     # Whole documents, as long as they fit.
     order = list(range(len(documents)))
@@ -113,9 +107,6 @@ def tokenize(documents: list[str], command: DataOptions, bpe: Tokenizer) -> tupl
     """The texts to train on and the held-out texts, see `split`.
 
     bpe: a tokenizer, checked by `tokenizer.check`.
-
-    Raises:
-      ValueError: too little text.
     """
     train, heldout = split(documents, command.heldout_share)
     heldout_prompts = _cut_prompts(heldout, bpe, command.heldout_prompts)

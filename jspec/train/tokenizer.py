@@ -45,12 +45,7 @@ def save(
 
 
 def load(directory: Path) -> Tokenizer:
-    """The tokenizer in a directory.
-
-    Raises:
-      FileNotFoundError: the directory has no tokenizer.json.
-      CheckpointError: it is damaged.
-    """
+    """The tokenizer in a directory."""
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; `jspec train data` writes one")
@@ -66,11 +61,7 @@ def end_of_text(tokenizer: Tokenizer) -> str | None:
 
 
 def check(tokenizer: Tokenizer, source: str | Path) -> None:
-    """Check for a token of `ENDS`, which token files need.
-
-    Raises:
-      ValueError: the vocabulary has none.
-    """
+    """Check for a token of `ENDS`, which token files need."""
     if end_of_text(tokenizer) is None:
         raise ValueError(f"{source}: the tokenizer has no token that ends a text; it needs one of {', '.join(ENDS)}")
 

@@ -231,7 +231,7 @@ def run(
     for step in range(first, last):
         state, loss, norm = task.advance(state, step)
         done = step + 1
-        every = intervals.log, intervals.evaluate, intervals.checkpoint
+        every = intervals.log_every, intervals.eval_every, intervals.checkpoint_every
         logs, evaluates, saves = (done % interval == 0 or done == last for interval in every)
         if logs or evaluates or saves:
             _check_finite(done, float(loss), float(norm), saved)

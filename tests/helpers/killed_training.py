@@ -30,7 +30,9 @@ def train(directory, resume=False):
     learner, text = HeadLearner.make(TARGET, shape, recipe, "float32"), (np.arange(2000) * 7 % 61).astype(np.uint16)
     sources, heldout = (batches.Source(text),), batches.Source(text[:200])
     task = Distillation(learner, toy.random_params(TARGET, seed=1), sources, heldout)
-    return trainer.run(task, directory, resume=resume, intervals=Intervals(log=4, evaluate=6, checkpoint=3))
+    return trainer.run(
+        task, directory, resume=resume, intervals=Intervals(log_every=4, eval_every=6, checkpoint_every=3)
+    )
 
 
 def main(directory, point, resume, limit=None):

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import pytest
 
 from jspec.cli import train as cli
+from jspec.core.options import kind_of, option_of, options_of
 from jspec.train import tokenizer as files
 from tools.pretrain import __main__ as tools_cli
 from tools.pretrain import tokenizer
@@ -60,3 +62,47 @@ def arguments(command, options):
 def lines(directory):
     """The metrics of a run."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+COUNT, SIGNED, RATE = (0, -1, -(10**12)), (-1, 10**12), ("nan", "inf", -0.5, "1e300", "1e-46")
+NO_INT = ("", "x", "2.5", "nan", "0x10", "9" * 5000)
+COUNTS = (
+    "batch", "batch_tokens", "length", "max_new_tokens", "rows", "stop_after", "log_every", "eval_every",
+    "checkpoint_every", "heldout_prompts", "own_prompts", "prompts", "anchors", "intermediate_size", "num_heads",
+    "num_kv_heads", "head_dim", "num_layers", "markov_rank", "draft_vocab_size", "max_length", "width",
+)  # fmt: skip
+BAD = {
+    **dict.fromkeys(COUNTS, COUNT),
+    **dict.fromkeys(("seed", "warmup", "mask_token", "capture_layers", "reads"), SIGNED[:1]),
+    **dict.fromkeys(("learning_rate", "clip", "minutes", "reach"), (0, *RATE)),
+    **dict.fromkeys(("rows_share", "sampled_share", "decay"), (1.5, *RATE)),
+    **dict.fromkeys(("weight_decay", "temperature", "distance", "confidence", "cross_entropy"), RATE),
+    **dict.fromkeys(("ttt_steps", "depth", "block_size"), (*COUNT, 65)),
+    "hidden_size": (*COUNT, 10**9),
+    "vocab_size": (*COUNT, 257, 10**9),
+    "processes": (*COUNT, 10**6),
+    "steps": (*COUNT, 1, 10**12),
+    "heldout_share": (0, 0.6, *RATE),
+}
+"""For each number among the options of all commands: values out of bounds."""
+
+
+def check_numbers(capsys, run, required, kinds, further=()):
+    """Every number refuses what is out of its bounds or is none, before anything is read: no directory exists.
+
+    run: runs a command. required: the options that each command needs. kinds: its dataclasses of options.
+    further: a command, an option and a value, in addition.
+    """
+    rows = list(further)
+    for command, owners in kinds.items():
+        for name, (field, _) in (item for owner in owners for item in options_of(owner).items()):
+            number = kind_of(field).type
+            if number in (int, float):
+                rows += [(command, name, value) for value in BAD[name] + (NO_INT if number is int else ("", "x"))]
+    for command, name, value in rows:
+        with pytest.raises(SystemExit) as raised:
+            run(command, **required[command] | {name: value})
+        message = capsys.readouterr().err
+        assert raised.value.code == 2, (command, name, value)
+        assert f"argument {option_of(name)}: '{str(value)[:70]}" in message and "must be" in message, message
+    return len(rows)

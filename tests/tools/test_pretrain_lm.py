@@ -27,7 +27,7 @@ from tools.pretrain.objective import LmRecipe, LmSetup
 
 DRAFT = dataclasses.replace(MODEL, hidden_size=16, qk_norm=False, tie_embeddings=False)
 RECIPE = LmRecipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
-EVERY_FEW_STEPS = Intervals(log=1, evaluate=6, checkpoint=4)
+EVERY_FEW_STEPS = Intervals(log_every=1, eval_every=6, checkpoint_every=4)
 LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 
 

@@ -32,7 +32,7 @@ LEARNER = HeadLearner(RECIPE, "float32", CONFIG, TARGET)
 TWO_STEPS = dataclasses.replace(LEARNER, recipe=dataclasses.replace(RECIPE, ttt_steps=2))
 OBSERVE = jax.jit(lambda target, tokens: LEARNER.observe(LEARNER.run_target(target, tokens)))
 MAKE_TARGETS = jax.jit(ttt.make_targets)
-INTERVALS = Intervals(log=1, evaluate=10, checkpoint=10)
+INTERVALS = Intervals(log_every=1, eval_every=10, checkpoint_every=10)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def fit(learner, model, rows, directory, *measure, **options):
     """Trains on the rows."""
     sources, heldout = (batches.Source(rows),), batches.Source(rows[:8].reshape(-1))
     task = Distillation(learner, model.params.target, sources, heldout, *measure)
-    return trainer.run(task, directory, intervals=Intervals(log=1, evaluate=15, checkpoint=15), **options)
+    return trainer.run(task, directory, intervals=Intervals(log_every=1, eval_every=15, checkpoint_every=15), **options)
 
 
 @pytest.fixture(scope="module")

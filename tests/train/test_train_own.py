@@ -1,5 +1,6 @@
 """Own text of each kind through the commands that train, on small checkpoints."""
 
+import json
 import shutil
 import types
 from functools import partial
@@ -10,7 +11,7 @@ import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
-from train_files import run
+from train_files import lines, pretrain, run
 
 import jspec
 from jspec.cli import train as cli
@@ -58,9 +59,10 @@ def test_all_commands_read_all_kinds(made, target, tmp_path, monkeypatch, kind):
         "eagle3": {"target": target, "capture_layers": 1},
         "dspark": {"target": target, "capture_layers": 1},
         "frozen-kv-mtp": {"target": target, "num_layers": 1},
+        "lm": {"config": target},
     }.items():
         with pytest.raises(Reached) as reached:
-            run(command, **common, **options)
+            (pretrain if command == "lm" else run)(command, **common, **options)
         record = reached.value.args[0]
         assert ("heldout_mask" in record) == ("train.npy: mask" in record) == (kind == "chats")
 
@@ -144,3 +146,29 @@ def test_padding_in_memory_changes_nothing(target, kind):
     assert not jax.tree.all(jax.tree.map(np.array_equal, one, whole))
     with pytest.raises(ValueError, match=r"the mask of sequences: is int64\[8, 12\]; must be \[7, 12\]"):
         train(model, sequences[:7], **common, **shape)
+
+
+@pytest.mark.slow
+def test_a_chat_model_and_its_head_end_to_end(made, target, tmp_path):
+    """A language model learns chats and keeps their template; a head for it is trained on them."""
+    common = {"data": made / "chats", **RUN}
+    pretrain("lm", **common, config=target, work=tmp_path / "w1", out=tmp_path / "lm")
+    card = (tmp_path / "lm" / "README.md").read_text()
+    assert "license" not in card and "own chats" in card and "--chats chats.jsonl" in card
+    model = jspec.load(tmp_path / "lm")
+    messages = [{"role": "user", "content": "red hat 0?"}]
+    assert model.tokenizer.chat(messages) == jspec.load(target).tokenizer.chat(messages)
+    assert model.eos == jspec.load(target).eos
+    draft = {"target": tmp_path / "lm", "capture_layers": 1, "prompts": 2, "ttt_steps": 2, "depth": 2}
+    run("eagle3", **common, **draft, work=tmp_path / "w2", out=tmp_path / "head")
+    last = lines(tmp_path / "w2")[-1]
+    assert last["accept_length"] >= 1 and len(last["heldout_loss"]) == 2
+    assert "own chats" in (tmp_path / "head" / "README.md").read_text()
+    drafted = jspec.load(tmp_path / "lm", draft=tmp_path / "head")
+    prompt = model.tokenizer.chat(messages)
+    one, other = (
+        jspec.generate(x, prompt, max_new_tokens=8, drafter=d) for x, d in ((drafted, "eagle"), (model, None))
+    )
+    assert one.tokens == other.tokens
+    record = json.loads((tmp_path / "w2" / "recipe.json").read_text())
+    assert "train.npy: mask" in record

@@ -29,7 +29,7 @@ def test_a_training_that_diverges_ends(loss, norm, tmp_path):
             recipe=Recipe(steps=9),
             record={},
         )
-        trainer.run(task, tmp_path, intervals=Intervals(log=3, evaluate=9, checkpoint=3))
+        trainer.run(task, tmp_path, intervals=Intervals(log_every=3, eval_every=9, checkpoint_every=3))
     assert not (tmp_path / "checkpoints").exists()
 
 

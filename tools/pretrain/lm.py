@@ -87,8 +87,7 @@ class Pretraining:
             **dataclasses.asdict(setup.config),
             "dtype": setup.dtype,
             "teacher": None if teacher is None else fingerprint.of_model(setup.teacher, teacher),
-            **fingerprint.of_sources(self.sources),
-            **fingerprint.of_heldout(self.heldout.source),
+            **fingerprint.of_texts(self.sources, self.heldout.source),
             "byte_counts": fingerprint.of_array(self.heldout.byte_counts),
         }
 
@@ -224,7 +223,7 @@ def main(run: LmRun, recipe: LmRecipe) -> int:
     weights = count(jax.eval_shape(lambda: objective.init(setup).params))
     card.write(setup, inputs, card.EXAMPLE, run, steps=recipe.steps, weights=weights)
     # The run.
-    state = trainer.run(task, run.work, resume=run.resume, intervals=run.intervals, stop_after=run.stop_after)
+    state = trainer.run(task, run.work, resume=run.resume, intervals=run, stop_after=run.stop_after)
     final = cards.final_metrics(run.work, "heldout_bits_per_byte")
     text = card.write(setup, inputs, final, run, steps=int(state.step), weights=weights)
     export(run.out, setup, state, bpe, text, TextTokenizer.load(run.data))
