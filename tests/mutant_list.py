@@ -210,7 +210,7 @@ FIELDS = (
         "jspec.core.grammar:advance",
         "jnp.where(column < length[:, None], tokens, -1)",
         "tokens",
-        f"{_GRAMMAR}test_constrained_output_does_not_depend_on_the_drafter[ngram]",
+        f"{_GRAMMAR}test_constrained_output_does_not_depend_on_the_drafter[schemas-ngram]",
     ),
     # Caches
     (

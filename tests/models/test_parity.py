@@ -141,7 +141,7 @@ LEAST = {"": 1.2, "llama": 1.3, "qwen3": 1.3, "qwen3_": 1.5, "qwen3_moe": 1.2}
 
 @pytest.mark.slow(
     unless=(
-        *("llama-Ngram-4-16", "llama-Eagle-3-1", "qwen2-Ngram", "mistral-windows-Ngram-12", "olmo3-Ngram"),
+        *("llama-Ngram-4-16", "llama-Eagle-3-1", "qwen2-Ngram", "mistral-windows-Standalone-4-16", "olmo3-Ngram"),
         *("gemma3-Ngram-12-1-20", "gemma3-Standalone-4x3-16-20"),
     )
 )
