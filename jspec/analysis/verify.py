@@ -112,7 +112,7 @@ def _summary(findings: Sequence[Finding], unfinished: bool) -> tuple[str, str, s
     # The first message of each verdict stands for the others.
     first = {finding.verdict: f"{finding.case}: {finding.message}" for finding in reversed(findings) if finding.message}
     messages = [first[verdict] for verdict in VERDICTS if verdict in first]
-    more = ", more with more time" if unfinished else ""
+    more = ", then time was up" if unfinished else ""
     return f"{cases}{more}", f"{compared:,} compared" if compared else "", "\n".join(messages)
 
 
