@@ -25,6 +25,7 @@ import numpy as np
 import recorded
 
 import jspec
+from jspec.analysis.contract import difference
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.bench import report
 from jspec.bench.machine import environment
@@ -226,9 +227,8 @@ def differences(outputs: Outputs, key: tuple[str, str, int, int]) -> list[tuple[
     different = []
     for number, ours in enumerate(outputs[key]["tokens"], start=first):
         theirs = outputs[mode, str(jspec.Plain()), 1, number]["tokens"][0]
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        at = difference(ours, theirs)
+        if at is not None:
             different.append((number, at))
     return different
 

@@ -8,7 +8,16 @@ from typing import Any, Unpack
 import jax
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, hidden, in_float32, report, require, run_checks
+from jspec.analysis.contract import (
+    abstract_prompts,
+    difference,
+    hidden,
+    in_float32,
+    report,
+    require,
+    run_checks,
+    same_rounds,
+)
 from jspec.core import accept, returned
 from jspec.core.checks import check_int, shorten
 from jspec.core.method import Method
@@ -285,8 +294,8 @@ def _check_outputs(case: _Case) -> str:
     plain = case.run(drafter=None).finish()
     for i, (got, expected) in enumerate(zip(case.result().tokens, plain.tokens, strict=True)):
         kind = "greedy" if i < len(case.ids) else "sampled"
-        at = next((n for n, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(expected))
-        if got != expected:
+        at = difference(got, expected)
+        if at is not None:
             raise AssertionError(
                 f"{kind} output of sequence {i} differs from plain decoding at new token {at}: {got[at:][:4]}, but "
                 f"expected {expected[at:][:4]}"
@@ -316,7 +325,7 @@ def _check_chunks(case: _Case) -> str:
 def _check_same_rounds(case: _Case, run: Run, where: str) -> None:
     """Raises AssertionError unless `run` takes the rounds of `_check_trees`."""
     for i, (got, expected) in enumerate(zip(run.finish(), case.result(), strict=True)):
-        if not _same_rounds(got, expected):
+        if not same_rounds(got, expected):
             raise AssertionError(f"sequence {i} takes different rounds {where}")
 
 
@@ -328,7 +337,7 @@ def _check_alone(case: _Case) -> str:
             # The sequences of a batch share the choice of a branch, so only the number of rounds may differ.
             if alone.tokens != expected.tokens:
                 raise AssertionError(f"sequence {i} has other tokens alone than in a batch")
-        elif not _same_rounds(alone, expected):
+        elif not same_rounds(alone, expected):
             raise AssertionError(
                 f"sequence {i} takes different rounds alone than in a batch: {alone.tokens_per_round} tokens instead "
                 f"of {expected.tokens_per_round}; the draft for a sequence must not depend on the others"
@@ -349,10 +358,6 @@ def _check_traces(case: _Case) -> str:
 
 
 _CHECKS = (_check_state, _check_trees, _check_outputs, _check_pieces, _check_chunks, _check_alone, _check_traces)
-
-
-def _same_rounds(a: Generation, b: Generation) -> bool:
-    return a.tokens == b.tokens and a.tokens_per_round == b.tokens_per_round
 
 
 def _accept_length(generations: Sequence[Generation]) -> float:

@@ -1,4 +1,4 @@
-"""Shared parts of `check_drafter`, `check_rule` and `check_target`."""
+"""Shared parts of `check_drafter`, `check_rule`, `check_target` and `verify`."""
 
 import dataclasses
 import sys
@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from jspec.core import stopping
 from jspec.core.checks import check_flag
 from jspec.core.types import Prompts, RowSampling
+from jspec.generation.result import Generation
 from jspec.loading.model import Model
 
 Case = TypeVar("Case")
@@ -57,6 +58,19 @@ def hidden(progress: object) -> bool | None:
 def report(title: str, passed: Sequence[str], *summary: str) -> str:
     """The text of a report: a title, a line per passed check, and a summary."""
     return "\n".join([title, *(f"  ok  {check}" for check in passed), *summary])
+
+
+def difference(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """The first index of a difference, perhaps the end of one sequence; None: they are equal."""
+    if list(one) == list(other):
+        return None
+    shared = min(len(one), len(other))
+    return next((i for i in range(shared) if one[i] != other[i]), shared)
+
+
+def same_rounds(one: Generation, other: Generation) -> bool:
+    """Whether two generations have the same tokens in the same rounds."""
+    return one.tokens == other.tokens and one.tokens_per_round == other.tokens_per_round
 
 
 def require(check: Callable[..., Out], *args: Any) -> Out:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from jspec.analysis import poison, verify_statistics
-from jspec.analysis.verify_subject import Cases, Outcome, Subject, difference, reshaped
+from jspec.analysis.contract import difference, same_rounds
+from jspec.analysis.verify_subject import Cases, Outcome, Subject, reshaped
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.engine import Engine
-from jspec.generation.result import Generation, Generations
+from jspec.generation.result import Generations
 from jspec.generation.run import Run
 from jspec.generation.score import score
 from jspec.loading.model import probe_draft
@@ -136,11 +137,6 @@ def _ends(subject: Subject) -> Cases:
 
 
 # Rounds
-
-
-def same_rounds(one: Generation, other: Generation) -> bool:
-    """Whether two generations have the same tokens in the same rounds."""
-    return one.tokens == other.tokens and one.tokens_per_round == other.tokens_per_round
 
 
 def _rounds(subject: Subject, run: Callable[[], Generations], where: str) -> Outcome:

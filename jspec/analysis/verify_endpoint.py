@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from scipy import stats
 
+from jspec.analysis.contract import difference
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.analysis.verify import Certificate, certify
 from jspec.analysis.verify_statistics import ALPHA
-from jspec.analysis.verify_subject import NEAR_TIE_ELSEWHERE, Cases, Outcome, difference
+from jspec.analysis.verify_subject import NEAR_TIE_ELSEWHERE, Cases, Outcome
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate
 from jspec.generation.result import Generation

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.analysis.contract import in_float32
+from jspec.analysis.contract import difference, in_float32
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.core.types import Accept, Drafter
 from jspec.generation.method import choose_drafter
@@ -118,14 +118,6 @@ class Subject:
                 return Outcome("failed", compared, where)
             near = near or where
         return Outcome("near-tie" if near else "passed", compared, near)
-
-
-def difference(one: Sequence[object], other: Sequence[object]) -> int | None:
-    """The first index of a difference, perhaps the end of one sequence; None: they are equal."""
-    if list(one) == list(other):
-        return None
-    shared = min(len(one), len(other))
-    return next((i for i in range(shared) if one[i] != other[i]), shared)
 
 
 def default_prompts(model: Model, new: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jspec import drafters
+from jspec.analysis.contract import difference
 from jspec.analysis.records import STANDARD_INPUT, read_standard_input
 from jspec.cli import arguments
 from jspec.cli.arguments import Commands
@@ -203,7 +204,7 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
     print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
     # The verdict.
     same = out.tokens == plain.tokens
-    verdict = "the same tokens" if same else _difference(out.tokens, plain.tokens)
+    verdict = _compared(out.tokens, plain.tokens)
     if not options.repeats_plain:
         verdict = f"different samples from the same distribution (--accept {options.accept})"
     speed, other = out.stats.tokens_per_second, plain.stats.tokens_per_second
@@ -267,6 +268,6 @@ def _summary(stats: GenerationStats, drafter: Drafter, end: str) -> str:
     )
 
 
-def _difference(tokens: list[int], plain: list[int]) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(tokens, plain, strict=False)) if a != b), min(len(tokens), len(plain)))
-    return f"DIFFERENT tokens from new token {at} on"
+def _compared(tokens: list[int], plain: list[int]) -> str:
+    at = difference(tokens, plain)
+    return "the same tokens" if at is None else f"DIFFERENT tokens from new token {at} on"

@@ -12,8 +12,9 @@ import pytest
 import jspec
 from jspec import cli
 from jspec.analysis import verify, verify_checks, verify_endpoint, verify_statistics
+from jspec.analysis.contract import difference
 from jspec.analysis.verify import Certificate, Finding
-from jspec.analysis.verify_subject import Outcome, Subject, default_prompts, difference
+from jspec.analysis.verify_subject import Outcome, Subject, default_prompts
 from jspec.cache import pages
 from jspec.core import accept, logprobs, round, sampling, stopping, tree
 from jspec.core.types import Params
