@@ -2,14 +2,12 @@
 
 import collections
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
-import numpy as np
 from tqdm.auto import tqdm
 
 from jspec import drafters
@@ -21,6 +19,7 @@ from jspec.core.checks import check_int, check_number
 from jspec.core.types import Accept, Drafter
 from jspec.generation.options import MAX_SEED
 from jspec.generation.run import Prompt, check_model, encode_prompts
+from jspec.loading import fingerprint
 from jspec.loading.model import Model, refuse_split
 
 Verdict: TypeAlias = Literal["passed", "near-tie", "warning", "failed", "not run"]
@@ -52,7 +51,7 @@ class Finding:
 class Certificate:
     """The findings of `verify`, and what repeats them.
 
-    subject: names and values of what was verified: model, drafter, dtype, exactness, hashes of weights, seed.
+    subject: names and values of what was verified: model, drafter, dtype, exactness, seed, fingerprints of weights.
     environment: versions and the device.
     findings: in order of time.
     unfinished: checks with more cases than the time allowed.
@@ -82,9 +81,9 @@ class Certificate:
     def __repr__(self) -> str:
         name, drafter = self.subject["model"], self.subject["drafter"]
         verdict = "changes nothing but the speed" if self.passed else "FAILED"
-        lines = [f"{name} with {drafter}: {verdict}"]
-        width = max((len(check) for check, *_ in self.rows), default=0)
-        for check, cases, compared, message in self.rows:
+        lines, rows = [f"{name} with {drafter}: {verdict}"], self.rows
+        width = max((len(check) for check, *_ in rows), default=0)
+        for check, cases, compared, message in rows:
             lines.append(f"  {check:<{width}}  {cases}{', ' + compared if compared else ''}")
             lines += [f"  {'':<{width}}  {part}" for part in message.splitlines()]
         return "\n".join([*lines, f"{self.seconds:.0f} s on {self.environment['device']}"])
@@ -206,19 +205,9 @@ def _described(subject: Subject) -> dict[str, str]:
         "dtype": str(subject.dtype),
         "exact": str(subject.exact),
         "seed": str(subject.seed),
-        "target": _hash(model.params.target),
+        "target": fingerprint.of_weights(model.params.target),
     }
-    return described if model.draft is None else {**described, "draft": _hash(model.params.draft)}
-
-
-def _hash(params: Any) -> str:
-    """SHA-256 of the names, shapes, dtypes and values of all weights."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        array = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return f"sha256:{digest.hexdigest()}"
+    return described if model.draft is None else {**described, "draft": fingerprint.of_weights(model.params.draft)}
 
 
 def _environment() -> dict[str, str]:

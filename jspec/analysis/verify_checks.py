@@ -11,6 +11,7 @@ import numpy as np
 from jspec.analysis import poison, verify_statistics
 from jspec.analysis.contract import difference, same_rounds
 from jspec.analysis.verify_subject import Cases, Outcome, Subject, reshaped
+from jspec.core.optional import as_branching
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.engine import Engine
@@ -44,9 +45,8 @@ PATTERN = r"[a-z]{2,8}( [a-z]{2,8}){1,4}"
 def _same(subject: Subject, **changes: Any) -> Outcome:
     """Greedy tokens equal those of plain decoding, and the counters fit them."""
     out = subject.run(**changes)
-    others = {name: value for name, value in changes.items() if name != "drafter"}
-    outcome = subject.compare(out.tokens, subject.plain(**others).tokens)
-    return _counted(out) if outcome.verdict == "passed" and _counted(out).verdict == "failed" else outcome
+    outcome, counted = subject.compare(out.tokens, subject.plain().tokens), _counted(out)
+    return counted if outcome.verdict == "passed" and counted.verdict == "failed" else outcome
 
 
 def _counted(out: Generations) -> Outcome:
@@ -141,12 +141,11 @@ def _ends(subject: Subject) -> Cases:
 
 def _rounds(subject: Subject, run: Callable[[], Generations], where: str) -> Outcome:
     """The rounds are those of one call for all prompts."""
-    expected = subject.run(subject.precise)
-    for index, (item, right) in enumerate(zip(run(), expected, strict=True)):
+    for index, (item, right) in enumerate(zip(run(), subject.drafted, strict=True)):
         if not same_rounds(item, right):
             what = "rounds" if item.tokens == right.tokens else "tokens"
             return Outcome("failed", 0, f"sequence {index} has other {what} {where}")
-    return Outcome("passed", sum(map(len, expected)))
+    return Outcome("passed", sum(map(len, subject.drafted)))
 
 
 def _poisoned(subject: Subject) -> Generations:
@@ -180,7 +179,7 @@ def _each_alone(subject: Subject) -> Generations:
 
 
 def _alone(subject: Subject) -> Outcome:
-    if getattr(subject.drafter, "drafters", None) is None:
+    if as_branching(subject.drafter.bind(subject.model.target, subject.model.draft)) is None:
         return _rounds(subject, partial(_each_alone, subject), "alone than in a batch")
     # The sequences of a batch share the choice of a drafter.
     return subject.compare(_each_alone(subject).tokens, subject.plain(subject.precise).tokens, subject.precise)
@@ -305,7 +304,7 @@ def _fit(subject: Subject) -> Outcome:
 
 def _accepted(subject: Subject) -> Outcome:
     """Some drafts are accepted and some are not: otherwise the other checks show little."""
-    stats = subject.run().stats
+    stats = subject.drafted.stats
     text = f"accept length {stats.accept_length:.2f}, {stats.accept_rate:.0%} of drafts accepted"
     if not 0.02 < stats.accept_rate < 0.98:
         return Outcome("warning", stats.drafted, f"{text}: the other checks show little about the rest")

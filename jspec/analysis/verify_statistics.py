@@ -9,6 +9,7 @@ from scipy import stats
 
 from jspec.analysis import check_rule
 from jspec.analysis.verify_subject import Cases, Outcome, Subject
+from jspec.core.accept import FOR_SAMPLES
 from jspec.core.sampling import Sampling
 from jspec.generation.score import score
 
@@ -18,7 +19,7 @@ BRANCHES, SAMPLES, ALPHA, POWER = 3, 1024, 1e-5, 0.99
 
 def samples(subject: Subject) -> Cases:
     """Texts of the model by each rule, in several parts."""
-    for rule in (subject.accept,) if subject.accept is not None else ("rejection", "coupled", "block"):
+    for rule in FOR_SAMPLES if subject.accept is None else (subject.accept,):
         counts: Mapping[tuple[int, ...], int] = {}
         for part in range(8):
             name = f"{rule}, {(part + 1) * SAMPLES:,} samples"
@@ -97,6 +98,6 @@ def _enumerated(rule: str) -> Outcome:
 
 def rules(subject: Subject) -> Cases:
     """Each rule on its own, over a small vocabulary."""
-    for rule in ("coupled", "rejection", "block"):
+    for rule in FOR_SAMPLES:
         if subject.accept in (None, rule):
             yield rule, partial(_enumerated, rule)

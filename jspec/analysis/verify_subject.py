@@ -12,6 +12,7 @@ import numpy as np
 
 from jspec.analysis.contract import difference, in_float32
 from jspec.analysis.evaluate import heldout_prompts
+from jspec.core.accept import REPEATING
 from jspec.core.types import Accept, Drafter
 from jspec.generation.method import choose_drafter
 from jspec.generation.options import GenerateOptions
@@ -19,6 +20,7 @@ from jspec.generation.result import Generations
 from jspec.generation.run import Run
 from jspec.generation.score import score
 from jspec.loading.model import Model
+from pallas_kernels import platform
 
 LENGTHS = (1, 40, 3, 17, 8, 64, 33, 5)
 """Tokens of the default prompts."""
@@ -49,7 +51,7 @@ class Subject:
     accept: str | Accept | None
     new: int
     seed: int
-    plain_runs: dict[str, Generations] = dataclasses.field(default_factory=dict)
+    plain_runs: dict[tuple[bool, bool], Generations] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self.drafter = choose_drafter(self.drafter, self.model)
@@ -77,7 +79,7 @@ class Subject:
     @property
     def repeats_plain(self) -> bool:
         """Whether samples must be those of plain decoding."""
-        return self.accept in (None, "greedy", "coupled")
+        return self.accept in REPEATING
 
     def options(self, **changes: Any) -> GenerateOptions:
         """Options of a generation; the rule is for samples."""
@@ -89,12 +91,17 @@ class Subject:
         """A generation of all prompts, or of other ones, in one batch."""
         return Run(model or self.model, texts or self.prompts, self.options(**changes)).finish()
 
-    def plain(self, model: Model | None = None, **changes: Any) -> Generations:
-        """The same by plain decoding; runs once for the same options."""
-        key = f"{id(model or self.model)} {sorted(changes.items(), key=str)}"
+    def plain(self, model: Model | None = None, *, ignore_eos: bool = False) -> Generations:
+        """The same by plain decoding, greedy; runs once for each model."""
+        key = (model is None or model is self.model, ignore_eos)
         if key not in self.plain_runs:
-            self.plain_runs[key] = self.run(model, drafter=None, **{**changes, "accept": None})
+            self.plain_runs[key] = self.run(model, drafter=None, ignore_eos=ignore_eos)
         return self.plain_runs[key]
+
+    @functools.cached_property
+    def drafted(self) -> Generations:
+        """A greedy generation of all prompts in `precise`, whose rounds other ways must repeat."""
+        return self.run(self.precise)
 
     def compare(self, new: Texts, right: Texts, model: Model | None = None) -> Outcome:
         """Compares greedy tokens of all prompts with the right ones; tells near-ties from other differences."""
@@ -112,9 +119,10 @@ class Subject:
                 f"sequence {index} differs from plain decoding at new token {at}: {ours[at]} instead of {theirs[at]}"
             )
             where += f", whose logit in float32 is {gap:.2g} higher"
+            dtype = "float32" if model is self.wide else str(self.dtype)
             # On a CPU, float32 rounds alike for any number of tokens, up to the last bits.
-            strict = self.exact or (model is self.wide and jax.default_backend() == "cpu")
-            if strict or abs(gap) > NEAR_TIE.get(str(self.dtype), NEAR_TIE_ELSEWHERE):
+            strict = self.exact or (model is self.wide and platform.platform() == "cpu")
+            if strict or abs(gap) > NEAR_TIE.get(dtype, NEAR_TIE_ELSEWHERE):
                 return Outcome("failed", compared, where)
             near = near or where
         return Outcome("near-tie" if near else "passed", compared, near)

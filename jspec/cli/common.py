@@ -12,7 +12,7 @@ from jspec import drafters
 from jspec.analysis.records import read_records, read_text
 from jspec.bench.options import COUNT, DraftOptions
 from jspec.cli.arguments import naming_models
-from jspec.core.accept import RULES
+from jspec.core.accept import REPEATING, RULES
 from jspec.core.options import check_options, option, typed
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
@@ -88,7 +88,7 @@ class SamplingOptions:
     def repeats_plain(self) -> bool:
         """Whether the tokens must be those of plain decoding with the same seed."""
         sampling = self.sampling()
-        return self.accept in (None, "greedy", "coupled") or sampling is None or sampling.temperature == 0
+        return self.accept in REPEATING or sampling is None or sampling.temperature == 0
 
     def sampling(self, **others: Any) -> Sampling | None:
         """The sampling parameters; None if none of them has an effect.

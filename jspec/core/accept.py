@@ -396,5 +396,9 @@ def _without(distribution: Float[Array, "B V"], token: Int[Array, " B"]) -> Floa
 
 RULES: dict[str, Accept] = {"greedy": greedy, "coupled": coupled, "rejection": rejection, "block": block}
 """Name -> rule; all of them are lossless."""
+REPEATING = (None, "greedy", "coupled")
+"""Rules, by name or by default, whose tokens are those of plain decoding with the same seed."""
+FOR_SAMPLES = ("rejection", "coupled", "block")
+"""Rules for sequences with a temperature."""
 NEEDS = {"rejection": DraftNeeds(sampled=True), "block": DraftNeeds(sampled=True, chains=True)}
 """Name -> requirements of a rule on the drafts; unlisted rules take any drafts."""

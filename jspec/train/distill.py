@@ -15,6 +15,7 @@ from jspec.analysis.evaluate import evaluate
 from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
 from jspec.generation.run import Prompt
+from jspec.loading.fingerprint import of_model
 from jspec.loading.model import Model
 from jspec.models import Assistant, BlockHead, EagleHead
 from jspec.train import batches, fingerprint, trainer
@@ -81,7 +82,7 @@ class Distillation:
             **dataclasses.asdict(learner.config),
             "dtype": learner.dtype,
             "draft": type(learner.config).__name__,
-            "target": fingerprint.of_model(learner.target, self.target),
+            "target": of_model(learner.target, self.target),
             **fingerprint.of_texts(self.sources, self.heldout),
         }
 

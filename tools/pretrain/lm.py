@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from jspec.checkpoints import atomic, fields, language_model, llama
 from jspec.checkpoints.files import DTYPES
 from jspec.core.options import option
+from jspec.loading.fingerprint import of_array, of_model
 from jspec.models import ModelParams
 from jspec.models.llama import require_llama
 from jspec.text.tokenizer import Tokenizer as TextTokenizer
@@ -86,9 +87,9 @@ class Pretraining:
             **dataclasses.asdict(setup.recipe),
             **dataclasses.asdict(setup.config),
             "dtype": setup.dtype,
-            "teacher": None if teacher is None else fingerprint.of_model(setup.teacher, teacher),
+            "teacher": None if teacher is None else of_model(setup.teacher, teacher),
             **fingerprint.of_texts(self.sources, self.heldout.source),
-            "byte_counts": fingerprint.of_array(self.heldout.byte_counts),
+            "byte_counts": of_array(self.heldout.byte_counts),
         }
 
     def init(self) -> State:
