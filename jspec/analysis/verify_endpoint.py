@@ -84,7 +84,10 @@ class Server:
         """The server with the name of its model."""
         if self.model is not None:
             return self
-        return dataclasses.replace(self, model=json.loads(self.request("models"))["data"][0]["id"])
+        try:
+            return dataclasses.replace(self, model=json.loads(self.request("models"))["data"][0]["id"])
+        except (json.JSONDecodeError, LookupError, TypeError):
+            raise ValueError(f"{self.url}: must list a model at /v1/models, as OpenAI's API does") from None
 
     def complete(self, **fields: Any) -> dict[str, Any]:
         """The answer to a request."""

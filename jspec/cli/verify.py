@@ -24,10 +24,13 @@ from jspec.cli.common import (
     make_drafter,
 )
 from jspec.core.accept import RULES
-from jspec.core.options import option
+from jspec.core.options import option, typed
 from jspec.generation.options import MAX_SEED
 
-_LOSSLESS = tuple(name for name in RULES)
+_KEY_VARIABLE = "OPENAI_API_KEY"
+_OF_ENDPOINTS = ("reference", "served")
+_OF_MODELS = ("drafter", "accept", "seed", "draft", "corpus", "depth", "width", "num_nodes", "window", "keep_first")
+"""Options that only servers, or only drafts here, can follow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +42,15 @@ class Options(ModelOptions):
     """
 
     drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
-    accept: str | None = option(None, ACCEPT_HELP, choices=_LOSSLESS)
+    accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
     max_new_tokens: int = option(48, "new tokens of each text", least=16, most=2**31 - 1)
     minutes: float = option(2.0, "time after which no further case begins", metavar="M", least=0.0)
     seed: int = option(0, "random seed", least=0, most=MAX_SEED)
-    endpoint: str | None = option(None, "address of a server to verify in place of a model", metavar="URL")
+    endpoint: str | None = option(
+        None,
+        f"address of a server to verify in place of a model; the environment variable {_KEY_VARIABLE} has its key",
+        metavar="URL",
+    )
     reference: str | None = option(
         None, "the server that it must equal (default: plain decoding of --model)", metavar="URL"
     )
@@ -57,9 +64,15 @@ class Options(ModelOptions):
         for name, path in {"--json": self.json, "--markdown": self.markdown}.items():
             if path is not None:
                 check_output(name, path)
-        for name in ("reference", "served"):
-            if getattr(self, name) is not None and self.endpoint is None:
-                raise ValueError(f"--{name} {getattr(self, name)}: requires --endpoint")
+        # Options without effect.
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        others = _OF_ENDPOINTS if self.endpoint is None else _OF_MODELS
+        if self.reference is not None:
+            others = (*others, "model", "dtype", "weights", "kv", "exact")
+        for name in others:
+            if getattr(self, name) != defaults[name]:
+                needs = "requires --endpoint" if self.endpoint is None else "has no effect on a server; leave it out"
+                raise ValueError(f"{typed(self, name)}: {needs}")
 
 
 def add_command(commands: Commands) -> None:
@@ -90,7 +103,7 @@ def _verified(options: Options, environment: Mapping[str, str]) -> Certificate:
         drafter = make_drafter(options.drafter, options, model)
         certificate = verify(model, drafter, accept=options.accept, seed=options.seed, **limits)
     else:
-        key = environment.get("OPENAI_API_KEY")
+        key = environment.get(_KEY_VARIABLE)
         server = Server(options.endpoint, options.served, key)
         if options.reference is not None:
             reference = Server(options.reference, options.served, key)

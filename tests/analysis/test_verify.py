@@ -394,6 +394,28 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
     assert "--reference http://127.0.0.1:9: requires --endpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--depth", "3"), "--depth 3: has no effect on a server"),
+        (("--draft", "bundled:python-tiny"), "--draft bundled:python-tiny: has no effect on a server"),
+        (("--accept", "block"), "--accept block: has no effect on a server"),
+        (("--reference", "http://b", "--model", TINY), f"--model {TINY}: has no effect on a server"),
+        (("--reference", "http://b", "--exact"), "--exact: has no effect on a server"),
+    ],
+)
+def test_options_that_a_server_cannot_follow_are_refused(arguments, words, capsys):
+    assert cli.main(["verify", "--endpoint", "http://a", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"data": []}', b"[1]"])
+def test_a_server_without_models_is_named(body, monkeypatch):
+    monkeypatch.setattr(verify_endpoint.Server, "request", lambda self, path, fields=None: body)
+    with pytest.raises(ValueError, match="http://a: must list a model at /v1/models"):
+        verify_endpoint.Server("http://a").named()
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_certificate(capsys, tmp_path):
     files = ("--json", str(tmp_path / "c.json"), "--markdown", str(tmp_path / "c.md"))
