@@ -307,7 +307,7 @@ def _accepted(subject: Subject) -> Outcome:
     stats = subject.drafted.stats
     text = f"accept length {stats.accept_length:.2f}, {stats.accept_rate:.0%} of drafts accepted"
     if not 0.02 < stats.accept_rate < 0.98:
-        return Outcome("warning", stats.drafted, f"{text}: the other checks show little about the rest")
+        return Outcome("warning", stats.drafted, f"{text}: too few of either kind for the other checks")
     return Outcome("passed", stats.drafted, text)
 
 

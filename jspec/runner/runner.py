@@ -203,12 +203,12 @@ class Runner:
                 return partial(programs.save, self.snapshots, s.cache, *arguments, method=method)
             case "release" | "admit":
                 return partial(getattr(programs, name), s, *arguments, method=method)
-        # Compiler options of rounds depend on the number of sequences.
         view, needs, *others = arguments
         method, view = self._fill(view, needs, self._inputs if inputs is None else inputs)
         if name == "read":
             plan, size = others
             return partial(programs.read, self.params, s, view, plan, method=method, size=size)
+        # Compiler options of rounds depend on the number of sequences.
         many = prefers_cublas(self.params, len(view.table) * self._nodes)
         burst = programs.burst.variant(many=many, devices=method.devices)
         return partial(burst, self.params, s, view, *others, method=method, max_rounds=self._sizes.max_rounds)
