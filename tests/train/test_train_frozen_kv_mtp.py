@@ -76,8 +76,9 @@ def test_training_equals_serving(name, target_head):
         Method(target, bound, accept.greedy),
     )
     s = jitted_prefill(params, prompts, method=method, capacity=32, page_size=4)
-    # Rounds and the unrolled forward add up in different orders.
-    atol = 1e-4
+    # Rounds and the unrolled forward add up in different orders, and every step amplifies what differs:
+    # changing the weights by half a unit in the last place changes logits of the last step by 2e-4.
+    atol = 5e-4
     apply, hidden = jax.jit(config.apply, static_argnums=1), s.draft
     for step in range(STEPS):
         token = jnp.take_along_axis(tokens, length[:, None] + step, axis=1, mode="clip")
