@@ -34,6 +34,7 @@ from jspec.generation.options import GenerateOptions
 from jspec.generation.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.generation.score import Scores, score
 from jspec.generation.speculation import Speculation
+from jspec.generation.support import TokenSupport, masked_logits, support_array
 from jspec.loading.model import Model, load
 from jspec.loading.own import from_function, from_module, from_named, from_target
 from jspec.loading.startup import cache_programs
@@ -74,6 +75,7 @@ __all__ = [
     "Standalone",
     "Suffix",
     "TargetReport",
+    "TokenSupport",
     "cache_programs",
     "check_drafter",
     "check_rule",
@@ -87,9 +89,11 @@ __all__ = [
     "inspect_round",
     "load",
     "loop_options",
+    "masked_logits",
     "measure_costs",
     "score",
     "stream",
+    "support_array",
     "verify",
     "with_corpus",
 ]

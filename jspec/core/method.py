@@ -3,12 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jspec.core.sharding import Placement, over
 from jspec.core.types import Accept, Drafter, Target
 
 T = TypeVar("T")
+
+
+class Records(NamedTuple):
+    """What is recorded with each new token, beside its log-probability.
+
+    top: how many of the most probable tokens.
+    support: how many ids of possible tokens (`jspec.core.types.Support`); 0: none.
+    """
+
+    top: int = 0
+    support: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +32,14 @@ class Method:
     drafter: proposes; bound to the target and the draft model (`Drafter.bind`).
     accept: the acceptance rule.
     placement: of the weights over devices; None: they are on one.
-    record: how many of the most probable tokens are recorded with each new token, beside its log-probability; None:
-      neither is recorded.
+    record: what is recorded with each new token; None: nothing.
     """
 
     target: Target
     drafter: Drafter
     accept: Accept
     placement: Placement | None = None
-    record: int | None = None
+    record: Records | None = None
 
     @property
     def devices(self) -> int:

@@ -14,10 +14,20 @@ from jaxtyping import Array, Bool, Int
 from jspec.core import branches, groups, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
-from jspec.core.method import Method
+from jspec.core.method import Method, Records
 from jspec.core.returned import check_output
 from jspec.core.round import accept_drafts, append, extend
-from jspec.core.types import Committed, DecodeState, Params, Prompts, Recorded, RowSampling, Stats, TopTokens
+from jspec.core.types import (
+    Committed,
+    DecodeState,
+    Params,
+    Prompts,
+    Recorded,
+    RowSampling,
+    Stats,
+    Support,
+    TopTokens,
+)
 
 
 def prefill(
@@ -83,8 +93,8 @@ def read_columns(
     return extend(params, s, Committed(begin, following, out.hidden, count, first=first), method=method)
 
 
-def empty_record(shape: tuple[int, ...], sampling: RowSampling | None, record: int | None) -> Recorded | None:
-    """`DecodeState.recorded` before the first token, for a token buffer of this shape [B, C].
+def empty_record(shape: tuple[int, int], sampling: RowSampling | None, record: Records | None) -> Recorded | None:
+    """`DecodeState.recorded` before the first token, with this shape [B, C].
 
     sampling: of the sequences; distributions after processing are recorded only if one of them samples.
     record: as in `Method`.
@@ -92,9 +102,15 @@ def empty_record(shape: tuple[int, ...], sampling: RowSampling | None, record: i
     if record is None:
         return None
     zeros = jnp.zeros(shape, jnp.float32)
-    top = TopTokens(jnp.zeros((*shape, record), jnp.int32), jnp.zeros((*shape, record), jnp.float32))
+    top = TopTokens(jnp.zeros((*shape, record.top), jnp.int32), jnp.zeros((*shape, record.top), jnp.float32))
+    support = Support(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, record.support), jnp.int32))
     samples = sampling is not None and sampling.temperature is not None
-    return Recorded(zeros, top if record else None, zeros if samples else None)
+    return Recorded(
+        zeros,
+        top if record.top else None,
+        zeros if samples else None,
+        support if samples and record.support else None,
+    )
 
 
 @partial(jax.jit, static_argnames=("method", "capacity", "page_size", "chunk"))

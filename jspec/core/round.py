@@ -5,6 +5,7 @@ once, in `commit_round`; the drafter, the target and the acceptance rule come wi
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,9 @@ from jspec.core.types import (
     Recorded,
     Stats,
 )
+
+_NOWHERE = 2**30
+"""A column after the end of every buffer."""
 
 
 def step(
@@ -112,13 +116,16 @@ def record(
     if s.recorded is None:
         return None
     top, before = s.recorded.top, tree.take_path(logits, accepted.path)
-    sampled = None
+    sampled, support = None, s.recorded.support
     if s.recorded.sampled_logprobs is not None:
-        sampled = log_probabilities.of_tokens(tree.take_path(processed, accepted.path), accepted.tokens)
+        after = tree.take_path(processed, accepted.path)
+        sampled = log_probabilities.of_tokens(after, accepted.tokens)
+        support = None if support is None else log_probabilities.support(after, support.ids.shape[-1])
     return Recorded(
         logprobs=log_probabilities.of_tokens(before, accepted.tokens),
         top=None if top is None else log_probabilities.most_probable(before, top.ids.shape[-1]),
         sampled_logprobs=sampled,
+        support=support,
     )
 
 
@@ -140,17 +147,18 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
     appended, num_accepted = decision.appended, decision.accepted.length - 1
     column = jnp.arange(appended.tokens.shape[1], dtype=jnp.int32)[None]
     # Columns beyond the new tokens go out of bounds, where a scatter drops them.
-    index = jnp.where(column < appended.length[:, None], s.length[:, None] + column, s.tokens.shape[1])
+    index = jnp.where(column < appended.length[:, None], s.length[:, None] + column, _NOWHERE)
 
-    def write(buffer: Array, new: Array) -> Array:
-        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(buffer, index, new)
+    def write(buffer: Array, new: Array, start: Array | None = None) -> Array:
+        at = index if start is None else index - start[:, None]
+        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(buffer, at, new)
 
     origin = jnp.where(column < num_accepted[:, None], column + 1, 0).astype(s.origin.dtype)
     return dataclasses.replace(
         s,
         tokens=write(s.tokens, appended.tokens),
         origin=write(s.origin, origin),
-        recorded=jax.tree.map(write, s.recorded, decision.recorded),
+        recorded=jax.tree.map(partial(write, start=s.record_start), s.recorded, decision.recorded),
         length=s.length + appended.length,
         finish_code=decision.finish_code,
         stop=decision.stop,

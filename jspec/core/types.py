@@ -130,6 +130,16 @@ class TopTokens:
 
 
 @struct
+class Support:
+    """The tokens that each distribution allows, after sampling parameters and grammars."""
+
+    count: Int[Array, "*batch"]
+    """How many there are."""
+    ids: Int[Array, "*batch k"]
+    """These in order, if they are at most k, otherwise all other tokens; the first k, then -1."""
+
+
+@struct
 class Recorded:
     """Records of new tokens: of sequences [B, C], of a round [B, A], or of a report."""
 
@@ -139,6 +149,8 @@ class Recorded:
     """The most probable tokens where each was chosen, [B, C, k], under the same; None if k is 0."""
     sampled_logprobs: Float[Array, "B C"] | None = None
     """log p of each new token under its sampling distribution; None if every sequence is greedy."""
+    support: Support | None = None
+    """The tokens that these distributions allow; None if every sequence is greedy, or they are not recorded."""
 
 
 @struct
@@ -235,6 +247,8 @@ class DecodeState:
     stats: Stats
     recorded: Recorded | None = None
     """Records of all new tokens; None: nothing is recorded."""
+    record_start: Int[Array, " B"] | None = None
+    """The position of the first column of `recorded`; None: 0."""
     grammar: Automaton = dataclasses.field(default_factory=Automaton)
     """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
     costs: Float[Array, " K"] | None = None

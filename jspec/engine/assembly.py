@@ -107,8 +107,9 @@ def make_requests(
             *(ids, limit, priority, salt, sampling, seed),
             stop=tuple(options.stop),
             ignore_eos=options.ignore_eos,
-            logprobs=bool(options.logprobs),
+            logprobs=options.records is not None,
             top_logprobs=options.top_logprobs,
+            support=options.support,
             speculation=speculation,
         )
         draft_limits(speculation, device.method.drafter)

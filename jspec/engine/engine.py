@@ -163,7 +163,7 @@ class Engine:
 
         Args:
           prompt: text or token ids.
-          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, speculation: as in `jspec.generate`.
+          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, support, speculation: as in `jspec.generate`.
           priority: requests of a lower priority get slots first, as in vLLM; among equals the earlier one.
           salt: requests share the pages of equal beginnings only if their salts are equal.
 
@@ -205,7 +205,7 @@ class Engine:
 
         Args:
           prompts: one prompt or a list of prompts, each as text or as token ids.
-          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, speculation: as in `jspec.generate`.
+          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, support, speculation: as in `jspec.generate`.
           priority, salt: as in `submit`.
           n: samples of each prompt, on shared pages. The result has n items for the first prompt, then n for the
             next, and so on; item i has the seed `(seed, i)`. None: one sample, and for a single prompt no list.
@@ -281,19 +281,19 @@ class Engine:
                 batch.collect(self._score(group, chunk))
             return batch.scores(self.model.tokenizer)[0]
 
-    def warm_up(self, *, sampling: Sampling | None = None, logprobs: bool | int = False) -> None:
+    def warm_up(self, *, sampling: Sampling | None = None, logprobs: bool | int = False, support: int = 0) -> None:
         """Compiles all programs for requests with these options, and runs each as often as it takes to be fast.
 
         Otherwise each of them is compiled when it is first needed, and the request that needs it waits. A program
         depends on the set of sampling options in use, not on their values (`docs/engine.md`).
 
-        sampling, logprobs: as in `submit`.
+        sampling, logprobs, support: as in `submit`.
 
         Raises:
           ValueError, TypeError: invalid arguments.
           EngineError: requests are waiting or running, or the engine has failed or is closed.
         """
-        options = RequestOptions(max_new_tokens=1, sampling=sampling, logprobs=logprobs)
+        options = RequestOptions(max_new_tokens=1, sampling=sampling, logprobs=logprobs, support=support)
         calls = []
         with contextlib.ExitStack() as after:
             for group, request in zip(self.groups, self.make([[0]] * len(self.groups), options), strict=True):

@@ -64,15 +64,14 @@ def generate(
     The drafter changes the speed, not the output. This includes sampling: by default the tokens are those of plain
     sampling with the same seed, for any drafter, tree shape, batch and page size.
 
-    Of more than 64 prompts, 64 run at a time: the end of a sequence makes room for the next one, as in `jspec.Engine`.
-    With groups of devices (`jspec.load(..., data=2)`), 64 run in each group. If these belong to several processes,
-    batches take turns.
+    Of more than 64 prompts, 64 run at a time in each group of devices: the next starts when one ends, as in
+    `jspec.Engine`. Over several processes, batches take turns.
 
     Args:
       model: from `jspec.load`.
       prompts: one prompt or a list of prompts, each as text or as token ids.
-      drafter: a name in `jspec.drafters.DRAFTERS`, an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
-        decoding. "auto": the drafter for the loaded draft; without one, plain decoding or n-grams, by measured cost.
+      drafter: a name in `jspec.drafters.DRAFTERS`, an object such as `jspec.Eagle(depth=5)`, or None for plain
+        decoding. "auto": that of the loaded draft; without one, plain decoding or n-grams, by cost.
       max_new_tokens: maximum number of new tokens of every sequence, or a list with one entry per prompt.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence. None: greedy.
       accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
@@ -85,6 +84,8 @@ def generate(
       logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
         probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits; the
         result has those of the sampled distributions as well (`sampled_logprobs`).
+      support: record with `logprobs` up to this many ids of the tokens left by top-k, top-p, min-p and grammars
+        (`TokenSupport`); at most 1024.
       speculation: limits of the drafts of all sequences, or a list with one entry per sequence, such as
         [jspec.Speculation(depth=0), None]. None: the drafter's own.
       n: samples of each prompt. The result has n items for the first prompt, then n for the next, and so on; `seed` has
@@ -98,8 +99,7 @@ def generate(
       A `Generation` for a single prompt without `n`, otherwise `Generations`.
 
     Raises:
-      ValueError, TypeError: an invalid argument, or caches too large for the memory of the device. Raised before
-        anything is compiled.
+      ValueError, TypeError: an invalid argument, or caches too large for the device, before anything is compiled.
     """
     # Check the arguments, for all processes at once.
     with one_call(model):

@@ -153,6 +153,7 @@ class Handle:
             tokenizer=self._tokenizer,
             top_logprobs=joined("top_logprobs") if request.top_logprobs else None,
             sampled_logprobs=joined("sampled_logprobs") if request.logprobs else None,
+            support=joined("support") if request.support else None,
         )
 
     def cancel(self) -> None:

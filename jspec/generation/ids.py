@@ -17,7 +17,7 @@ from jspec.core import grammar, groups, optional, sharding, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
 from jspec.core.loop import SHARED, run_rounds
-from jspec.core.method import Method, on_devices
+from jspec.core.method import Method, Records, on_devices
 from jspec.core.options import check_options, option
 from jspec.core.prefill import prefill
 from jspec.core.sampling import Sampling, check_rows, per_row
@@ -220,7 +220,7 @@ def _method(
         *(options.target, options.draft, drafter, options.accept, sampling),
         batch=batch,
         placement=options.placement,
-        record=0 if options.logprobs else None,
+        record=Records() if options.logprobs else None,
     )
     context = optional.max_length(method.drafter)
     if context is not None and capacity > context:

@@ -8,7 +8,7 @@ from jspec import drafters
 from jspec.core import optional
 from jspec.core.accept import NEEDS, RULES, LossyThresholds, greedy
 from jspec.core.checks import check_int
-from jspec.core.method import Method
+from jspec.core.method import Method, Records
 from jspec.core.sharding import Placement
 from jspec.core.types import DRAFTER_PARTS, Accept, Drafter, RowSampling, Target
 from jspec.generation.options import check_rule
@@ -81,7 +81,7 @@ def choose_method(
     *,
     batch: int = 1,
     placement: Placement | None = None,
-    record: int | None = None,
+    record: Records | None = None,
 ) -> tuple[Method, RowSampling | None]:
     """Binds a drafter to the models and chooses the rule for the sampling parameters of a batch.
 

@@ -15,6 +15,7 @@ from jspec.core import optional
 from jspec.core.accept import RULES, Imposed
 from jspec.core.checks import check_each, check_hashable, check_int, check_kind, entries_of, shorten
 from jspec.core.grammar import TokenGrammar
+from jspec.core.method import Records
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import Accept, Drafter, Target
@@ -28,6 +29,8 @@ DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
 MAX_TOP_LOGPROBS = 20
 """Largest number of most probable tokens to record with each new token."""
+MAX_SUPPORT = 1024
+"""Most ids of possible tokens to record with each new token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class RequestOptions:
     ignore_eos: bool = option(False)
     seed: int | Sequence[int | tuple[int, int]] = 0
     logprobs: bool | int = False
+    support: int = option(0, least=0, most=MAX_SUPPORT)
     speculation: Speculation | Sequence[Speculation | None] | None = None
 
     def __post_init__(self):
@@ -65,6 +69,11 @@ class RequestOptions:
     def top_logprobs(self) -> int:
         """How many of the most probable tokens to record with each new token."""
         return 0 if isinstance(self.logprobs, bool) else self.logprobs
+
+    @property
+    def records(self) -> Records | None:
+        """What to record with each new token; None: nothing."""
+        return Records(self.top_logprobs, self.support) if self.logprobs or self.support else None
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ValueError if more of the most probable tokens are to be recorded than there are."""
@@ -188,6 +197,7 @@ class _SharedKeywords(TypedDict, total=False):
     stop: Stops
     ignore_eos: bool
     logprobs: bool | int
+    support: int
 
 
 class RequestKeywords(_SharedKeywords, total=False):

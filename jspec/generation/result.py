@@ -13,6 +13,7 @@ from jspec.core import stopping
 from jspec.core.optional import as_branching
 from jspec.core.types import Drafter, TopTokens
 from jspec.drafters import describe
+from jspec.generation.support import TokenSupport
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
@@ -210,6 +211,7 @@ class Generation:
     sampled_logprobs: log-probability of each new token under its sampling distribution: after
       penalties, bias, temperature and truncation, so 0 where the sequence is greedy. None unless `logprobs` are
       requested.
+    support: for each new token the possible tokens in its place; None unless requested.
     """
 
     tokens: list[int]
@@ -222,6 +224,7 @@ class Generation:
     tokenizer: Tokenizer | None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     sampled_logprobs: list[float] | None = None
+    support: list[TokenSupport] | None = None
 
     @overload
     def __getitem__(self, index: int) -> GeneratedToken: ...
@@ -329,6 +332,11 @@ class Generations(Sequence[Generation]):
     def sampled_logprobs(self) -> list[list[float]] | None:
         """Under the sampling distributions, as in `Generation.sampled_logprobs`."""
         return self._all("sampled_logprobs")
+
+    @property
+    def support(self) -> list[list[TokenSupport]] | None:
+        """The possible tokens, as in `Generation.support`; None unless requested."""
+        return self._all("support")
 
     @property
     def top_logprobs(self) -> list[list[list[tuple[int, float]]]] | None:

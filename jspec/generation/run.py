@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -21,13 +21,14 @@ from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row, seeds_to_keys
-from jspec.core.types import DecodeState, Params, Prompts, RowSampling, TopTokens
+from jspec.core.types import DecodeState, Params, Prompts, RowSampling, Support, TopTokens
 from jspec.drafters.plain import Plain
 from jspec.generation import costs
 from jspec.generation.method import choose_drafter, choose_method
 from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, grammars_of, longest_sequence
 from jspec.generation.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.generation.speculation import limits_of_batch
+from jspec.generation.support import TokenSupport, token_supports
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.loading.replacement import check_alive
@@ -36,6 +37,7 @@ from jspec.text.grammar import compile_grammar
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
 
+T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int] | Int[np.ndarray, " T"] | Int[Array, " T"]
 """Text or token ids."""
 
@@ -190,13 +192,14 @@ class Run:
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches, limits)
         # Records of new tokens.
         origin = self._new_columns(self.state.origin)
-        logprobs = sampled = top = None
+        logprobs = sampled = top = support = None
         if (recorded := self.state.recorded) is not None:
             logprobs = self._new_columns(recorded.logprobs)
             sampled = [[0.0] * len(tokens) for tokens in self.tokens]
             if recorded.sampled_logprobs is not None:
                 sampled = self._new_columns(recorded.sampled_logprobs)
             top = None if recorded.top is None else self._top_logprobs(recorded.top)
+            support = self._support(recorded.support) if self.options.support else None
         # One result per sequence.
         tokenizer = self.model.tokenizer
         items = [
@@ -211,6 +214,7 @@ class Run:
                 tokenizer=tokenizer,
                 top_logprobs=None if top is None else top[i],
                 sampled_logprobs=None if sampled is None else sampled[i],
+                support=None if support is None else support[i],
             )
             for i, prompt in enumerate(self.prompts)
         ]
@@ -227,10 +231,20 @@ class Run:
 
     def _top_logprobs(self, buffer: TopTokens) -> list[list[list[tuple[int, float]]]]:
         """The most probable tokens where each new token was chosen."""
-        top = self._of_sequences(buffer)
+        return [top_pairs(part, self.options.top_logprobs) for part in self._of_new_tokens(buffer)]
+
+    def _support(self, buffer: Support | None) -> list[list[TokenSupport]]:
+        """The possible tokens where each new token was chosen."""
+        size = self.model.target.vocab_size
+        parts = [None] * len(self.tokens) if buffer is None else self._of_new_tokens(buffer)
+        both = zip(parts, self.tokens, strict=True)
+        return [token_supports(part, tokens, self.options.support, size) for part, tokens in both]
+
+    def _of_new_tokens(self, buffers: T) -> list[T]:
+        """The columns of [B, C, ...] buffers that belong to the new tokens of each sequence."""
+        buffers = self._of_sequences(buffers)
         ends = [(len(prompt), len(prompt) + len(new)) for prompt, new in zip(self.prompts, self.tokens, strict=True)]
-        parts = (TopTokens(top.ids[i, begin:end], top.logprobs[i, begin:end]) for i, (begin, end) in enumerate(ends))
-        return [top_pairs(part, self.options.top_logprobs) for part in parts]
+        return [jax.tree.map(lambda x, i=i, at=slice(*at): x[i, at], buffers) for i, at in enumerate(ends)]
 
     def _choose_decode(self) -> Callable[[Params, DecodeState, Int[Array, ""]], DecodeState]:
         if not self.options.debug:
@@ -264,8 +278,7 @@ def check(
     check_fits(target, *longest_sequence(prompts, limits))
     row_sampling = per_row(options.sampling, batch, target.vocab_size)
     choice = target, model.draft, choose_drafter(options.drafter, model), options.accept, row_sampling
-    record = options.top_logprobs if options.logprobs else None
-    method, row_sampling = choose_method(*choice, batch=batch, placement=model.placement, record=record)
+    method, row_sampling = choose_method(*choice, batch=batch, placement=model.placement, record=options.records)
     check_draft_fits(method.drafter, prompts, limits)
     limits_of_batch(options.speculation, batch, method.drafter)
     return method, row_sampling

@@ -13,10 +13,11 @@ from jspec.core import accept, branches
 from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
-from jspec.generation.options import MAX_TOP_LOGPROBS
+from jspec.generation.options import MAX_SUPPORT, MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
 from jspec.generation.speculation import draft_limits
+from jspec.generation.support import token_supports
 from jspec.loading.model import Model
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
 from jspec.runner.plan import Burst, Output, Read
@@ -43,6 +44,9 @@ EXECUTIONS = 2
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
 """How many of the most probable tokens a program may record: the smallest count that suffices."""
 
+SUPPORT_SIZES: tuple[int, ...] = (0, 64, MAX_SUPPORT)
+"""The same for the ids of possible tokens."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OneShape:
@@ -66,11 +70,12 @@ class InFlight:
     plan: Read | Burst
     report: Report | Future[Report]
     places: dict[Request, int]
+    vocab_size: int
 
     def wait(self) -> "dict[Request, Output]":
         """Waits for the report; returns the output of each request."""
         report = self.report.result() if isinstance(self.report, Future) else jax.device_get(self.report)
-        return {request: _output(request, report, row) for request, row in self.places.items()}
+        return {request: _output(request, report, row, self.vocab_size) for request, row in self.places.items()}
 
 
 class Device:
@@ -130,6 +135,7 @@ class Device:
             next(size for size in TOP_SIZES if size >= request.top_logprobs) if request.logprobs else -1,
             self.stops.level(request.start_state),
             self.grammars.level(request.start_grammar),
+            next(size for size in SUPPORT_SIZES if size >= request.support),
         )
 
     def forget(self, request: Request) -> None:
@@ -231,7 +237,7 @@ class Device:
         places = {request: row for index, (request, row) in rows if plan.max_tokens(index)}
         if places and not isinstance(report, Future):
             jax.tree.map(lambda x: x.copy_to_host_async(), report)
-        return InFlight(plan, report, places)
+        return InFlight(plan, report, places, self.method.target.vocab_size)
 
     def _arguments(self, plan: Read | Burst, layout: "Layout", needs: Needs) -> tuple[Any, ...]:
         """The arguments of the runner's call for a plan."""
@@ -378,20 +384,24 @@ def _argument(x: np.ndarray | np.int32) -> Array:
     return cast(Array, x)
 
 
-def _output(request: Request, report: Report, row: int) -> Output:
+def _output(request: Request, report: Report, row: int, vocab_size: int) -> Output:
     count, recorded = int(report.length[row]) - len(request.all_tokens), report.recorded
-    logprobs = top = sampled = None
+    tokens = report.tokens[row, :count].tolist()
+    logprobs = top = sampled = support = None
     if recorded is not None:
         logprobs, sampled = recorded.logprobs[row, :count].tolist(), [0.0] * count
         if recorded.sampled_logprobs is not None:
             sampled = recorded.sampled_logprobs[row, :count].tolist()
+        if request.support:
+            rows = jax.tree.map(lambda x: x[row, :count], recorded.support)
+            support = token_supports(rows, tokens, request.support, vocab_size)
         if recorded.top is not None and request.top_logprobs:
             columns = TopTokens(recorded.top.ids[row, :count], recorded.top.logprobs[row, :count])
             top = top_pairs(columns, request.top_logprobs)
     stats = report.stats
     return Output(
         length=int(report.length[row]),
-        tokens=report.tokens[row, :count].tolist(),
+        tokens=tokens,
         finish_code=int(report.finish_code[row]),
         rounds=int(stats.rounds[row]),
         accept_counts=stats.accept_counts[row].tolist(),
@@ -400,5 +410,6 @@ def _output(request: Request, report: Report, row: int) -> Output:
         logprobs=logprobs,
         top_logprobs=top,
         sampled_logprobs=sampled,
+        support=support,
         dropped=int(stats.dropped[row]),
     )

@@ -5,6 +5,7 @@ Lists of a program have an entry per request.
 
 import dataclasses
 
+from jspec.generation.support import TokenSupport
 from jspec.runner.request import Request
 
 
@@ -96,8 +97,9 @@ class Output:
     """As in `jspec.core.types.Stats`; None if the drafter has no branches."""
     origin: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] | None = None
-    """One per new token, as the next two; None unless recorded."""
+    """One per new token, as the next three; None unless recorded."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
     sampled_logprobs: list[float] | None = None
+    support: list[TokenSupport] | None = None
     dropped: int = 0
     """Accepted tokens after the end, as in `GenerationStats`."""

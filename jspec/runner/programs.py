@@ -190,7 +190,7 @@ def read(
 ) -> tuple[DecodeState, Report]:
     """Prefills at most `size` more tokens of each slot of the view."""
     # Slots whose prefill ends are running from here on.
-    part = _part(s, view, method)
+    part = _part(s, view, method, 1)
     before = part.length
     finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
     part = dataclasses.replace(part, finish_code=finish)
@@ -223,7 +223,8 @@ def burst(
     max_rounds: upper bound of `rounds`; sets the width of the report.
     """
     # The view, and bounds of its rounds.
-    part = _part(s, view, method)
+    width = max_rounds * (method.drafter.depth + 1)
+    part = _part(s, view, method, width)
     before, first = part.length, part.finish_code
     until = part.round_index + rounds
     extra, depth = extra_rows(s, method.drafter), method.drafter.depth
@@ -238,11 +239,11 @@ def burst(
         return live.any() & (part.round_index < until) & ~ended
 
     part = run_while(params, part, moves, method=method, held=held)
-    return _whole(s, view, part), _report(part, before, max_rounds * (depth + 1))
+    return _whole(s, view, part), _report(part, before, width)
 
 
-def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
-    """The state of the view's slots, with the host's part."""
+def _part(s: DecodeState, view: View, method: Method, width: int) -> DecodeState:
+    """The state of the view's slots, with the host's part, and records of the next `width` tokens."""
     # The slots, then block tables, automata and options.
     part = slots.with_table(slots.take(s, view.slots), view.table)
     costs = branches.costs(method.drafter, part.length.shape[0]) if view.costs is None else view.costs
@@ -251,7 +252,8 @@ def _part(s: DecodeState, view: View, method: Method) -> DecodeState:
         stop=dataclasses.replace(view.stop, state=part.stop.state),
         grammar=dataclasses.replace(view.grammar, state=part.grammar.state),
         sampling=view.sampling,
-        recorded=empty_record(part.tokens.shape, view.sampling, method.record),
+        recorded=empty_record((len(part.tokens), width), view.sampling, method.record),
+        record_start=None if method.record is None else part.length,
         costs=costs,
     )
 
@@ -260,7 +262,7 @@ def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
     """Writes the view's slots back, without the host's part."""
     # Only states per sequence are written back.
     stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
-    part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None)
+    part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None, record_start=None)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
     return slots.with_table(slots.put(s, view.slots, part), empty)
 
@@ -269,16 +271,11 @@ def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
     """The report of a view, with the first `width` tokens after position `before`."""
     index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
 
-    def window(buffer: PyTree) -> PyTree:
-        # Columns of the new tokens.
-        at = index.reshape(*index.shape, *[1] * (buffer.ndim - 2))
-        return jnp.take_along_axis(buffer, at, axis=1, mode="clip")
-
     return Report(
         length=part.length,
         finish_code=part.finish_code,
-        tokens=window(part.tokens),
-        origin=window(part.origin),
-        recorded=jax.tree.map(window, part.recorded),
+        tokens=jnp.take_along_axis(part.tokens, index, axis=1, mode="clip"),
+        origin=jnp.take_along_axis(part.origin, index, axis=1, mode="clip"),
+        recorded=part.recorded,
         stats=part.stats,
     )

@@ -45,6 +45,7 @@ class Needs(NamedTuple):
     grammar: whether there is one.
     record: one of `jspec.runner.device.TOP_SIZES`, the most probable tokens to record; -1: no log-probabilities.
     stop_level, grammar_level: sizes of the tables (`AutomatonPool.at`).
+    support: one of `jspec.runner.device.SUPPORT_SIZES`, the ids of possible tokens to record.
     """
 
     options: int = 0
@@ -52,6 +53,7 @@ class Needs(NamedTuple):
     record: int = -1
     stop_level: int = 0
     grammar_level: int = 0
+    support: int = 0
 
     @classmethod
     def joined(cls, needs: Iterable["Needs"]) -> "Needs":
@@ -69,6 +71,7 @@ class Request:
     salt: requests of different salts share no pages.
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: number of most probable tokens recorded with each.
+    support: most ids of possible tokens recorded with each; 0: none.
     speculation: limits of its drafts; None: those of the drafter.
     start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
     needs: of its programs.
@@ -87,6 +90,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    support: int = 0
     speculation: Speculation | None = None
     start_state: int = 0
     start_grammar: int = 0

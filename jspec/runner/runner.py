@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jspec.core.automaton import Automaton
 from jspec.core.loop import draft_shape
-from jspec.core.method import Method
+from jspec.core.method import Method, Records
 from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Params, RowSampling
 from jspec.core.xla_options import prefers_cublas
@@ -257,7 +257,9 @@ class Runner:
             costs=None if trial is None else cast(Array, np.array(trial.costs, np.float32)),
         )
         rule = self.method.accept if needs.options else self._greedy_rule
-        record = None if needs.record < 0 else min(needs.record, self.method.target.vocab_size)
+        record = None
+        if needs.record >= 0:
+            record = Records(min(needs.record, self.method.target.vocab_size), needs.support)
         return dataclasses.replace(self.method, accept=rule, record=record), view
 
 

@@ -18,7 +18,7 @@ from planted import Planted, weights_of
 from jspec.checkpoints import deepseek as deepseek_files
 from jspec.core import accept, stopping
 from jspec.core.grow import sampled_topology
-from jspec.core.method import Method
+from jspec.core.method import Method, Records
 from jspec.core.prefill import prefill
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, DecodeState, Drafter, DraftTree, Params, Prompts
@@ -77,7 +77,7 @@ class Loop:
     @property
     def method(self) -> Method:
         """The static half of its rounds."""
-        return Method(self.target, self.drafter, self.rule, record=self.top or None)
+        return Method(self.target, self.drafter, self.rule, record=Records(self.top) if self.top else None)
 
     def start(self, weights: Params) -> DecodeState:
         """The state after prefill of three prompts, with 24 tokens to generate; `weights` may be shapes."""
