@@ -168,6 +168,7 @@ class RunOptions(SubjectOptions):
         None, "real weights, given like --model of jspec generate, in place of --preset", metavar="MODEL"
     )
     draft: str | None = option(None, "draft model for --checkpoint (default: a random EAGLE-3 head)", metavar="MODEL")
+    adapter: str | None = option(None, "LoRA adapter for --checkpoint, a directory or a hub id", metavar="ADAPTER")
     tensor: int = option(1, "split the model over N devices, see jspec.load; phases are then not timed", bounds=COUNT)
     data: int = option(
         1,
@@ -182,8 +183,9 @@ class RunOptions(SubjectOptions):
         if (self.preset is None) == (self.checkpoint is None):
             count = "none is given" if self.preset is None else "both are given"
             raise ValueError(f"--preset NAME or --checkpoint MODEL: {count}; must be one of them")
-        if self.draft and not self.checkpoint:
-            raise ValueError(f"--draft {self.draft}: requires --checkpoint; the weights of a preset are random")
+        for name in ("draft", "adapter"):
+            if (value := getattr(self, name)) and not self.checkpoint:
+                raise ValueError(f"--{name} {value}: requires --checkpoint; the weights of a preset are random")
         if self.weights == BLOCKS and self.checkpoint:
             raise ValueError(f"--weights {BLOCKS}: requires --preset; a checkpoint that is stored so keeps its weights")
         super().__post_init__()

@@ -14,6 +14,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, qwen3_next
+from jspec.checkpoints.adapter import AdaptedFiles, Adapter
 from jspec.checkpoints.config import family_of, reading, unknown_family
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields, refuse
@@ -56,10 +57,18 @@ def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -
     return plan(Source(directory), dtype=dtype, mtp=mtp).read()
 
 
-def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights: str | None = None) -> Plan[Decoder]:
+def plan(
+    source: Source,
+    *,
+    dtype: str | None = None,
+    mtp: bool = True,
+    weights: str | None = None,
+    adapter: Adapter | None = None,
+) -> Plan[Decoder]:
     """What `load` reads from an open directory; reads no weights itself.
 
     weights: as `Tensors.weights`.
+    adapter: merged into the tensors as they are read.
 
     Raises:
       CheckpointError, ValueError: as `load`.
@@ -67,6 +76,9 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
     family = _family_of(source.config)
     parsed: Any = parse_config(source.config)
     eos = _read_eos(source, parsed.vocab_size)
+    if adapter is not None:
+        files = adapter.over(source.safetensors, family.modalities)
+        source, parsed = source.replaced(files), _untied(parsed, files)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
     untied = source.config.read_flag("tie_word_embeddings", None) is False
@@ -80,6 +92,19 @@ def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights:
         problem = f"describes {count:.1e} parameters: must describe at most {MOST_PARAMETERS:.0e}"
         raise CheckpointError(f"{source.config.where}: {problem}")
     return Plan(config, tensors, read_params, eos, family.as_stored)
+
+
+def _untied(config: Any, files: AdaptedFiles) -> Any:
+    """The configuration with an LM head of its own, if an adapter changes only one of two tied weights."""
+    tied = getattr(config, "tie_embeddings", HEAD not in files.names())
+    if not tied or (changed := files.unties()) is None:
+        return config
+    if hasattr(config, "tie_embeddings"):
+        return dataclasses.replace(config, tie_embeddings=False)
+    raise CheckpointError(
+        f"{files.adapter.directory}: changes {changed}, which is both embedding and LM head in models of type "
+        f"{type(config).__name__}: must leave it as it is"
+    )
 
 
 def _check_heads(source: Source, count: int) -> None:

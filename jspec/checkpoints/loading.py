@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from jspec.cache.narrow import check_kv
 from jspec.checkpoints import drafts, language_model
+from jspec.checkpoints.adapter import Adapter
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.source import Source
 from jspec.core.checks import check_flag, check_int, check_text
@@ -98,8 +99,10 @@ class ModelPlan:
         return max(alone, (self.target.held(), self.draft.memory()), key=tree_bytes)
 
 
-def plan_model(source: Source, draft: Source | None, options: LoadOptions) -> ModelPlan:
+def plan_model(source: Source, draft: Source | None, options: LoadOptions, adapter: Adapter | None = None) -> ModelPlan:
     """Plan what `jspec.load` reads from open directories.
+
+    adapter: merged into the target's weights as they are read.
 
     Raises:
       CheckpointError: a file is missing or damaged, an option in it is not supported, or the draft does not suit the
@@ -107,7 +110,8 @@ def plan_model(source: Source, draft: Source | None, options: LoadOptions) -> Mo
       ValueError: the models do not have what the options ask for, or cannot be split.
     """
     # The target and its devices.
-    target = language_model.plan(source, dtype=options.dtype, mtp=draft is None, weights=options.weights)
+    precision = {"dtype": options.dtype, "weights": options.weights}
+    target = language_model.plan(source, mtp=draft is None, adapter=adapter, **precision)
     if options.placement is not None:
         target = target.over(options.placement)
     if draft is None:

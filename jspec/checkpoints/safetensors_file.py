@@ -55,13 +55,13 @@ class _Entry(NamedTuple):
 
 
 class SafetensorFiles(TensorFiles):
-    """The tensors of model.safetensors, or of the shards that an index lists; headers are read on first use."""
+    """The tensors of a file, or of the shards that an index lists; headers are read on first use."""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, file: str = "model.safetensors"):
+        self.directory, self._file = directory, file
         self._listed: dict[str, str] | None = None
         """Tensor -> shard, by the index; None: there is one file."""
-        index = find_file(directory, INDEX)
+        index = find_file(directory, INDEX) if file == "model.safetensors" else None
         if index is not None:
             files = read_fields(index).required_section("weight_map")
             self._listed = {name: files.read_text(name) for name in files.keys()}
@@ -73,14 +73,14 @@ class SafetensorFiles(TensorFiles):
 
     def exists(self) -> bool:
         """Whether there is a file, or an index of shards."""
-        return self.is_sharded or find_file(self.directory, "model.safetensors") is not None
+        return self.is_sharded or find_file(self.directory, self._file) is not None
 
     def unread(self) -> list[str]:
         """Other files of tensors in the directory, such as a stale copy or a shard missing in the index."""
         return sorted({path.name for path in self.directory.glob("*.safetensors")} - {*self._files()})
 
     def _files(self) -> Iterable[str]:
-        return ["model.safetensors"] if self._listed is None else dict.fromkeys(self._listed.values())
+        return [self._file] if self._listed is None else dict.fromkeys(self._listed.values())
 
     @cached_property
     def _entries(self) -> dict[str, _Entry]:

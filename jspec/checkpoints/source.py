@@ -1,5 +1,6 @@
 """A checkpoint, a directory or a GGUF file, opened once."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import cached_property
@@ -32,6 +33,12 @@ class Source:
             raise CheckpointError(f"{directory}: no such directory")
         self.config = read_fields(self.directory / "config.json")
         """The values of config.json."""
+
+    def replaced(self, files: TensorFiles) -> "Source":
+        """The same checkpoint with other tensors."""
+        source = copy.copy(self)
+        vars(source).update(safetensors=files, files=files)
+        return source
 
     @cached_property
     def safetensors(self) -> "SafetensorFiles | GgufModel":

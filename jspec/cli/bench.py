@@ -84,10 +84,10 @@ def _load(options: RunOptions) -> Model | None:
     """The model of --checkpoint, if it is given."""
     if options.checkpoint is None:
         return None
-    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
+    with naming_models({"--draft": options.draft, "--adapter": options.adapter, "--checkpoint": options.checkpoint}):
         devices: dict[str, Any] = devices_of(options)
         formats = {"dtype": options.dtype, "weights": options.weights}
-        return load_model(options.checkpoint, draft=options.draft, **formats, **devices)
+        return load_model(options.checkpoint, draft=options.draft, adapter=options.adapter, **formats, **devices)
 
 
 def _check_memory(subject: Subject) -> None:

@@ -42,6 +42,7 @@ class ModelOptions(DraftOptions):
     draft: str | None = option(
         None, "the draft model, given like the model (default: the draft of a bundled model, or none)"
     )
+    adapter: str | None = option(None, "LoRA adapter, a directory of peft or a hub id")
     corpus: tuple[str, ...] = option(
         (),
         "text files that --drafter suffix copies from, such as earlier outputs; the last ones win ties",
@@ -64,7 +65,7 @@ class ModelOptions(DraftOptions):
 
     def __post_init__(self):
         check_options(self)
-        for name in ("model", "draft"):
+        for name in ("model", "draft", "adapter"):
             if getattr(self, name) == "":
                 raise ValueError(f"--{name} '': must be bundled:NAME, a directory or a hub id")
 
@@ -125,6 +126,10 @@ def check_data(data: int | None, batch: int) -> None:
         raise ValueError(f"--data {data}: must be at most --batch, the prompts that run together: {batch}")
 
 
+_LOADING = ("adapter", "tensor", "data", "dtype", "exact", "weights", "kv")
+"""Options of `jspec.load`, as they are."""
+
+
 def load_model(
     drafter: str,
     options: ModelOptions,
@@ -144,8 +149,8 @@ def load_model(
     draft = options.draft or bundled_draft(options.model, drafter) or bundled_draft(options.model)
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
-        with naming_models({"--draft": options.draft, option: options.model}):
-            values = {name: getattr(options, name) for name in ("tensor", "data", "dtype", "exact", "weights", "kv")}
+        with naming_models({"--draft": options.draft, "--adapter": options.adapter, option: options.model}):
+            values = {name: getattr(options, name) for name in _LOADING}
             loaded[draft] = model = load(options.model, draft=draft, **values)
         # The bundled draft of a bundled model is known to fit.
         if options.probe and draft == options.draft and model.draft is not None and model.placement is None:

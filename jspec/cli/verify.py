@@ -68,7 +68,7 @@ class Options(ModelOptions):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         others = _OF_ENDPOINTS if self.endpoint is None else _OF_MODELS
         if self.reference is not None:
-            others = (*others, "model", "dtype", "weights", "kv", "exact")
+            others = (*others, "model", "adapter", "dtype", "weights", "kv", "exact")
         for name in others:
             if getattr(self, name) != defaults[name]:
                 needs = "requires --endpoint" if self.endpoint is None else "has no effect on a server; leave it out"

@@ -27,6 +27,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 # Some EAGLE heads are published only in the older format, and the mask of some block drafts. A repository with both
 # formats doubles the download, but drafts are small.
 DRAFT_FILES = [*HUB_FILES, "pytorch_model.bin", "mask_embedding.pt"]
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
 
 
 def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jspec.checkpoints.adapter import Adapter
 from jspec.checkpoints.generation_config import read_sampling
 from jspec.checkpoints.loading import LoadOptions, place_model, plan_model
 from jspec.checkpoints.plan import Checkpoint
@@ -17,7 +18,7 @@ from jspec.core.sampling import Sampling
 from jspec.core.sharding import Placement
 from jspec.core.types import Params
 from jspec.loading import memory
-from jspec.loading.hub import DRAFT_FILES, bundled_draft, locate
+from jspec.loading.hub import ADAPTER_FILES, DRAFT_FILES, bundled_draft, locate
 from jspec.loading.probe import Fit, make_prompts, probe_fit
 from jspec.loading.replacement import check_same_devices, check_same_shapes
 from jspec.models import MtpHeads
@@ -131,6 +132,7 @@ def load(
     source: str | Path,
     *,
     draft: str | Path | None = None,
+    adapter: str | Path | None = None,
     dtype: str | None = None,
     tensor: int | None = None,
     data: int | None = None,
@@ -148,6 +150,7 @@ def load(
       draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
         EAGLE head or an assistant made for this target. None: the draft bundled with the target, or the MTP heads in
         its checkpoint, if any.
+      adapter: a LoRA adapter of peft, a directory or a hub id, merged into the weights before they are quantized.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
       tensor: number of devices over which heads, MLPs and the vocabulary of the target are split (tensor parallelism);
         None: one, or those of `mesh`. See docs/several-gpus.md.
@@ -160,8 +163,7 @@ def load(
         half precision too; on one device, for the families in docs/losslessness.md.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
         have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
-        "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them, and the
-        others are in `dtype`. See docs/quantization.md.
+        "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them. See docs/quantization.md.
       kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. A float that rounds
         the other way can change a near-tie between drafted and plain output, see docs/quantization.md.
       probe: whether to warn of a draft that does not fit the target, or fits better under a neighboring reading of its
@@ -170,8 +172,8 @@ def load(
     Raises:
       CheckpointError: files are missing, damaged or not supported.
       ValueError: an unknown dtype, format or bundled model, the draft's tokenizer differs, a model without an exact
-        forward or a narrow cache, an unsupported number of devices, or weights too large for
-        the memory of a device (known before any of them is read); or another process has failed.
+        forward or a narrow cache, an unsupported number of devices, or weights too large for the memory of a device
+        (known before any of them is read); or another process has failed.
       TypeError: an argument of the wrong type.
     """
     options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv, draft_tensor)
@@ -179,7 +181,7 @@ def load(
         raise ValueError(f"probe=True: must be False for a model that is split over {options.placement}")
     # Each process reads other parts, so one alone may find an error.
     with agreement(options.placement, ("target", "draft")) as compare:
-        model = _load(source, bundled_draft(source) if draft is None else draft, options)
+        model = _load(source, bundled_draft(source) if draft is None else draft, adapter, options)
         compare({"target": model.target, "draft": model.draft})
     if probe and model.draft is not None:
         warning = probe_draft(model).warning(str(source if draft is None else draft))
@@ -204,7 +206,7 @@ def probe_draft(model: Model) -> Fit:
     return probe_fit(model.params, model.target, model.draft, prompts, model.eos)
 
 
-def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) -> Model:
+def _load(source: str | Path, draft: str | Path | None, adapter: str | Path | None, options: LoadOptions) -> Model:
     """Load in one of the processes. All errors but those of damaged weights precede the reading of weights."""
     # Open the files. Target and draft must have the same tokens.
     directory, draft_directory = locate(source), None if draft is None else locate(draft, DRAFT_FILES, "draft")
@@ -212,10 +214,11 @@ def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) ->
     if draft_directory is not None:
         check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
     target_files, recommended = Source(directory, str(source)), read_sampling(directory)
+    change = None if adapter is None else open_adapter(adapter)
     draft_files = None if draft_directory is None else Source(draft_directory, str(draft))
 
     # Plan what each device gets.
-    plan = plan_model(target_files, draft_files, options)
+    plan = plan_model(target_files, draft_files, options, change)
     name = str(source) if draft is None else f"{source} with draft={str(draft)!r}"
     devices = None if options.placement is None else options.placement.devices
     memory.check_weights(name, plan.memory(), devices=devices)
@@ -225,6 +228,11 @@ def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) ->
     small = None if plan.draft is None else _complete(plan.draft.read(), options.placement)
     model = assemble(str(source), target, small, tokenizer, options)
     return dataclasses.replace(model, sampling=recommended)
+
+
+def open_adapter(adapter: str | Path) -> Adapter:
+    """Open the directory of an adapter, or download it."""
+    return Adapter(locate(adapter, ADAPTER_FILES, "adapter"), str(adapter))
 
 
 def _complete(loaded: Checkpoint, placement: Placement | None) -> Checkpoint:
