@@ -21,6 +21,7 @@ from jspec.checkpoints.draft import (
     find_architectures,
     read_captured,
     read_layers,
+    read_mask_token,
     read_windows,
 )
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_NUMBER, Fields, refuse
@@ -102,7 +103,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
         **layers,
         capture_layers=_read_captured(config, fields, layers["num_layers"], target),
         block_size=fields.read_int("block_size"),
-        mask_token=_read_mask_token(fields, target, "embed_tokens.weight" in names),
+        mask_token=read_mask_token(fields, target, "embed_tokens.weight" in names),
         next_token=_read_next_token(config, fields),
         windows=windows,
         causal=_read_causal(config, fields, windows),
@@ -123,15 +124,6 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
         )
         raise fields.wrong("hidden_size", head.hidden_size, problem)
     return head
-
-
-def _read_mask_token(fields: Fields, target: Decoder, own_embed: bool) -> int:
-    """Read the token of the rows after the first; with its own embedding, it may be in rows beyond the target's."""
-    token = fields.read_int("mask_token_id", least=0)
-    count = fields.read_int("vocab_size") if own_embed else target.vocab_size
-    if token >= count:
-        raise fields.wrong("mask_token_id", token, f"must be from 0 to {count - 1}, a row of the embedding")
-    return token
 
 
 def _read_next_token(config: Fields, fields: Fields) -> bool:
@@ -278,23 +270,20 @@ def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockPar
     # All weights.
     params = dataclasses.replace(
         weights.read(dataclasses.replace(table, markov=markov), tensors),
-        mask_embed=_read_mask(config, source, tensors, tokens.stored),
+        mask_embed=_read_mask(config, source, tensors, tokens),
         ids=tokens.ids,
     )
     tensors.refuse_unread("block draft", _UNREAD.__contains__)
     return params
 
 
-def _read_mask(config: BlockHead, source: Source, tensors: Tensors, rows: int) -> Float[Array, " E"] | None:
-    """Read the embedding of the mask token in a file of its own: a tensor, or a dictionary with one tensor.
-
-    rows: of the draft's embedding, which may have the token beyond those of the target's.
-    """
+def _read_mask(
+    config: BlockHead, source: Source, tensors: Tensors, tokens: vocabulary.Vocabulary
+) -> Float[Array, " E"] | None:
+    """Read the embedding of the mask token in a file of its own: a tensor, or a dictionary with one tensor."""
     path = source.directory / _MASK_FILE
     if not path.exists():
-        if config.mask_token < config.vocab_size:
-            return None
-        return tensors.put(WHOLE, [tensors.read("embed_tokens.weight", rows, config.hidden_size)[config.mask_token]])
+        return tokens.mask_embedding(tensors, config.mask_token, config.hidden_size)
     saved = torch_file.read(path)
     # A dictionary may state the token.
     if isinstance(saved, dict):

@@ -102,6 +102,15 @@ def read_layers(
     }
 
 
+def read_mask_token(fields: Fields, target: Decoder, own_embed: bool) -> int:
+    """Read the mask token; with an embedding of its own, the draft may have it in rows beyond the target's."""
+    token = fields.read_int("mask_token_id", least=0)
+    count = fields.read_int("vocab_size") if own_embed else target.vocab_size
+    if token >= count:
+        raise fields.wrong("mask_token_id", token, f"must be from 0 to {count - 1}, a row of the embedding")
+    return token
+
+
 def read_windows(layer: Fields) -> tuple[int | None, ...]:
     """Read the positions that a row of each layer sees, as vLLM does; None: all.
 
@@ -150,14 +159,13 @@ def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
 
 
 _CLASS = re.compile(
-    r"(llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|eagle3?|dflash|dspark|jetspec"
+    r"(llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle3?|dflash|dspark|jetspec"
     r"|speculator|draft|model|head)+"
 )
 """Classes of drafts with the layers of a Llama or Qwen3."""
 _OTHERS = {
     "eagle4": "EAGLE-4, with an LM head of low rank",
     "deepseek": "layers with latent attention",
-    "peagle": "P-EAGLE, several tokens at once",
     "dflash2": "DFlash2, with convolutions and a selector",
     "domino": "Domino, with a recurrent state",
     "gemma": "layers of Gemma",
@@ -176,8 +184,8 @@ def check_class(config: Fields) -> None:
             known = next((f" ({what})" for part, what in _OTHERS.items() if part in name.lower()), "")
             raise CheckpointError(
                 f"{config.where}: {key}={name}{known} is not supported in a draft: must be a class of EAGLE, "
-                "EAGLE-3, DFlash, DSpark or JetSpec with layers of Llama or Qwen, such as LlamaForCausalLMEagle3, "
-                "Eagle3Speculator, DFlashDraftModel or Qwen3DSparkModel"
+                "EAGLE-3, P-EAGLE, DFlash, DSpark or JetSpec with layers of Llama or Qwen, such as "
+                "LlamaForCausalLMEagle3, Eagle3Speculator, DFlashDraftModel or Qwen3DSparkModel"
             )
 
 

@@ -1,5 +1,6 @@
 """Checkpoint directories of drafts of all kinds."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant, atomic, block, eagle, language_model, scaled
-from jspec.checkpoints.files import resolve_dtype, write_tensors
+from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
 from jspec.checkpoints.gguf_model import GgufModel
 from jspec.checkpoints.plan import Plan, refuse_split, splits_draft
 from jspec.checkpoints.source import Source
@@ -16,6 +18,7 @@ from jspec.checkpoints.vocabulary import check_padding
 from jspec.core.sharding import Placement
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
+from jspec.models.llama import Llama
 
 DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND)
 """The kinds of drafts; the first match is used. A checkpoint of no kind is a small language model's."""
@@ -23,6 +26,8 @@ DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND)
 
 _PREFIXED = {f"model.{name}.weight" for name in ("fc", "midlayer.hidden_norm", "layers.0.hidden_norm")}
 """Tensors of heads under the prefix of a model."""
+_MASKS = ("pard_token", "ptd_token_id")
+"""Keys of the mask token of a language model."""
 _MARKOV = ("markov_w1.", "markov_w2.", "gate_proj.", "joint_proj.")
 """Tensors of the Markov head of ModelOpt's DSpark, without the name of their module."""
 
@@ -54,7 +59,22 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     # Any other draft is a language model with the target's vocabulary.
     plan: Plan[Any] = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
     check_padding(source.config.where, plan.config.vocab_size, target.vocab_size)
-    return plan
+    return _with_masks(plan, source.config)
+
+
+def _with_masks(plan: Plan[Any], fields: Fields) -> Plan[Any]:
+    """A language model that drafts all tokens at once, if its config.json has a mask token (PARD)."""
+    tokens = {key: token for key in _MASKS if (token := fields.read_int(key, None, least=0)) is not None}
+    if not tokens:
+        return plan
+    key, token = next(iter(tokens.items()))
+    if len(set(tokens.values())) > 1:
+        raise CheckpointError(f"{fields.where}: {' and '.join(map(fields.describe, tokens))} must be the same")
+    if not isinstance(plan.config, Llama):
+        raise fields.wrong(key, token, f"drafts of type {type(plan.config).__name__} have no masks; those of Llama do")
+    if token >= plan.config.vocab_size:
+        raise fields.wrong(key, token, f"must be below vocab_size={plan.config.vocab_size}, a row of the embedding")
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, mask_token=token))
 
 
 def _with_module(name: str) -> str:

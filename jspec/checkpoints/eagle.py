@@ -3,7 +3,8 @@
 "safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), written by SpecForge, read by SGLang: the
 config.json of a Llama with a few more keys, and the first layer of an EAGLE-3 head under `midlayer`. "speculators"
 (github.com/vllm-project/speculators), which vLLM reads, is for EAGLE-3 only and has the configuration of the layer
-under `transformer_layer_config`, and the layer under `layers.0`.
+under `transformer_layer_config`, and the layer under `layers.0`. A P-EAGLE head has a mask token and the tensor
+`mask_hidden` in addition, in both layouts.
 
 Optional weights are read if they exist. An unused tensor is an error: without it, the head would silently draft other
 tokens than in training.
@@ -24,6 +25,7 @@ from jspec.checkpoints.draft import (
     find_architectures,
     read_captured,
     read_layers,
+    read_mask_token,
     read_windows,
 )
 from jspec.checkpoints.fields import Fields, refuse
@@ -50,8 +52,7 @@ SPELLINGS = Spellings(
     options={
         **dict.fromkeys(("is_causal", "causal", "causal_head", "next_layer_regular"), (True,)),
         **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
-        # Of heads for several tokens at once (P-EAGLE, PARD, DFlash), some of them with EAGLE-3's tensors.
-        **dict.fromkeys(("block_size", "mask_token_id", "pard_token", "ptd_token_id"), ()),
+        "block_size": (),
         "speculators_model_type": ("eagle3",),
         "use_mtp_layernorm": (False,),
         "eagle_decoder_type": ("llama",),
@@ -59,6 +60,14 @@ SPELLINGS = Spellings(
         "logit_scale": (1.0,),
     },
 )
+_MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")
+_WITH_MASKS = dataclasses.replace(
+    SPELLINGS,
+    owner="a P-EAGLE head",
+    fields={**SPELLINGS.fields, _MASK_TOKEN[0]: _MASK_TOKEN[1:]},
+    options={**SPELLINGS.options, "parallel_drafting": (True,), "speculators_model_type": ("peagle",)},
+)
+"""Those of heads with masks, which have a tensor `mask_hidden`."""
 _OF_EAGLE3 = (
     *("fc_norm", "norm_before_residual", "norm_before_fc", "norm_output", "num_aux_hidden_states"),
     *("target_layer_ids", "aux_hidden_state_layer_ids"),
@@ -70,10 +79,14 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 """Copies of the target's tensors, and those for training alone."""
 
 
-def read_fields(config: Fields) -> Fields:
-    """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section."""
-    nested = config.read_text("model_type", None) == "eagle" and config.has("model")
-    spellings = dataclasses.replace(SPELLINGS, sections=(*SPELLINGS.sections, "model")) if nested else SPELLINGS
+def read_fields(config: Fields, names: set[str]) -> Fields:
+    """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section.
+
+    names: of its tensors.
+    """
+    spellings = _WITH_MASKS if "mask_hidden" in names else SPELLINGS
+    if config.read_text("model_type", None) == "eagle" and config.has("model"):
+        spellings = dataclasses.replace(spellings, sections=(*spellings.sections, "model"))
     return read_layer_config(config, spellings.read(config), ("llama", "qwen2", "qwen3"))
 
 
@@ -82,8 +95,16 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     # Options of other forwards.
     config, names = source.config, source.files.names()
     check_class(config)
-    fields = read_fields(config)
-    eagle3 = is_eagle3(config, names)
+    eagle3, masks = is_eagle3(config, names), "mask_hidden" in names
+    stated = [
+        *find_architectures(config, ["peagle"]),
+        *(config.describe(key) for key in _MASK_TOKEN if config.has(key)),
+    ]
+    if stated and not masks:
+        raise CheckpointError(f"{config.where}: {stated[0]} is of P-EAGLE, but the tensor 'mask_hidden' is missing")
+    if masks and not eagle3:
+        refuse(config.where, ["the tensor 'mask_hidden' of P-EAGLE"], "an EAGLE-1 head")
+    fields = read_fields(config, names)
     _refuse(config, fields, eagle3)
     fields = _with_depth(fields, names) if eagle3 else fields
     # The configuration.
@@ -96,6 +117,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         windows=windows if any(windows) else (),
         norm_before_residual=fields.read_flag("norm_before_residual", False),
         norm_output=fields.read_flag("norm_output", False),
+        mask_token=read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
     )
     # Shapes shared with the target.
     if not eagle3 and head.hidden_size != target.hidden_size:
@@ -159,7 +181,7 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
     first = params.layers[0]
     layers = describe_layers(config, "llama", first.o_bias is not None)
     # Options of EAGLE-3, at the top level in both layouts.
-    norms = {
+    norms: dict[str, Any] = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": params.input_norm is not None,
         "fc_norm": params.fc_norms is not None,
@@ -168,7 +190,11 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
     }
     if layout == "speculators":
         layers |= {} if first.q_norm is None else {"model_type": "qwen3"}
-        raw = speculators.describe(config, "Eagle3Speculator", "eagle3", 3, verifier, layers)
+        name, kind, tokens = "Eagle3Speculator", "eagle3", 3
+        if config.at_once:
+            name, kind, tokens = "PEagleSpeculator", "peagle", 8
+            norms["mask_token_id"] = config.mask_token
+        raw = speculators.describe(config, name, kind, tokens, verifier, layers)
         return {**raw, **norms, "eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
     layers |= {"bias": params.fc_bias is not None, "qkv_bias": first.qkv_bias is not None}
     if config.version == 1:
@@ -177,6 +203,7 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
     return {
         **layers,
         **norms,
+        **({"ptd_token_id": config.mask_token, "parallel_drafting": True} if config.at_once else {}),
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -193,6 +220,8 @@ def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
             "an EAGLE-1 checkpoint cannot hold a reduced vocabulary: save the full head and the list of ids instead"
         )
     # Combinations without a key in the layout.
+    if params.mask_embed is not None:
+        raise ValueError(f"layout={layout!r} cannot hold mask_embed")
     if params.input_norm is not None and params.fc_norms is not None:
         raise ValueError("a head must not have both input_norm and fc_norms")
     if layout == "speculators":
@@ -217,12 +246,13 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     differs or config.json states training of its own (`embed_requires_grad`).
     """
     # Which tensors the head has, from its options and its names.
-    eagle3, fields, names = config.version == 3, read_fields(source.config), tensors.names()
+    names = tensors.names()
+    eagle3, fields = config.version == 3, read_fields(source.config, names)
     other_width = config.hidden_size != config.target_hidden_size
     _check_flag(fields, "norm_before_fc", "input_norm.weight", names)
     table = config.weights(
         names,
-        embed=other_width or fields.read_flag("embed_requires_grad", False),
+        embed=other_width or _has_embed(fields, names),
         lm_head="lm_head.weight" in names or config.draft_vocab_size != config.vocab_size or other_width,
         fc=_has_fc(config, fields, tensors),
         fc_norms=_find_fc_norms(config, fields, names) if eagle3 else (),
@@ -230,18 +260,30 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     )
     _check_biases(source.config, fields, names)
     # Read them, with rows for the target's tokens.
-    size, ids = config.vocab_size, None
+    size, ids, mask_embed = config.vocab_size, None, None
     if eagle3:
         tokens = vocabulary.read_vocabulary(tensors, fields, size, config.draft_vocab_size)
         embed, lm_head = tokens.embedding(table.embed), tokens.head(table.lm_head)
-        table, ids = dataclasses.replace(table, embed=embed, lm_head=lm_head), tokens.ids
-    params = dataclasses.replace(weights.read(table, tensors), ids=ids)
+        hidden: Any = table.mask_hidden
+        if config.mask_token is not None:
+            mask_embed = tokens.mask_embedding(tensors, config.mask_token, config.hidden_size)
+            # Some writers leave out axes of size 1.
+            shape = (1,) * (len(tensors.files.shape("mask_hidden")) - 1) + hidden.shape
+            hidden = dataclasses.replace(hidden, tensors={"mask_hidden": shape})
+        table = dataclasses.replace(table, embed=embed, lm_head=lm_head, mask_hidden=hidden)
+        ids = tokens.ids
+    params = dataclasses.replace(weights.read(table, tensors), ids=ids, mask_embed=mask_embed)
     _check_norms(config, tensors)
     # Tensors of no use are known by name; refuse all others.
     unread = _UNREAD if eagle3 else _UNREAD | {"lm_head.weight"}
     owner = f"EAGLE-{config.version} head, if it is one and its config.json is complete,"
     tensors.refuse_unread(owner, lambda name: name in unread or name.endswith("inv_freq"))
     return params
+
+
+def _has_embed(fields: Fields, names: set[str]) -> bool:
+    """Whether a head of the target's width has an embedding of its own; the mask token's is learned with it."""
+    return fields.read_flag("embed_requires_grad", {"mask_hidden", "embed_tokens.weight"} <= names)
 
 
 def _check_biases(config: Fields, fields: Fields, names: set[str]) -> None:
@@ -325,7 +367,7 @@ def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterat
         fc=params.fc is not None,
         fc_norms=[f"fc_norm.{index}.weight" for index in range(len(params.fc_norms or ()))],
     )
-    yield from weights.write(table, dataclasses.replace(params, ids=None))
+    yield from weights.write(table, dataclasses.replace(params, ids=None, mask_embed=None))
     yield from vocabulary.name_ids(params.ids, config.vocab_size)
 
 

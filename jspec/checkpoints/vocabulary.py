@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.tensors import Tensors
+from jspec.core.struct import WHOLE
 from jspec.models.decoder import Decoder
 from jspec.models.sizes import MOST_PADDING, is_padded
 from jspec.models.weights import reordered
@@ -69,6 +70,12 @@ class Vocabulary:
         if weight is None or self.stored == self.size:
             return weight
         return reordered(weight, np.minimum(np.arange(self.size), self.stored - 1), rows=self.stored)
+
+    def mask_embedding(self, tensors: Tensors, token: int, width: int) -> Float[Array, " E"] | None:
+        """The embedding of a mask token beyond those of the target; None: it is one of these."""
+        if token < self.size:
+            return None
+        return tensors.put(WHOLE, [tensors.read("embed_tokens.weight", self.stored, width)[token]])
 
     def head(self, weight: Any) -> Any:
         """The entry of a weight with a row for each token of the draft."""

@@ -5,7 +5,6 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -23,6 +22,7 @@ from jspec.core.types import (
     Proposal,
     Target,
 )
+from jspec.drafters.at_once import propose_for_all
 from jspec.drafters.base import WindowedDrafter
 from jspec.models.block_head import BlockHead, BlockParams
 
@@ -87,7 +87,7 @@ class Block(WindowedDrafter[BlockHead]):
         ) -> tuple[Float[Array, "B M R"] | None, Proposal]:
             row = slice(path.shape[2], path.shape[2] + 1)
             corrected, markov = self._model.correct(weights, markov, previous, hidden[:, row], logits[:, row])
-            return markov, self._propose(params, s, corrected, path)
+            return markov, propose_for_all(self, s, corrected, path, self._model.ids(weights))
 
         def expand(
             markov: Float[Array, "B F R"] | None, frontier: Frontier
@@ -121,15 +121,3 @@ class Block(WindowedDrafter[BlockHead]):
         first = 0 if model.next_token else 1
         hidden = out[:, first : first + self.depth]
         return hidden, model.unembed(params, self._target, hidden)
-
-    def _propose(
-        self, params: Params, s: DecodeState, logits: Float[Array, "B _ Vd"], path: Int[Array, "B M g"]
-    ) -> Proposal:
-        batch, nodes, _ = path.shape
-        if s.sampling is None and s.grammar.table is None:
-            # Without a Markov head, all nodes of a generation have the same proposals.
-            path = path[:, : logits.shape[1]]
-        else:
-            logits = jnp.broadcast_to(logits, (batch, nodes, logits.shape[2]))
-        proposal = self.propose(s, logits, path, self._model.ids(params.draft))
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, nodes, x.shape[2])), proposal)

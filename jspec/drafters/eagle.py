@@ -1,4 +1,6 @@
-"""EAGLE: a head that drafts from the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840)."""
+"""EAGLE: a head that drafts from the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840; with masks,
+P-EAGLE, 2602.01469).
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -15,6 +17,7 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
+    Drafter,
     DraftTree,
     Frontier,
     Params,
@@ -22,8 +25,10 @@ from jspec.core.types import (
     Rows,
     Target,
 )
+from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
 from jspec.drafters.feature_head import FeatureHead
+from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.layers import ForwardBatch
 
 
@@ -31,12 +36,14 @@ from jspec.models.layers import ForwardBatch
 class EagleState:
     """The head's cache, its output at the last committed row, and its proposal there.
 
+    A head with masks: its outputs at this row and at the masks after it, which are in no cache, and no proposal.
+
     Row p of the cache belongs to the target's feature at position p and the token at p + 1; like the target's cache, it
     has a row for every committed token but the last.
     """
 
     cache: Cache
-    feature: Float[Array, "B 1 E"] | None
+    feature: Float[Array, "B d E"] | None
     """None before the first chunk of the prompt; so is `proposal`."""
     proposal: Proposal | None
 
@@ -44,6 +51,8 @@ class EagleState:
 @dataclasses.dataclass(frozen=True)
 class Eagle(WindowedDrafter[FeatureHead]):
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head; other options as of `ModelDrafter` and `WindowedDrafter`.
+
+    A P-EAGLE head proposes all generations of a tree in one forward.
 
     exact: in a tree, a node attends to the head's rows of its own ancestors. False: to the rows at its index in the
       previous frontiers, as in SGLang; no faster here, only for comparisons.
@@ -65,6 +74,10 @@ class Eagle(WindowedDrafter[FeatureHead]):
         self.check_features(draft, target, "head")
         return dataclasses.replace(self, target=target, model=draft)
 
+    def shares(self, other: Drafter) -> bool:
+        """As of `ModelDrafter`; outputs for masks must be as many."""
+        return super().shares(other) and (self._masked is None or self.depth <= other.depth)
+
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> EagleState:
         """An empty cache."""
         return EagleState(self._model.init_cache(params.draft, batch, capacity, page_size), None, None)
@@ -75,7 +88,11 @@ class Eagle(WindowedDrafter[FeatureHead]):
         The rows of these forwards are passed from one to the next and never written to the cache.
         """
         state: EagleState = s.draft
-        assert state.proposal is not None and state.feature is not None
+        assert state.feature is not None
+        if (head := self._masked) is not None:
+            logits = head.unembed(params, self._target, state.feature[:, : self.depth])
+            return grow_at_once(self, s, logits, head.ids(params.draft)), state
+        assert state.proposal is not None
 
         def expand(
             carry: tuple[Rows | None, Float[Array, "B F E"]], frontier: Frontier
@@ -100,6 +117,8 @@ class Eagle(WindowedDrafter[FeatureHead]):
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> EagleState:
         """Reads the committed tokens with the target's features, padded to depth + 1 after each round."""
+        if (head := self._masked) is not None:
+            return self._extend_with_masks(head, params, s, committed)
         state: EagleState = s.draft
         assert committed.hidden is not None
         # Forward over (feature, next token) pairs.
@@ -121,3 +140,28 @@ class Eagle(WindowedDrafter[FeatureHead]):
         if not committed.first:  # Sequences that read nothing keep theirs.
             new = where_sequences(committed.length > 0, new, (state.feature, state.proposal))
         return EagleState(cache, *new)
+
+    @property
+    def _masked(self) -> EagleHead | None:
+        """The head, if one forward of it proposes all tokens."""
+        head = self._model
+        return head if isinstance(head, EagleHead) and head.at_once else None
+
+    def _extend_with_masks(self, head: EagleHead, params: Params, s: DecodeState, committed: Committed) -> EagleState:
+        """Reads the committed tokens and the masks after them in one forward, and keeps the rows of the tokens."""
+        state: EagleState = s.draft
+        weights: EagleParams = params.draft
+        assert committed.hidden is not None and head.mask_token is not None and weights.mask_hidden is not None
+        # Forward over (feature, next token) pairs, then masks.
+        masks, count = self.depth - 1, committed.length
+        tokens = append_masks(committed.tokens, count, masks, jnp.int32(head.mask_token))
+        hidden = append_masks(committed.hidden, count, masks, weights.mask_hidden.astype(committed.hidden.dtype))
+        column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        start = None if committed.first else committed.start
+        batch = ForwardBatch(tokens, committed.start[:, None] + column, self.seen(state.cache), start)
+        out, rows = head.read(params, self._target, batch, head.fuse(weights, hidden))
+        cache = commit_rows(state.cache, rows, committed.start, None, count, after=out)
+        feature = take_predictions(out, count, self.depth)
+        if not committed.first:  # Sequences that read nothing keep theirs.
+            feature = where_sequences(count > 0, feature, state.feature)
+        return EagleState(cache, feature, None)

@@ -1,4 +1,6 @@
-"""A small language model as the draft (Leviathan, Kalman and Matias, arXiv 2211.17192)."""
+"""A small language model as the draft (Leviathan, Kalman and Matias, arXiv 2211.17192; with masks, PARD, arXiv
+2504.18583).
+"""
 
 import dataclasses
 from typing import ClassVar
@@ -14,6 +16,7 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
+    Drafter,
     DraftTree,
     Frontier,
     Params,
@@ -21,6 +24,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
+from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
 from jspec.models.decoder import Decoder
 from jspec.models.layers import ForwardBatch
@@ -34,12 +38,18 @@ class StandaloneState:
     cache: Cache
     length: Int[Array, " B"]
     proposal: Proposal | None
-    """None before the first chunk of the prompt."""
+    """None before the first chunk of the prompt, and for drafts with masks."""
+    outputs: Float[Array, "B d E"] | None = None
+    """Of drafts with masks: the inputs of the LM head at the last token and at the masks after it, which are in no
+    cache.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Standalone(WindowedDrafter[Decoder]):
     """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
+
+    A draft with a mask token (PARD) proposes all generations of a tree in one forward.
 
     Options as of `ModelDrafter` and `WindowedDrafter`.
     """
@@ -67,6 +77,10 @@ class Standalone(WindowedDrafter[Decoder]):
         self.check_windowed(draft)
         return dataclasses.replace(self, target=target, model=draft)
 
+    def shares(self, other: Drafter) -> bool:
+        """As of `ModelDrafter`; outputs for masks must be as many."""
+        return super().shares(other) and (not self._model.at_once or self.depth <= other.depth)
+
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""
         cache = self._model.init_cache(params.draft, batch, capacity, page_size)
@@ -78,6 +92,9 @@ class Standalone(WindowedDrafter[Decoder]):
         The rows of these forwards are passed from one to the next and never written to the cache.
         """
         state: StandaloneState = s.draft
+        if state.outputs is not None:
+            logits = self._model.unembed(params.draft, state.outputs[:, : self.depth])
+            return grow_at_once(self, s, *self._proposable(logits)), state
         assert state.proposal is not None
 
         def expand(rows: Rows | None, frontier: Frontier) -> tuple[Rows, Proposal]:
@@ -103,6 +120,8 @@ class Standalone(WindowedDrafter[Decoder]):
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
         # Forward, proposal and commit.
         prefix = None if committed.first else start
+        if self._model.at_once:
+            return self._extend_with_masks(params, state, tokens, prefix, count)
         last = jnp.maximum(count - 1, 0)
         batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix, select=last)
         out = self._model.apply(params.draft, batch)
@@ -125,8 +144,34 @@ class Standalone(WindowedDrafter[Decoder]):
         """Sets the length to the shared rows."""
         return dataclasses.replace(state, length=state.length.at[slots].set(length, mode="drop"))
 
+    def _extend_with_masks(
+        self,
+        params: Params,
+        state: StandaloneState,
+        tokens: Int[Array, "B T"],
+        prefix: Int[Array, " B"] | None,
+        count: Int[Array, " B"],
+    ) -> StandaloneState:
+        """Reads `count[b]` tokens and the masks after them in one forward, and keeps the rows of the tokens."""
+        model, masks = self._model, self.depth - 1
+        assert model.mask_token is not None
+        tokens = append_masks(tokens, count, masks, jnp.int32(model.mask_token))
+        positions = state.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix)
+        out = model.apply(params.draft, batch, capture_layers=(model.num_layers + 1,))
+        assert out.hidden is not None
+        cache = commit_rows(state.cache, out.rows, state.length, None, count, after=out.hidden)
+        outputs = take_predictions(out.hidden, count, self.depth)
+        if prefix is not None:  # Sequences that read nothing keep theirs.
+            outputs = where_sequences(count > 0, outputs, state.outputs)
+        return StandaloneState(cache, state.length + count, None, outputs)
+
     def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
-        # Rows of padding are never proposed.
+        logits, ids = self._proposable(logits)
+        return self.propose(s, logits, path, ids)
+
+    def _proposable(self, logits: Float[Array, "B M V"]) -> tuple[Float[Array, "B M Vd"], Int[Array, " Vd"] | None]:
+        """The logits of the target's tokens, and their ids; rows of padding are never proposed."""
         size, vocabulary = self._model.vocab_size, self._target.vocab_size
         ids = jnp.arange(size, dtype=jnp.int32) if size < vocabulary else None
-        return self.propose(s, logits[:, :, :vocabulary], path, ids)
+        return logits[:, :, :vocabulary], ids

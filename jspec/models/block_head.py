@@ -79,7 +79,7 @@ class BlockHead(DraftShape):
     """
 
     block_size: int
-    mask_token: int
+    mask_token: int  # pyright: ignore[reportIncompatibleVariableOverride]  # a frozen field
     next_token: bool
     causal: tuple[bool, ...]
     markov: Literal["vanilla", "gated", "rnn"] | None = None
@@ -91,7 +91,6 @@ class BlockHead(DraftShape):
     logit_scale: float = 1.0
     soft_cap: float | None = None
     drafter: ClassVar[str] = "block"
-    at_once: ClassVar[bool] = True
 
     def __post_init__(self):
         # Layers: one window and one direction each.
@@ -263,13 +262,6 @@ class BlockHead(DraftShape):
             reading = layers.Reading(batch, index).bound(scale=self.head_dim**-0.5, positions=positions)
             x, _ = decoder_layer(self, layer, x, normed, rotation, reading)
         return self.norm(x, draft.norm)
-
-    def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """As in `DraftShape`, with the embedding of the mask token."""
-        x, mask_embed = super().embed(params, target, tokens), params.draft.mask_embed
-        if mask_embed is None:
-            return x
-        return jnp.where((tokens == self.mask_token)[:, :, None], mask_embed.reshape(1, 1, -1), x)
 
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary before the Markov head, in float32."""

@@ -259,11 +259,16 @@ class Decoder(LayerShape, Draft):
 
     def summary(self) -> str:
         """The draft in a few words."""
-        return f"draft of {self.num_layers} layers"
+        return f"{'parallel ' if self.at_once else ''}draft of {self.num_layers} layers"
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
-        return self.forward_bytes(params.draft)
+        draft = params.draft  # At once, all but the LM head is read after the round before.
+        return tree_bytes(lm_head(draft)) if self.at_once else self.forward_bytes(draft)
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights read after a round."""
+        return self.forward_bytes(params.draft) - (self.step_bytes(params) if self.at_once else 0)
 
     # The forward
 

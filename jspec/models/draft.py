@@ -16,8 +16,6 @@ class Draft(abc.ABC):
 
     drafter: ClassVar[str]
     """Name of the drafter for this kind of draft."""
-    at_once: ClassVar[bool] = False
-    """Whether one forward drafts all tokens of a round."""
     follows_target: ClassVar[bool] = False
     """Whether it is split over devices wherever its target is, because it reads the target's keys and values or is part
     of the target's checkpoint.
@@ -25,6 +23,13 @@ class Draft(abc.ABC):
 
     num_layers: int
     """Decoder layers."""
+    mask_token: int | None = None
+    """The token in the place of those to predict, if one forward drafts all tokens of a round."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one forward drafts all tokens of a round."""
+        return self.mask_token is not None
 
     @abc.abstractmethod
     def summary(self) -> str:

@@ -2,12 +2,14 @@
 section 4.1, for EAGLE-1 and also EAGLE-2, arXiv 2406.16858; arXiv 2503.01840, section 3, for EAGLE-3).
 
 Row p reads the target's feature at position p and the token at p + 1, and predicts the token at p + 2. While drafting,
-the head's own output replaces the feature.
+the head's own output replaces the feature. A P-EAGLE head (Hui et al., arXiv 2602.01469, section 3) reads a mask token
+and a learned hidden state instead, all in one forward.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from jspec.models import layers, weights
 from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import tree_bytes
 from jspec.models.stack import DraftShape, LayerParams, decoder_layer
-from jspec.models.weights import linear, plain
+from jspec.models.weights import fused, linear, plain
 
 
 @struct
@@ -46,6 +48,10 @@ class EagleParams:
     """None: the target's LM head."""
     ids: Int[Array, " Vd"] | None
     """Target ids of the draft's vocabulary, ascending; None: the target's own vocabulary."""
+    mask_embed: Float[Array, " Ed"] | None = None
+    """The embedding of a mask token that the target does not have; None: its row of the embedding."""
+    mask_hidden: Float[Array, " C"] | None = None
+    """What masks read in the place of captured states; None: there are no masks."""
 
 
 @struct
@@ -66,17 +72,19 @@ class EagleHead(DraftShape):
     capture_layers: for EAGLE-1, L + 1 (after the final norm).
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
+    mask_token: P-EAGLE: the token at the positions after the first prediction's; None: each step reads the one before.
     """
 
     version: int
     rms_norm_eps: float = 1e-5
     norm_before_residual: bool = False
     norm_output: bool = False
+    mask_token: int | None = None
     drafter: ClassVar[str] = "eagle"
 
     def summary(self) -> str:
         """The draft in a few words."""
-        return f"EAGLE-{self.version} head"
+        return "P-EAGLE head" if self.at_once else f"EAGLE-{self.version} head"
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
         """The weights as `jax.ShapeDtypeStruct`s, without optional ones, such as biases.
@@ -128,6 +136,7 @@ class EagleHead(DraftShape):
             norm=plain("norm.weight", width) if three else None,
             lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if three and lm_head else None,
             ids=None,
+            mask_hidden=_flat("mask_hidden", (1, 1, captured)) if self.at_once else None,
         )
 
     def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> LayerParams:
@@ -149,6 +158,8 @@ class EagleHead(DraftShape):
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
         draft: EagleParams = params.draft
+        if self.at_once:  # All but the LM head is read after the round before.
+            return self.head_bytes(params)
         # EAGLE-1 applies `fc` in every step, EAGLE-3 only to captured hidden states.
         every_step = (draft.fc, draft.fc_bias) if self.version == 1 else None
         return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step)) + self.head_bytes(params)
@@ -157,6 +168,8 @@ class EagleHead(DraftShape):
         """Bytes of weights read by the head after a round: those of a step and of the fusion of hidden states."""
         draft: EagleParams = params.draft
         fusing = (draft.fc, draft.fc_bias, draft.fc_norms, draft.input_norm) if self.version == 3 else None
+        if self.at_once:
+            return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, fusing))
         return self.step_bytes(params) + tree_bytes(fusing)
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
@@ -182,6 +195,24 @@ class EagleHead(DraftShape):
           batch: tokens, and the positions of the features; each token is one position later.
           feature: the result of `fuse`, or the `feature` of an earlier output of this head.
         """
+        x, rows = self._run(params, target, batch, feature)
+        normed = self._normed(params.draft, x)
+        return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, rows)
+
+    def read(
+        self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]
+    ) -> tuple[Float[Array, "B N E"], PyTree]:
+        """The inputs of the LM head, and the rows: `apply` without the LM head."""
+        x, rows = self._run(params, target, batch, feature)
+        return self._normed(params.draft, x), rows
+
+    def _normed(self, head: EagleParams, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        return x if head.norm is None else self.norm(x, head.norm)
+
+    def _run(
+        self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]
+    ) -> tuple[Float[Array, "B N E"], PyTree]:
+        """The residual stream after the layers, and their rows."""
         head: EagleParams = params.draft
         # Join the embedding with the feature.
         x, first = self._read(head, self.embed(params, target, batch.tokens), feature)
@@ -194,10 +225,7 @@ class EagleHead(DraftShape):
                 normed = self.norm(x, layer.attention_norm)
             x, pair = decoder_layer(self, layer, x, normed, rotation, reading.bound(scale=self.head_dim**-0.5))
             rows.append(pair)
-        # Logits, and the feature of the next step.
-        x = batch.take(x)
-        normed = x if head.norm is None else self.norm(x, head.norm)
-        return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
+        return batch.take(x), tuple(rows)
 
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
         """The residual stream before the first layer, and the input of its attention."""
@@ -213,3 +241,8 @@ class EagleHead(DraftShape):
         normed = self.norm(feature, head.hidden_norm)
         read = jnp.concatenate([self.norm(embedded, layer.attention_norm), normed], axis=-1)
         return normed if self.norm_before_residual else feature, read
+
+
+def _flat(name: str, shape: tuple[int, ...]) -> Any:
+    """A vector that is stored with this shape."""
+    return fused((math.prod(shape),), {name: shape}, lambda x: [x.reshape(-1)], lambda x: [x.reshape(shape)])

@@ -27,6 +27,7 @@ class Llama(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
+    mask_token: as a draft, the token after the committed ones in the place of those to predict, all in one forward.
     """
 
     vocab_size: int
@@ -47,6 +48,7 @@ class Llama(Decoder):
     tensor: int = 1
     exact: bool = False
     kv: str | None = None
+    mask_token: int | None = None
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""

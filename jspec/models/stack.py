@@ -233,8 +233,10 @@ class DraftShape(LayerShape, Draft):
         return params.ids
 
     def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
-        """The embeddings of `tokens` for the draft."""
-        return embed_for(params.draft, params, target, tokens, self.vocab_size, self.tensor)
+        """The embeddings of `tokens` for the draft, with that of the mask token."""
+        x = embed_for(params.draft, params, target, tokens, self.vocab_size, self.tensor)
+        mask = params.draft.mask_embed
+        return x if mask is None else jnp.where((tokens == self.mask_token)[:, :, None], mask.reshape(1, 1, -1), x)
 
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary, in float32."""

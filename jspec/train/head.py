@@ -1,6 +1,7 @@
 """EAGLE-3 heads in training: shape, vocabulary, initial weights, and unrolling.
 
-Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and SafeAILab's code; see `ttt`.
+Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and SafeAILab's code; see `ttt`. A P-EAGLE
+head (Hui et al., arXiv 2602.01469) reads masks from step 1 on; all rows learn all steps, without sampling.
 """
 
 import dataclasses
@@ -56,14 +57,14 @@ class TttAttention:
 
 @dataclasses.dataclass(frozen=True)
 class HeadLearner(ttt.UnrolledLearner):
-    """An EAGLE-3 head for a target."""
+    """An EAGLE-3 or P-EAGLE head for a target."""
 
     config: EagleHead
     target: Llama
 
     @classmethod
     def configure(cls, target: Decoder, shape: HeadShape) -> EagleHead:
-        """A head of one layer, which uses the target's embedding; with another width it learns one of its own."""
+        """A head that uses the target's embedding; with another width it learns one of its own."""
         llama = require_llama(target, "the training of an EAGLE-3 head")
         # The layers to read, and the vocabulary.
         count, vocabulary = llama.num_layers, llama.vocab_size
@@ -72,6 +73,8 @@ class HeadLearner(ttt.UnrolledLearner):
         layers = model.check_capture(shape.capture_layers, (2, count // 2, count - 3), count)
         if shape.draft_vocab_size is not None:
             vocabulary = check_int("draft_vocab_size", shape.draft_vocab_size, least=1, most=vocabulary)
+        if (mask := shape.mask_token) is not None:
+            check_int("mask_token", mask, least=0, most=llama.vocab_size - 1)
         # The target's shape, with changes.
         sizes, same = (
             shape.sizes(llama, "num_kv_heads", "head_dim"),
@@ -84,8 +87,9 @@ class HeadLearner(ttt.UnrolledLearner):
             version=3,
             draft_vocab_size=vocabulary,
             target_hidden_size=llama.hidden_size,
-            num_layers=1,
+            num_layers=shape.num_layers,
             capture_layers=layers,
+            mask_token=mask,
             **{name: getattr(llama, name) for name in same},
             **sizes,
         )
@@ -93,8 +97,9 @@ class HeadLearner(ttt.UnrolledLearner):
     def describe(self, target: str) -> tuple[str, str]:
         """Its paper, the layers that it reads, and its vocabulary."""
         layers, size = ", ".join(map(str, self.capture_layers)), self.config.draft_vocab_size
+        kind = "A P-EAGLE head (arXiv 2602.01469)" if self.config.at_once else "An EAGLE-3 head (arXiv 2503.01840)"
         return (
-            f"An EAGLE-3 head (arXiv 2503.01840) for {target}",
+            f"{kind} for {target}",
             f"on the residual stream that enters the target's layers {layers}, {size:,} of the target's "
             f"{self.config.vocab_size:,} tokens",
         )
@@ -115,7 +120,8 @@ class HeadLearner(ttt.UnrolledLearner):
         """Random weights, except for norm and LM head, which are the target's if the widths agree."""
         shapes, width = self.config.param_shapes(jnp.float32), self.config.hidden_size
         assert shapes.lm_head is not None and shapes.fc is not None
-        keys = iter(jax.random.split(key, 7))
+        keys = iter(jax.random.split(key, 3 + 4 * self.config.num_layers))
+        hidden, branch = shapes.mask_hidden, (2 * self.config.num_layers) ** -0.5
         fc = model.init_matrix(next(keys), *shapes.fc.shape)
         head = model.init_matrix(next(keys), *shapes.lm_head.shape)
         norm, embed = jnp.ones(width, jnp.float32), None
@@ -134,10 +140,11 @@ class HeadLearner(ttt.UnrolledLearner):
             fc_norms=None,
             input_norm=None,
             hidden_norm=jnp.ones(width, jnp.float32),
-            layers=tuple(model.init_layer(layer, keys, branch=2**-0.5) for layer in shapes.layers),
+            layers=tuple(model.init_layer(layer, keys, branch=branch) for layer in shapes.layers),
             norm=norm,
             lm_head=head,
             ids=None,
+            mask_hidden=None if hidden is None else jax.random.normal(jax.random.fold_in(key, 1), hidden.shape),
         )
 
     def observe(self, out: ForwardOutput) -> Float[Array, "B T C"]:
@@ -161,6 +168,9 @@ class HeadLearner(ttt.UnrolledLearner):
         feature, earlier = carry
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] + step
         attention, read = TttAttention(tokens.shape[1]), ttt.shift(tokens, step + 1)
+        if step and self.config.mask_token is not None:
+            masked = jnp.broadcast_to(params.draft.mask_hidden, (*tokens.shape, observed.shape[-1]))
+            read, feature = jnp.full_like(tokens, self.config.mask_token), self.config.fuse(params.draft, masked)
         batch = ForwardBatch(read, positions, attention, None, earlier=earlier)
         out = self.config.apply(params, self.target, batch, feature)
         return out.logits, (out.feature, out.rows)

@@ -88,6 +88,8 @@ _HEAD = Kind(
     name="eagle3",
     first="Trains an EAGLE-3 head for a target (Li et al., EAGLE-3, arXiv 2503.01840, section 3).",
     cost="""\
+With --mask-token ID it is a P-EAGLE head (arXiv 2602.01469), which drafts --ttt-steps tokens in one forward.
+
 Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head;
 on an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token:
 the target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which

@@ -99,8 +99,12 @@ class LayerSizes(Options):
 
 @dataclasses.dataclass(frozen=True)
 class HeadShape(LayerSizes):
-    """The shape of an EAGLE-3 head."""
+    """The shape of an EAGLE-3 head, or of a P-EAGLE head with a `mask_token`."""
 
+    num_layers: int = option(1, "of the draft", bounds=_SIZE)
+    mask_token: int | None = option(
+        None, "P-EAGLE: all tokens in one forward; id of the token in the place of those to predict", least=0
+    )
     num_kv_heads: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
     head_dim: int | None = option(None, "of the draft (default: the target's)", bounds=_SIZE)
     capture_layers: tuple[int, ...] | None = option(

@@ -49,7 +49,7 @@ fuse = jax.jit(lambda config, params, hidden: config.fuse(params, hidden), stati
 commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
 
 
-@pytest.mark.slow(unless=("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow"))
+@pytest.mark.slow(unless=("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow", "p-eagle"))
 @pytest.mark.parametrize("name", HEADS)
 def test_forward_equals_the_oracle(head, name):
     directory = head(**HEADS[name])
@@ -75,6 +75,9 @@ def test_forward_equals_the_oracle(head, name):
     out = apply(config, params, read_by(ids[:, 5:], positions[:, 5:], cache, five), feature[:, 5:])
     np.testing.assert_allclose(np.array(out.logits)[0], logits[5:], atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after[5:], atol=1e-5)
+    if config.at_once:
+        np.testing.assert_array_equal(draft.mask_hidden, stored["mask_hidden"].reshape(-1))
+        assert config.mask_token == 5 and draft.mask_embed is None
     if draft.ids is not None:
         np.testing.assert_array_equal(draft.ids, oracle.target_ids(stored))
         assert draft.ids.dtype == jnp.int32
@@ -177,7 +180,7 @@ def test_missing_files(head):
 
 
 @pytest.mark.slow(
-    unless=("eagle1", "eagle3", "eagle3 narrow", "eagle3 own embedding", "eagle3 two layers", "speculators")
+    unless=("eagle1", "eagle3", "eagle3 narrow", "eagle3 own embedding", "eagle3 two layers", "speculators", "p-eagle")
 )
 @pytest.mark.parametrize("name", HEADS)
 def test_every_tensor_is_needed_and_checked(head, name):
@@ -189,6 +192,8 @@ def test_every_tensor_is_needed_and_checked(head, name):
     free = {"fc.bias"} | {name for name in stored if name.endswith("o_proj.bias")}
     if expected.params.ids is None:
         free.add("lm_head.weight")
+    if expected.config.at_once:
+        free.add("embed_tokens.weight")
     for key in stored:
         write(directory, raw, {name: tensor for name, tensor in stored.items() if name != key})
         if key in same | free:
@@ -204,7 +209,7 @@ def test_every_tensor_is_needed_and_checked(head, name):
 
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3", "speculators"])
 @pytest.mark.parametrize(
-    "name", ["mask_hidden", "layers.0.self_attn.q_proj.weight_scale", "layers.1.mlp.up_proj.weight", "extra.bias"]
+    "name", ["layers.0.self_attn.q_proj.weight_scale", "layers.1.mlp.up_proj.weight", "extra.bias"]
 )
 def test_an_unused_tensor(head, layout, name):
     with pytest.raises(
@@ -212,6 +217,39 @@ def test_an_unused_tensor(head, layout, name):
         match=f"1 unused tensor.*this EAGLE-. head, .*config.json is complete, does not read them: {name}$",
     ):
         load(head(layout=layout, tensors={name: np.zeros(2, np.float32)}))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    (
+        ({}, {}, "'mask_token_id' is missing"),
+        ({}, {"ptd_token_id": V}, "ptd_token_id=61: must be from 0 to 60, a row of the embedding"),
+        ({}, {"ptd_token_id": 3, "pard_token": 4}, "pard_token=4.*ptd_token_id=3"),
+        ({}, {"ptd_token_id": 3, "parallel_drafting": False}, r"parallel_drafting=False \(must be True\)"),
+        ({"layout": "eagle1"}, {"ptd_token_id": 3}, "EAGLE-1 head: the tensor 'mask_hidden' of P-EAGLE"),
+        ({"layout": "speculators"}, {"mask_token_id": 3}, "speculators_model_type='eagle3'"),
+    ),
+)
+def test_masks_that_contradict_their_keys(head, options, changes, message):
+    mask = {"mask_hidden": np.zeros((1, 48), np.float32)}
+    with pytest.raises(CheckpointError, match=message):
+        load(head(tensors=mask, **options, **changes))
+
+
+def test_a_mask_token_beyond_the_targets(head, tmp_path):
+    """Its embedding is in the head's own table."""
+    options = HEADS["p-eagle"] | {"ptd_token_id": V, "vocab_size": V + 1}
+    table = np.random.default_rng(1).standard_normal((V + 1, 16)).astype(np.float32)
+    marks = {"t2d": np.append(random_head()[1]["t2d"], False)}
+    tensors = {**options["tensors"], "embed_tokens.weight": table, **marks}
+    with pytest.warns(UserWarning, match="the ids from 61 on are taken for padding"):
+        loaded = load(head(**options | {"tensors": tensors}))
+    np.testing.assert_array_equal(loaded.params.mask_embed, table[V])
+    tokens = np.array([[V, 3]], np.int32)
+    embedded = loaded.config.embed(Params(None, loaded.params), TARGET, jax.device_put(tokens))
+    np.testing.assert_array_equal(embedded[0], table[[V, 3]])
+    with pytest.raises(ValueError, match="cannot hold mask_embed"):
+        drafts.save(tmp_path / "out", loaded.config, loaded.params)
 
 
 def test_tensors_that_are_copies(head):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import planted
 import pytest
 import toy
 from safetensors.numpy import load_file, save_file
@@ -148,7 +149,7 @@ def test_an_assistant_reads_keys_and_values_with_their_scales(paths, tmp_path):
     found = []
     for path, name in zip(paths, ("plain", "folded"), strict=True):
         model = jspec.load(path, draft=tmp_path / name, kv="fp8")
-        _, s = toy.prefilled(model, PROMPTS, FrozenKvMtp(depth=2), 4)
+        _, s = planted.prefilled(model, PROMPTS, FrozenKvMtp(depth=2), 4)
         given = s.root, s.draft, s.cache, s.length - 1, jnp.maximum(s.length - 2, 0)
         found.append(jax.jit(model.draft.apply, static_argnums=1)(model.params, model.target, *given).logits)
         options = dict(max_new_tokens=12, page_size=4)

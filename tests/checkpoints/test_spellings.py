@@ -31,7 +31,7 @@ from jspec.checkpoints.source import Source
 from jspec.drafters import Eagle
 
 CLASSES = {
-    **{"LlamaForCausalLMEagle4": "EAGLE-4", "Eagle3DeepseekV2ForCausalLM": "latent attention", "PEagleDraftModel": ""},
+    **{"LlamaForCausalLMEagle4": "EAGLE-4", "Eagle3DeepseekV2ForCausalLM": "latent attention"},
     **{"Qwen3XPressModel": "", "LiLiCorrDraftModel": "", "LagunaDFlashModel": "", "Qwen3OmniDSparkModel": ""},
     **{"MuseSparkDSparkModel": "", "Gemma4DSparkModel": "Gemma", "DFlash2DraftModel": "DFlash2"},
     **{"DominoDraftModel": "Domino", "EagleLlama4ForCausalLM": "Llama 4"},
@@ -98,6 +98,10 @@ REFUSED = [
         "'(model.)?fc.weight' and '(model.)?fc.weight' are two tensors of one name",
     ),
     ("eagle3", top(vocab_size=V + 1025), "vocab_size=1086, but the target has 61 tokens"),
+    ("eagle3", top(architectures=["PEagleDraftModel"]), "PEagleDraftModel is of P-EAGLE.*'mask_hidden' is missing"),
+    ("eagle3", top(ptd_token_id=4), "ptd_token_id=4 is of P-EAGLE, but the tensor 'mask_hidden' is missing"),
+    ("pard", top(pard_token=V), "pard_token=61: must be below vocab_size=61"),
+    ("pard", top(ptd_token_id=4), "pard_token=60 and ptd_token_id=4 must be the same"),
     ("eagle3", top(block_size=4), r"block_size=4 \(must be absent\)"),
     ("eagle3", top(causal_head=False), r"causal_head=False \(must be True\)"),
     (
@@ -249,7 +253,7 @@ def test_a_target_of_another_family_changes_no_reading(tmp_path):
         is_full_attention=(False, True) * (TARGET.num_layers // 2),
     )
     for index, (base, name) in enumerate([*cases(SAME), *cases(OTHER)]):
-        if base == "standalone":
+        if base in ("standalone", "pard"):
             continue
         directory = write(tmp_path / str(index), base, (SAME[base] | OTHER.get(base, {}))[name])
         with warnings.catch_warnings():

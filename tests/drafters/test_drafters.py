@@ -7,6 +7,7 @@ from dataclasses import replace
 import deepseek
 import jax
 import jax.numpy as jnp
+import masked
 import numpy as np
 import pytest
 import qwen
@@ -304,11 +305,11 @@ def test_a_draft_that_is_the_target_is_always_right(depth):
     np.testing.assert_array_equal(s.stats.accept_counts, np.tile(expected, (len(toy.IDS), 1)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", (toy.DRAFT, None), ids=("wrong_draft", "good_draft"))
-def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
+@pytest.mark.slow(unless="masks")
+@pytest.mark.parametrize("model", (toy.DRAFT, toy.NEAR, toy.MASKED), ids=("wrong_draft", "good_draft", "masks"))
+def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(model):
     """After any number of rounds the draft has read each token once, and has proposed the next one."""
-    weights, model = toy.params(config), config or toy.NEAR
+    weights = masked.params(model) if model.at_once else toy.params(None if model is toy.NEAR else model)
     drafter = Standalone(depth=3).bind(toy.TARGET, model)
     s = toy.start(drafter, weights)
     fresh = jax.jit(model.forward)
@@ -323,4 +324,6 @@ def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
                 for i, rows in enumerate(pair):
                     committed = pool[layer, i, at].reshape(-1, *pool.shape[4:])[:length]
                     np.testing.assert_allclose(committed, rows[b, :length], rtol=1e-4, atol=1e-5)
-            assert s.done[b] or s.draft.proposal.tokens[b, 0, 0] == np.argmax(out.logits[b, length - 1])
+                    assert not pool[layer, i, at].reshape(-1, *pool.shape[4:])[length:].any(), "a mask was kept"
+            proposed = jax.jit(drafter.draft)(weights, s)[0].tokens
+            assert s.done[b] or proposed[b, 1] == np.argmax(out.logits[b, length - 1])

@@ -50,6 +50,8 @@ POINTS = (
     ("eagle", dict(depth=4, **TREE), 3, 3, 1, 3),
     ("standalone", dict(depth=4, **TREE), 5, 0, 4, None),
     ("standalone", dict(depth=3, **TREE), 9, 3, 16, 5),
+    ("eagle_masks", dict(depth=4, **TREE), 5, 2, 4, 4),
+    ("standalone_masks", dict(depth=3), 6, 0, 4, 5),
     ("fill_in", dict(depth=3), 9, 0, 1, 4),
     ("fill_in", dict(depth=4, **TREE), 5, 5, 4, 3),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import block_oracle
 import jax
+import masked
 import numpy as np
 import toy
 import window_oracle
@@ -101,6 +102,25 @@ def eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...
     return lambda path: over_vocabulary(run(path)[0][-1], own.ids)
 
 
+def masked_standalone_by_hand(drafter: Standalone, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """One forward over the text and the masks after it."""
+    text = [*tokens, *[toy.MASKED.mask_token] * (drafter.depth - 1)]
+    seen = window_oracle.band(len(text), drafter.window, drafter.keep_first)
+    logits = window_oracle.language_model(toy.MASKED, masked.params(toy.MASKED).draft, text, seen)[len(tokens) - 1 :]
+    return lambda path: over_vocabulary(logits[len(path)], np.arange(logits.shape[1]))
+
+
+def masked_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """One forward over the pairs of the text and the masks after them."""
+    own, masks = masked.params(toy.MASKED_HEAD).draft, drafter.depth - 1
+    captures = np.concatenate([captured(tuple(tokens))[:-1], np.tile(np.array(own.mask_hidden), (masks, 1))])
+    text = [*tokens[1:], *[toy.MASKED_HEAD.mask_token] * masks]
+    seen = window_oracle.band(len(text), drafter.window, drafter.keep_first)
+    feature, embedded = captures @ np.array(own.fc, np.float64), np.array(own.embed)[text]
+    logits = window_oracle.eagle(toy.MASKED_HEAD, own, embedded, feature, seen)[0][len(tokens) - 2 :]
+    return lambda path: over_vocabulary(logits[len(path)], own.ids)
+
+
 @functools.cache
 def stored(config: BlockHead) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """config.json and tensors of a block draft's weights."""
@@ -135,6 +155,18 @@ DRAFTS = {
     "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
     "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
     "block": (Block, toy.BLOCK, functools.partial(block_params, toy.BLOCK), block_by_hand),
+    "eagle_masks": (
+        Eagle,
+        toy.MASKED_HEAD,
+        functools.partial(masked.params, toy.MASKED_HEAD),
+        masked_eagle_by_hand,
+    ),
+    "standalone_masks": (
+        Standalone,
+        toy.MASKED,
+        functools.partial(masked.params, toy.MASKED),
+        masked_standalone_by_hand,
+    ),
     "long": (Block, LONG, functools.partial(block_params, LONG), block_by_hand),
     "fill_in": (Block, toy.FILL_IN, functools.partial(block_params, toy.FILL_IN), block_by_hand),
 }

@@ -25,6 +25,7 @@ TARGET = Llama(
     head_dim=8,
     max_length=512,
 )
+_MASK = np.random.default_rng(3).standard_normal((1, 48)).astype(np.float32)
 HEADS = {
     "eagle1": dict(layout="eagle1"),
     "eagle1 biases": dict(layout="eagle1", fc_bias=True, qkv_bias=True, embed=True, bias=False),
@@ -38,6 +39,18 @@ HEADS = {
     "eagle3 aux_norm": dict(fc_norm="aux_norm", use_aux_norm=True, o_bias=True, qkv_bias=True),
     "eagle3 norm_before_fc": dict(norm_before_fc=True, norm_before_residual=True),
     "eagle3 two layers": dict(num_layers=2, later_norm="hidden_norm", qk_norm=True),
+    "p-eagle": dict(
+        **{"num_layers": 2, "embed": True, "ptd_token_id": 5, "parallel_drafting": True, "fc_norm": "fc_norm"},
+        tensors={"mask_hidden": _MASK},
+    ),
+    "p-eagle speculators": dict(
+        **{"layout": "speculators", "embed": True, "mask_token_id": 5, "speculators_model_type": "peagle"},
+        **{
+            "architectures": ["PEagleSpeculator"],
+            "norm_before_residual": True,
+            "tensors": {"mask_hidden": _MASK[None]},
+        },
+    ),
     "speculators": dict(layout="speculators", norm_before_residual=True),
     "speculators qwen3": dict(layout="speculators", qk_norm=True, norm_output=True, fc_norm="fc_norm"),
     "speculators two layers": dict(layout="speculators", num_layers=2, norm_before_fc=True),

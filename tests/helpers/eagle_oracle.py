@@ -32,7 +32,7 @@ def forward(raw: dict, t: Tensors, embed: np.ndarray, head: np.ndarray, tokens: 
     """
     config = layer_config(raw)
     eps = config["rms_norm_eps"]
-    if config["hidden_size"] != embed.shape[1] or raw.get("embed_requires_grad"):
+    if config["hidden_size"] != embed.shape[1] or raw.get("embed_requires_grad", "mask_hidden" in t):
         embed = t["embed_tokens.weight"]
     e = embed[tokens].astype(np.float64)
     if version(t) == 1:

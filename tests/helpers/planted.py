@@ -5,14 +5,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import masked
 import numpy as np
 import pytest
 import toy
 
-from jspec.core import accept, tree
+from jspec.core import accept, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.method import Method
-from jspec.core.types import DecodeState, DraftTree, Params, Stats
+from jspec.core.prefill import jitted_prefill
+from jspec.core.types import DecodeState, DraftTree, Params, Prompts, Stats
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp
 from jspec.models import MtpHead, MtpHeads
 
@@ -57,7 +59,7 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-REPEATED = ("block", "eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
+REPEATED = ("block", "eagle", "eagle_masks", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
 """Second shapes of drafters: slow points of the tests of all shapes."""
 
 
@@ -96,6 +98,8 @@ def weights_of(drafter):
         return toy.mtp_params()
     if isinstance(drafter, Block):
         return toy.block_params(drafter.model)
+    if getattr(getattr(drafter, "model", None), "at_once", False):
+        return masked.params(drafter.model)
     return toy.head_params() if isinstance(drafter, Eagle | Adaptive) else toy.params()
 
 
@@ -152,6 +156,16 @@ def path_to(tokens, parents, node):
         path.insert(0, int(tokens[node]))
         node = parents[node]
     return path
+
+
+def prefilled(model, prompts, drafter, new_tokens: int):
+    """The bound drafter, and the state after prefill as `generate` makes it, with room for `new_tokens` tokens."""
+    ids, length = toy.padded(prompts)
+    bound = drafter.bind(model.target, model.draft)
+    keys = toy.row_keys(np.arange(len(prompts)))
+    given = Prompts(ids, length, length + np.int32(new_tokens), keys, stopping.init(None, len(prompts)))
+    method = Method(model.target, bound, accept.greedy)
+    return bound, jitted_prefill(model.params, given, method=method, capacity=128, page_size=4)
 
 
 def state_without_models(tokens, prompt_length, length, **fields):

@@ -275,6 +275,18 @@ SAME = {
             "dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE, **speculative_tokens(3)
         ),
     },
+    "p-eagle": {
+        "PARD's key": rename(ptd_token_id="pard_token"),
+        "a key of vLLM": top(parallel_drafting=True),
+        "a class of speculators": top(architectures=["PEagleDraftModel"], mask_token_id=V - 1),
+        "three axes": tensors(lambda t: {**t, "mask_hidden": t["mask_hidden"][None]}),
+        "names of a model": tensors(prefixed),
+        "a mask among the padding": both(padded(3), mask_in(V + 1)),
+        "speculators": both(
+            rename(ptd_token_id="mask_token_id"), speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS)
+        ),
+    },
+    "pard": {"the key of heads": rename(pard_token="ptd_token_id"), "both keys": top(ptd_token_id=V - 1)},
     "standalone": {
         "padded by 3": padded(3),
         "padded by 128": padded(128),
@@ -306,5 +318,10 @@ OTHER = {
         "one window": top(layer_types=["sliding_attention", "full_attention"], sliding_window=5),
     },
     "dspark": {"anchor": top(sample_from_anchor=False)},
+    "p-eagle": {
+        "mask": top(ptd_token_id=3),
+        "hidden": tensors(lambda t: {**t, "mask_hidden": -t["mask_hidden"]}),
+        "embedding": top(embed_requires_grad=False),
+    },
+    "pard": {"mask": top(pard_token=3), "no mask": top(pard_token="absent")},
 }
-"""Base -> one flag each with which its tensors propose other tokens."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import planted
 import toy
 from block_files import random_draft
 from eagle_files import TARGET, V, random_head
@@ -147,15 +148,17 @@ def mask_in(row: int) -> Change:
     def change(raw, t):
         embed = t["embed_tokens.weight"].copy()
         embed[row] = embed[V - 1]
-        raw = {**raw, "dflash_config": {**raw["dflash_config"], "mask_token_id": row}}
-        return raw, {**t, "embed_tokens.weight": embed}
+        named = {"ptd_token_id": row}
+        if "dflash_config" in raw:
+            named = {"dflash_config": {**raw["dflash_config"], "mask_token_id": row}}
+        return {**raw, **named}, {**t, "embed_tokens.weight": embed}
 
     return change
 
 
 def speculators(kind: str, **keys: Any) -> Change:
     """The layout of speculators; keys: beside those of the layers."""
-    outer = {"norm_before_residual": False} if kind == "eagle3" else {}
+    outer = {"norm_before_residual": False} if kind in ("eagle3", "peagle") else {}
 
     def change(raw, t):
         flat = {**raw, **raw.get("dflash_config", {}), **raw.get("eagle_config", {})}
@@ -208,6 +211,11 @@ def head(**options) -> Callable[[], tuple[dict, Tensors]]:
     return lambda: sharp(*random_head(**{"eagle_config": ids, **options}))  # pyright: ignore[reportArgumentType]
 
 
+def masked(raw: dict, t: Tensors) -> tuple[dict, Tensors]:
+    """A head with masks, as vLLM reads it."""
+    return {**raw, "ptd_token_id": V - 1}, {**t, "mask_hidden": eagle_files.HEADS["p-eagle"]["tensors"]["mask_hidden"]}
+
+
 def block(**options) -> Callable[[], tuple[dict, Tensors]]:
     return lambda: sharp(*random_draft(**options))
 
@@ -251,6 +259,8 @@ BASES = {
     "dspark": Base(block(**NEXT), BLOCK),
     "dspark fill-in": Base(block(**NEXT, sample_from_anchor=False), BLOCK),
     "standalone": Base(model, Standalone(depth=3)),
+    "p-eagle": Base(lambda: both(masked)(*head(num_layers=2, embed=True)()), EAGLE),
+    "pard": Base(lambda: top(pard_token=V - 1)(*model()), Standalone(depth=3)),
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 
@@ -282,7 +292,7 @@ def proposals(directory: Path, base: str, drafter: Any = None, rounds: int = 0) 
     # How rows were ordered in the file has no part in a forward.
     config = dataclasses.replace(loaded.config, neox=True) if hasattr(loaded.config, "neox") else loaded.config
     both = SimpleNamespace(target=TARGET, draft=config, params=Params(target_params(), loaded.params))
-    bound, s = toy.prefilled(both, PROMPTS, drafter or BASES[base].drafter, 24)
+    bound, s = planted.prefilled(both, PROMPTS, drafter or BASES[base].drafter, 24)
     method = Method(TARGET, bound, accept.greedy)
     if rounds:
         s = decode(both.params, s, jnp.int32(rounds), method=method)

@@ -68,6 +68,9 @@ HEAD = EagleHead(
     max_length=512,
     capture_layers=(0, 1, 2),
 )
+MASKED_HEAD = dataclasses.replace(HEAD, num_layers=2, mask_token=60)
+MASKED = dataclasses.replace(TARGET, hidden_size=96, mask_token=60)
+"""Drafts that propose all tokens in one forward; their weights are in `masked`."""
 BLOCK = BlockHead(
     vocab_size=61,
     draft_vocab_size=48,
@@ -416,6 +419,8 @@ def bound_drafters() -> dict[str, Drafter]:
         "block_tree": Block(width=3, num_nodes=12).bind(TARGET, BLOCK),
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
+        "eagle_masks": Eagle(depth=3).bind(TARGET, MASKED_HEAD),
+        "eagle_masks_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, MASKED_HEAD),
         "frozen_kv_mtp": FrozenKvMtp(depth=3).bind(TARGET, ASSISTANT),
         "frozen_kv_mtp_tree": FrozenKvMtp(depth=4, width=3, num_nodes=12).bind(TARGET, CLUSTERED),
         "mtp": Mtp(depth=3).bind(TARGET, HEADS),
@@ -423,6 +428,7 @@ def bound_drafters() -> dict[str, Drafter]:
         "ngram": Ngram(n=2, depth=4),
         "plain": Plain(),
         "standalone": Standalone(depth=3).bind(TARGET, NEAR),
+        "standalone_masks": Standalone(depth=4, width=2, num_nodes=12).bind(TARGET, MASKED),
         "standalone_tree": Standalone(depth=4, width=3, num_nodes=16).bind(TARGET, NEAR),
         "suffix": Suffix(n=4, depth=4, width=3, num_nodes=12),
     }
@@ -489,13 +495,3 @@ def padded(texts) -> tuple[np.ndarray, np.ndarray]:
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = text
     return ids, np.array(list(map(len, texts)), np.int32)
-
-
-def prefilled(model, prompts, drafter, new_tokens: int):
-    """The bound drafter, and the state after prefill as `generate` makes it, with room for `new_tokens` tokens."""
-    ids, length = padded(prompts)
-    bound = drafter.bind(model.target, model.draft)
-    keys = row_keys(np.arange(len(prompts)))
-    given = Prompts(ids, length, length + np.int32(new_tokens), keys, stopping.init(None, len(prompts)))
-    method = Method(model.target, bound, accept.greedy)
-    return bound, jitted_prefill(model.params, given, method=method, capacity=128, page_size=4)

@@ -8,6 +8,7 @@ import hf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planted
 import pytest
 import toy
 from parity import LENGTHS, NEW_TOKENS, Pair, check_output, torch, transformers
@@ -62,7 +63,7 @@ def test_logits_and_hidden_states_equal_transformers(tmp_path, kind, ordered):
     model = jspec.load(directories[0], draft=directories[1], dtype="float32")
     prompts, _ = hf.continuations(target, (2, 9, 30), 1)
     # Each prompt's last token is the root, instead of the token that prefill chose.
-    bound, s = toy.prefilled(model, [prompt[:-1] for prompt in prompts], FrozenKvMtp(), NEW_TOKENS)
+    bound, s = planted.prefilled(model, [prompt[:-1] for prompt in prompts], FrozenKvMtp(), NEW_TOKENS)
     step = jax.jit(functools.partial(bound.model.apply, target=bound.target))
     # `transformers` counts a distance of the whole window as inside: one token more than the target's window.
     theirs.config.get_text_config().sliding_window = WINDOW - 1

@@ -8,6 +8,7 @@ import extras  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planted
 import pytest
 from batches import read_by
 from train_files import lines
@@ -321,6 +322,35 @@ def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
     out = jspec.generate(drafted, prompts, drafter=jspec.Eagle(depth=3), max_new_tokens=24)
     assert out.tokens == wanted.tokens
     assert out.stats.accept_length > 2
+
+
+@pytest.mark.slow
+def test_masks_are_trained_as_they_draft(target, rows, tmp_path):
+    """The proposals of the drafter are the choices of the unrolled steps, and the output is that of plain decoding."""
+    plain = jspec.Model("tiny", TARGET, Params(target), None, ())
+    options = {"capture_layers": (1, 2, 4), "ttt_steps": 3, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
+    options |= {"mask_token": 60, "num_layers": 2}
+    drafted = draft.train_draft("eagle3", plain, rows, steps=60, batch_tokens=256, progress=False, **options)
+    drafts.save(tmp_path, drafted.draft, drafted.params.draft, dtype="float32")
+    read = drafts.plan(source.Source(tmp_path), TARGET, "float32").read()
+    assert read.config == drafted.draft
+    prompts = rows[:4, :6].astype(int).tolist()
+    out = jspec.generate(drafted, prompts, drafter=jspec.Eagle(depth=3), max_new_tokens=16)
+    assert out.tokens == jspec.generate(plain, prompts, drafter=None, max_new_tokens=16).tokens
+    assert out.stats.accept_length > 1.7
+    # Each step of a text, and a round after each of its beginnings.
+    learner = HeadLearner(dataclasses.replace(RECIPE, ttt_steps=3), "float32", read.config, TARGET)
+    text, params = jnp.asarray(rows[:1, :12], jnp.int32), Params(target, read.params)
+    observed = learner.observe(learner.run_target(target, text))
+    carry, steps = learner.begin(params, observed), []
+    for step in range(3):
+        logits, carry = learner.forward(params, text, observed, carry, step)
+        steps.append(np.array(read.params.ids)[np.argmax(logits[0], axis=-1)])
+    lengths = range(5, 11)
+    bound, s = planted.prefilled(drafted, [rows[0, :length].tolist() for length in lengths], jspec.Eagle(depth=3), 8)
+    np.testing.assert_array_equal(s.root[:, 0], rows[0, lengths])  # the target wrote them
+    proposed = np.array(jax.jit(bound.draft)(params, s)[0].tokens)[:, 1:]
+    np.testing.assert_array_equal(proposed, np.array(steps)[:, [length - 1 for length in lengths]].T)
 
 
 @pytest.mark.slow
