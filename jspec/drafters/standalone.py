@@ -40,9 +40,7 @@ class StandaloneState:
     proposal: Proposal | None
     """None before the first chunk of the prompt, and for drafts with masks."""
     outputs: Float[Array, "B d E"] | None = None
-    """Of drafts with masks: the inputs of the LM head at the last token and at the masks after it, which are in no
-    cache.
-    """
+    """The inputs of the LM head at the last token and at the masks after it, which are in no cache; None without masks."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,13 +112,13 @@ def masked_standalone_by_hand(drafter: Standalone, tokens: list[int]) -> Callabl
 
 def masked_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
     """One forward over the pairs of the text and the masks after them."""
-    own, masks = masked.params(toy.MASKED_HEAD).draft, drafter.depth - 1
-    captures = np.concatenate([captured(tuple(tokens))[:-1], np.tile(np.array(own.mask_hidden), (masks, 1))])
+    weights, masks = masked.params(toy.MASKED_HEAD).draft, drafter.depth - 1
+    captures = np.concatenate([captured(tuple(tokens))[:-1], np.tile(np.array(weights.mask_hidden), (masks, 1))])
     text = [*tokens[1:], *[toy.MASKED_HEAD.mask_token] * masks]
     seen = window_oracle.band(len(text), drafter.window, drafter.keep_first)
-    feature, embedded = captures @ np.array(own.fc, np.float64), np.array(own.embed)[text]
-    logits = window_oracle.eagle(toy.MASKED_HEAD, own, embedded, feature, seen)[0][len(tokens) - 2 :]
-    return lambda path: over_vocabulary(logits[len(path)], own.ids)
+    feature, embedded = captures @ np.array(weights.fc, np.float64), np.array(weights.embed)[text]
+    logits = window_oracle.eagle(toy.MASKED_HEAD, weights, embedded, feature, seen)[0][len(tokens) - 2 :]
+    return lambda path: over_vocabulary(logits[len(path)], weights.ids)
 
 
 @functools.cache

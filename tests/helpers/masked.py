@@ -34,7 +34,7 @@ def params(config: EagleHead | Llama) -> Params:
     outputs = np.array(s.draft.feature if head else s.draft.outputs).reshape(-1, config.hidden_size)
     cache = toy.TARGET.init_cache(target, len(texts), 4, 4)
     logits = np.array(jax.jit(toy.TARGET.forward)(target, tree.chain(jax.device_put(texts)), cache, None).logits)
-    wanted = np.repeat(logits, len(lengths), axis=0)[np.arange(len(count))[:, None], count[:, None] + np.arange(DEPTH)]
-    wanted = wanted[:, :, ids].reshape(-1, len(ids))
-    fitted = np.linalg.solve(outputs.T @ outputs + 0.1 * np.eye(config.hidden_size), outputs.T @ wanted)
+    aims = np.repeat(logits, len(lengths), axis=0)[np.arange(len(count))[:, None], count[:, None] + np.arange(DEPTH)]
+    aims = aims[:, :, ids].reshape(-1, len(ids))
+    fitted = np.linalg.solve(outputs.T @ outputs + 0.1 * np.eye(config.hidden_size), outputs.T @ aims)
     return Params(target, dataclasses.replace(random, lm_head=jax.device_put(fitted.astype(np.float32))))
