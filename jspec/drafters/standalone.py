@@ -40,7 +40,7 @@ class StandaloneState:
     proposal: Proposal | None
     """None before the first chunk of the prompt, and for drafts with masks."""
     outputs: Float[Array, "B d E"] | None = None
-    """The inputs of the LM head at the last token and at the masks after it, which are in no cache; None without masks."""
+    """The inputs of the LM head at the last token and at the masks after it; None without masks."""
 
 
 @dataclasses.dataclass(frozen=True)

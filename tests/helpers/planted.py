@@ -163,9 +163,9 @@ def prefilled(model, prompts, drafter, new_tokens: int):
     ids, length = toy.padded(prompts)
     bound = drafter.bind(model.target, model.draft)
     keys = toy.row_keys(np.arange(len(prompts)))
-    given = Prompts(ids, length, length + np.int32(new_tokens), keys, stopping.init(None, len(prompts)))
+    prompts_state = Prompts(ids, length, length + np.int32(new_tokens), keys, stopping.init(None, len(prompts)))
     method = Method(model.target, bound, accept.greedy)
-    return bound, jitted_prefill(model.params, given, method=method, capacity=128, page_size=4)
+    return bound, jitted_prefill(model.params, prompts_state, method=method, capacity=128, page_size=4)
 
 
 def state_without_models(tokens, prompt_length, length, **fields):
