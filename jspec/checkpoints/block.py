@@ -35,9 +35,10 @@ from jspec.models import weights
 from jspec.models.block_head import MARKOV_KINDS, BlockHead, BlockParams
 from jspec.models.decoder import Decoder
 
-LAYOUTS = ("deepspec", "speculators")
+LAYOUTS = ("deepspec", "speculators", "z-lab")
 """Layouts that can be written."""
 
+_DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
 SPELLINGS = Spellings(
     owner="a block draft",
     sections=("dflash_config", "dspark_config", "transformer_layer_config"),
@@ -49,13 +50,12 @@ SPELLINGS = Spellings(
         **dict.fromkeys(("markov_head_type", "confidence_head_with_markov"), ()),
         **dict.fromkeys(("sample_from_anchor", "projector_type", "use_swa", "swa_window_size"), ()),
         **dict.fromkeys(("output_multiplier", "logit_scale", "final_logit_softcapping"), ()),
+        **dict.fromkeys(_DFLASH2, ()),
     },
     options={
-        "speculators_model_type": ("dflash", "dspark"),
-        "projector_type": ("dflash", "dspark"),
+        "speculators_model_type": ("dflash", "dflash2", "dspark"),
+        "projector_type": ("dflash", "dflash2", "dspark"),
         "attention_mode": ("gqa", "mha"),
-        "conv_kernel_size": (),
-        "selector_rank": (),
     },
 )
 """What their keys are called. `dflash_config.num_target_layers`, for example, is that of the top level."""
@@ -115,6 +115,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
         own_head="lm_head.weight" in names,
         logit_scale=scale,
         soft_cap=soft_cap,
+        **_read_dflash2(config, fields),
     )
     # What it shares with the target.
     if head.hidden_size != target.hidden_size and not (head.own_embed and head.own_head):
@@ -176,6 +177,13 @@ def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "marko
     return "markov" if reads or fields.read_flag("confidence_head_with_markov") else "hidden"
 
 
+def _read_dflash2(config: Fields, fields: Fields) -> dict[str, int]:
+    """Read the sizes of convolutions and selector; 0 without them, which DFlash2 must not be."""
+    kinds = [config.read_text("speculators_model_type", ""), fields.read_text("projector_type", "")]
+    required = bool(find_architectures(config, ["dflash2"])) or "dflash2" in kinds
+    return {key: fields.read_int(key) if required or fields.is_set(key) else 0 for key in _DFLASH2}
+
+
 def _read_logits(fields: Fields, names: set[str], target: Decoder) -> tuple[float, float | None]:
     """Read the factor on the logits, and their bound."""
     # The factor has two spellings.
@@ -215,10 +223,15 @@ def _read_captured(config: Fields, fields: Fields, layers: int, target: Decoder)
 
 def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str | None) -> dict[str, Any]:
     """Describe a block draft in a layout."""
-    if config.logit_scale != 1.0 or config.soft_cap is not None or params.mask_embed is not None:
-        raise ValueError(f"layout={layout!r} cannot hold logit_scale, soft_cap or mask_embed")
-    # Keys at the top level in both layouts.
+    if params.mask_embed is not None:
+        raise ValueError(f"layout={layout!r} cannot hold mask_embed")
     layers = describe_layers(config, "qwen3", config.attention_bias)
+    sizes = {key: getattr(config, key) for key in _DFLASH2 if getattr(config, key)}
+    if layout == "z-lab":
+        return _describe_zlab(config, layers | {"block_size": config.block_size}, sizes)
+    if config.logit_scale != 1.0 or config.soft_cap is not None:
+        raise ValueError(f"layout={layout!r} cannot hold logit_scale and soft_cap: use 'z-lab'")
+    # Keys at the top level in both other layouts.
     heads = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token,
@@ -229,16 +242,42 @@ def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str 
         "confidence_head_with_markov": config.confidence == "markov",
     }
     if layout == "speculators":
-        return _describe_speculators(config, verifier, layers) | heads
+        return _describe_speculators(config, verifier, layers) | heads | sizes
     # DeepSpec's layout has no keys for other options.
-    plain = not any(config.windows) and not any(config.causal)
+    plain = not (any(config.windows) or any(config.causal) or sizes)
     if not (plain and config.next_token and config.draft_vocab_size == config.vocab_size):
         raise ValueError(
-            "layout='deepspec' requires next_token, the target's whole vocabulary, and full attention both ways: use "
-            "'speculators'"
+            "layout='deepspec' requires next_token, the target's whole vocabulary, full attention both ways, no "
+            "convolutions and no selector: use 'speculators' or 'z-lab'"
         )
     ids = [layer - 1 for layer in config.capture_layers]
     return {"architectures": ["Qwen3DSparkModel"], **layers, **heads, "target_layer_ids": ids, "num_anchors": _ANCHORS}
+
+
+def _describe_zlab(config: BlockHead, layers: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    direction = set(config.causal)
+    if config.next_token or config.markov or config.confidence or len(direction) > 1:
+        raise ValueError(
+            "layout='z-lab' requires rows that predict their own position, no Markov and no confidence head, and one "
+            f"direction of all layers: the draft has next_token={config.next_token}, markov={config.markov!r}, "
+            f"confidence={config.confidence!r}, causal={config.causal}; use 'speculators'"
+        )
+    section = {
+        "mask_token_id": config.mask_token,
+        "target_layer_ids": [layer - 1 for layer in config.capture_layers],
+        # JetSpec's name of `is_causal`, which its own code reads.
+        **({"causal_head": True} if True in direction else {}),
+        **({"output_multiplier": config.logit_scale} if config.logit_scale != 1.0 else {}),
+        **({"final_logit_softcapping": config.soft_cap} if config.soft_cap is not None else {}),
+        **sizes,
+    }
+    return {
+        "architectures": ["DFlash2DraftModel" if config.method == "DFlash2" else "DFlashDraftModel"],
+        **layers,
+        "is_causal": True in direction,
+        "draft_vocab_size": config.draft_vocab_size,
+        "dflash_config": section,
+    }
 
 
 def _describe_speculators(config: BlockHead, verifier: str | None, layers: dict[str, Any]) -> dict[str, Any]:
@@ -248,10 +287,9 @@ def _describe_speculators(config: BlockHead, verifier: str | None, layers: dict[
     if (None, True) in kinds or len(sliding) > 1:
         raise ValueError(
             "layout='speculators' requires full attention both ways, and one kind of sliding layers: the draft has "
-            f"windows={config.windows}, causal={config.causal}"
+            f"windows={config.windows}, causal={config.causal}; use 'z-lab'"
         )
-    dspark = config.next_token or config.markov is not None or config.confidence is not None
-    name = "DSpark" if dspark else "DFlash"
+    name = "DSpark" if config.confidence is not None else config.method
     return {
         **speculators.describe(config, f"{name}Speculator", name.lower(), config.depth, verifier, layers),
         "sliding_window_non_causal": any(not causal for _, causal in sliding),
@@ -267,9 +305,12 @@ def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockPar
     table = dataclasses.replace(table, embed=tokens.embedding(table.embed), lm_head=tokens.head(table.lm_head))
     if (markov := table.markov) is not None:
         markov = dataclasses.replace(markov, previous=tokens.embedding(markov.previous), out=tokens.head(markov.out))
+    if (selector := table.selector) is not None:
+        codebooks = {name: tokens.embedding(getattr(selector, name)) for name in ("previous", "candidate")}
+        selector = dataclasses.replace(selector, **codebooks)
     # All weights.
     params = dataclasses.replace(
-        weights.read(dataclasses.replace(table, markov=markov), tensors),
+        weights.read(dataclasses.replace(table, markov=markov, selector=selector), tensors),
         mask_embed=_read_mask(config, source, tensors, tokens),
         ids=tokens.ids,
     )

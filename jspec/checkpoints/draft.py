@@ -159,14 +159,13 @@ def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
 
 
 _CLASS = re.compile(
-    r"(llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle3?|dflash|dspark|jetspec"
+    r"(llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle3?|dflash2?|dspark|jetspec"
     r"|speculator|draft|model|head)+"
 )
 """Classes of drafts with the layers of a Llama or Qwen3."""
 _OTHERS = {
     "eagle4": "EAGLE-4, with an LM head of low rank",
     "deepseek": "layers with latent attention",
-    "dflash2": "DFlash2, with convolutions and a selector",
     "domino": "Domino, with a recurrent state",
     "gemma": "layers of Gemma",
     "llama4": "layers of Llama 4",
@@ -184,7 +183,7 @@ def check_class(config: Fields) -> None:
             known = next((f" ({what})" for part, what in _OTHERS.items() if part in name.lower()), "")
             raise CheckpointError(
                 f"{config.where}: {key}={name}{known} is not supported in a draft: must be a class of EAGLE, "
-                "EAGLE-3, P-EAGLE, DFlash, DSpark or JetSpec with layers of Llama or Qwen, such as "
+                "EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark or JetSpec with layers of Llama or Qwen, such as "
                 "LlamaForCausalLMEagle3, Eagle3Speculator, DFlashDraftModel or Qwen3DSparkModel"
             )
 

@@ -37,15 +37,16 @@ def propose_for_all(
     s: DecodeState,
     logits: Float[Array, "B _ Vd"],
     path: Int[Array, "B M g"],
-    ids: Int[Array, " Vd"] | None,
+    ids: Int[Array, " Vd"] | Int[Array, "B _ Vd"] | None,
 ) -> Proposal:
-    """The children of M nodes, from logits of each, or from the same logits for all."""
+    """The children of M nodes, from logits of each, or from the same logits for all; so are `ids` of rows."""
     batch, nodes, _ = path.shape
     if s.sampling is None and s.grammar.table is None:
         # Nodes with the same logits have the same proposals.
         path = path[:, : logits.shape[1]]
     else:
         logits = jnp.broadcast_to(logits, (batch, nodes, logits.shape[2]))
+    ids = ids if ids is None or ids.ndim == 1 else jnp.broadcast_to(ids, logits.shape)
     proposal = drafter.propose(s, logits, path, ids)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, nodes, x.shape[2])), proposal)
 

@@ -38,10 +38,10 @@ class BlockState:
 
 @dataclasses.dataclass(frozen=True)
 class Block(WindowedDrafter[BlockHead]):
-    """Proposes with a block draft, such as DFlash or DSpark: one forward per round, whatever the depth.
+    """Proposes with a block draft, such as DFlash2 or DSpark: one forward per round, whatever the depth.
 
-    A generation of a tree costs a step of the Markov head, if there is one, and no forward. Other options as of
-    `ModelDrafter` and `WindowedDrafter`.
+    A generation of a tree costs a step of the Markov head or the selector, if there is one, and no forward. Other
+    options as of `ModelDrafter` and `WindowedDrafter`.
 
     depth: tokens of the longest chain, from 1 to the block's predictions; None: all of them; an int after `bind`.
     """
@@ -59,6 +59,8 @@ class Block(WindowedDrafter[BlockHead]):
         """Takes the draft's configuration; it must have been made for a target of this shape."""
         draft = self.check_kind(draft, BlockHead, "a block draft")
         self.check_features(draft, target, "draft")
+        if draft.selector_top_k:
+            self.check_width(draft.selector_top_k, "the candidates of the draft's selector")
         if self.depth is not None and self.depth > draft.depth:
             raise ValueError(f"Block(depth={self.depth}): must be at most {draft.depth}, the predictions of a block")
         if self.window is not None and self.window < draft.block_size:
@@ -81,13 +83,16 @@ class Block(WindowedDrafter[BlockHead]):
         """
         hidden, logits = self._predict(params, s)
         weights: BlockParams = params.draft
+        logits, ids = self._model.candidates(weights, logits)
+        each_row = ids is not None and ids.ndim > 1
 
         def step(
             markov: Float[Array, "B M R"] | None, previous: Int[Array, "B M"], path: Int[Array, "B M g"]
         ) -> tuple[Float[Array, "B M R"] | None, Proposal]:
             row = slice(path.shape[2], path.shape[2] + 1)
-            corrected, markov = self._model.correct(weights, markov, previous, hidden[:, row], logits[:, row])
-            return markov, propose_for_all(self, s, corrected, path, self._model.ids(weights))
+            row_ids = ids[:, row] if each_row else ids
+            corrected, markov = self._model.correct(weights, markov, previous, hidden[:, row], logits[:, row], row_ids)
+            return markov, propose_for_all(self, s, corrected, path, row_ids)
 
         def expand(
             markov: Float[Array, "B F R"] | None, frontier: Frontier
@@ -109,7 +114,7 @@ class Block(WindowedDrafter[BlockHead]):
         return BlockState(cache)
 
     def _predict(self, params: Params, s: DecodeState) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
-        """Outputs for the next `depth` tokens, and their logits before the Markov head."""
+        """Outputs for the next `depth` tokens, and their logits before the Markov head or the selector."""
         model = self._model
         # The root, then mask tokens.
         masks = jnp.full((s.root.shape[0], model.block_size - 1), model.mask_token, jnp.int32)

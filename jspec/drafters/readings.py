@@ -314,9 +314,10 @@ def _of_block(params: Params, text: Text, at: Where, *, draft: BlockHead, target
     block = jnp.where(column == 0, root, draft.mask_token)
     out = draft.apply(params, target, block, start[:, None] + column + at.shift, cache, start)
     out = lax.dynamic_slice_in_dim(out, at.row, 1, axis=1)
-    logits = draft.unembed(params, target, out)
-    logits, _ = draft.correct(params.draft, draft.begin(params.draft, start.size), root, out, logits)
-    return _compare(text, logits.reshape(batch, count, -1), draft.ids(params.draft))
+    logits, ids = draft.candidates(params.draft, draft.unembed(params, target, out))
+    logits, _ = draft.correct(params.draft, draft.begin(params.draft, start.size), root, out, logits, ids)
+    ids = ids if ids is None or ids.ndim == 1 else ids.reshape(batch, count, -1)
+    return _compare(text, logits.reshape(batch, count, -1), ids)
 
 
 @_program

@@ -3,7 +3,7 @@
 DFlash (arXiv 2602.06036): the rows of a block are the last token and masks. Each row attends to the whole block and to
 the context, whose keys and values are projections of the target's hidden states; no forward reads the prompt.
 DSpark (arXiv 2607.05147) adds a Markov head, to correct the logits of a row by the token before its
-prediction, and a confidence head.
+prediction, and a confidence head. The blocks of JetSpec (arXiv 2606.18394) are causal. DFlash2: see `dflash2.py`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -18,13 +19,18 @@ from jspec.cache.mha import Rows
 from jspec.core.checks import check_int
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
-from jspec.models import layers, weights
+from jspec.models import dflash2, layers, weights
+from jspec.models.dflash2 import LayerConvs, SelectorParams
+from jspec.models.moe import layer_mlp
 from jspec.models.sizes import tree_bytes
-from jspec.models.stack import DraftShape, LayerParams, decoder_layer
+from jspec.models.stack import DraftShape, LayerParams, attention_branch, decoder_layer
 from jspec.models.weights import linear, plain
+from pallas_kernels.topk import topk
 
 MARKOV_KINDS: tuple[Literal["vanilla", "gated", "rnn"], ...] = ("vanilla", "gated", "rnn")
 """Kinds of Markov heads (arXiv 2607.05147)."""
+MOST_CANDIDATES = 64
+"""Bound of a selector's candidates: the top-k kernel takes one pass for each."""
 
 
 @struct
@@ -60,6 +66,9 @@ class BlockParams:
     confidence: Float[Array, "X 1"] | None
     """[E, 1] or [E + R, 1]; None: there is no confidence head."""
     confidence_bias: Float[Array, " 1"] | None
+    convs: tuple[LayerConvs, ...] | None = None
+    """Of each layer; None: there are none."""
+    selector: SelectorParams | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +85,10 @@ class BlockHead(DraftShape):
     confidence: what the confidence head reads: "hidden", the row's output, or "markov", the embedding of the token
       before, too; None: there is none.
     logit_scale, soft_cap: factor on the logits, and bound of their result before the Markov head; None: no bound.
+    conv_kernel_size, conv_group_size: taps of the convolutions along a block, and channels whose kernels move together;
+      0: there are none.
+    selector_rank, selector_top_k: rank of the selector, and the candidates of a row among which it chooses by the token
+      before; 0: there is none.
     """
 
     block_size: int
@@ -90,6 +103,10 @@ class BlockHead(DraftShape):
     own_head: bool = False
     logit_scale: float = 1.0
     soft_cap: float | None = None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     drafter: ClassVar[str] = "block"
 
     def __post_init__(self):
@@ -117,6 +134,24 @@ class BlockHead(DraftShape):
             raise ValueError("confidence='markov': requires a Markov head")
         if self.draft_vocab_size < self.vocab_size and not self.own_head:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: a reduced vocabulary requires an LM head")
+        self._check_dflash2()
+
+    def _check_dflash2(self) -> None:
+        for pair in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            first, second = (getattr(self, name) for name in pair)
+            if (first == 0) != (second == 0):
+                raise ValueError(f"{pair[0]}={first} with {pair[1]}={second}: must both be set, or neither")
+        if self.conv_kernel_size:
+            check_int("conv_kernel_size", self.conv_kernel_size, least=1, most=self.block_size)
+            check_int("conv_group_size", self.conv_group_size, least=1)
+            if self.hidden_size % self.conv_group_size:
+                raise ValueError(f"conv_group_size={self.conv_group_size}: must divide hidden_size={self.hidden_size}")
+        if self.selector_rank:
+            check_int("selector_rank", self.selector_rank, least=1)
+            most = min(MOST_CANDIDATES, self.draft_vocab_size)
+            check_int("selector_top_k", self.selector_top_k, least=1, most=most)
+            if self.markov is not None:
+                raise ValueError(f"markov={self.markov!r}: must be None with a selector")
 
     @property
     def depth(self) -> int:
@@ -125,8 +160,16 @@ class BlockHead(DraftShape):
 
     def summary(self) -> str:
         """The draft in a few words."""
-        kind = "DFlash" if self.markov is None and not self.next_token else "DSpark"
-        return f"{kind} block draft of {self.depth} tokens"
+        return f"{self.method} block draft of {self.depth} tokens"
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        if self.conv_kernel_size and self.selector_rank:
+            return "DFlash2"
+        if self.markov is not None or self.next_token:
+            return "DSpark"
+        return "JetSpec" if all(self.causal) and not any(self.windows) else "DFlash"
 
     def param_shapes(self, dtype: DTypeLike) -> BlockParams:
         """The weights as `jax.ShapeDtypeStruct`s, without the optional `mask_embed`."""
@@ -163,7 +206,17 @@ class BlockHead(DraftShape):
             markov=self._markov_weights(),
             confidence=linear(read, {"confidence_head.proj.weight": 1}) if self.confidence else None,
             confidence_bias=plain("confidence_head.proj.bias", 1) if self.confidence else None,
+            convs=self._conv_weights(),
+            selector=dflash2.selector_weights(self.vocab_size, width, self.selector_rank)
+            if self.selector_rank
+            else None,
         )
+
+    def _conv_weights(self) -> tuple[LayerConvs, ...] | None:
+        if not self.conv_kernel_size:
+            return None
+        sizes = self.hidden_size, self.conv_kernel_size, self.conv_group_size
+        return tuple(dflash2.conv_weights(f"layers.{index}.", *sizes) for index in range(self.num_layers))
 
     def mix_shape(self) -> tuple[int, int] | None:
         """Rows and columns of `MarkovParams.mix`; None if the Markov head has none."""
@@ -188,7 +241,9 @@ class BlockHead(DraftShape):
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by the forward of a block, and by each generation after it: the Markov head once."""
         draft: BlockParams = params.draft
-        return tree_bytes((draft.layers, draft.norm, self._step_markov(draft))) + self.head_bytes(params)
+        gate = None if draft.selector is None else draft.selector.gate
+        read = draft.layers, draft.convs, draft.norm, self._step_markov(draft), gate
+        return tree_bytes(read) + self.head_bytes(params)
 
     def _step_markov(self, draft: BlockParams) -> PyTree:
         return None if draft.markov is None else (draft.markov.out, draft.markov.mix, draft.markov.mix_bias)
@@ -255,20 +310,51 @@ class BlockHead(DraftShape):
         both_ways = jnp.ones((1, nodes, nodes), bool)
         # Layers write no rows of the block.
         for index, layer in enumerate(draft.layers):
-            assert layer.attention_norm is not None
-            normed = self.norm(x, layer.attention_norm)
             mask = None if self.causal[index] else both_ways
             batch = layers.ForwardBatch(tokens, positions, cache, start, mask)
             reading = layers.Reading(batch, index).bound(scale=self.head_dim**-0.5, positions=positions)
-            x, _ = decoder_layer(self, layer, x, normed, rotation, reading)
+            x = self._layer(layer, None if draft.convs is None else draft.convs[index], x, rotation, reading)
         return self.norm(x, draft.norm)
 
+    def _layer(
+        self,
+        layer: LayerParams,
+        convs: LayerConvs | None,
+        x: Float[Array, "B N E"],
+        rotation: layers.Rotation,
+        reading: layers.Reading,
+    ) -> Float[Array, "B N E"]:
+        assert layer.attention_norm is not None and layer.mlp_norm is not None
+        normed = self.norm(x, layer.attention_norm)
+        if convs is None:
+            return decoder_layer(self, layer, x, normed, rotation, reading)[0]
+        # Convolutions before and after each branch.
+        before, after = dflash2.convolutions(convs.attention, normed, self.block_size)
+        branch, _ = attention_branch(self, layer, before(normed), rotation, reading)
+        x = x + after(self.ops.whole(branch, x))
+        normed = self.norm(x, layer.mlp_norm)
+        before, after = dflash2.convolutions(convs.mlp, normed, self.block_size)
+        return x + after(self.ops.whole(layer_mlp(before(normed), layer, None, self.ops), x))
+
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
-        """Logits over the draft's vocabulary before the Markov head, in float32."""
+        """Logits over the draft's vocabulary before the Markov head or the selector, in float32."""
         logits = super().unembed(params, target, normed)
         if self.logit_scale != 1.0:
             logits = self.logit_scale * logits
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+    def candidates(
+        self, params: BlockParams, logits: Float[Array, "B d Vd"]
+    ) -> tuple[Float[Array, "B d C"], Int[Array, " Vd"] | Int[Array, "B d C"] | None]:
+        """The tokens that each row may propose: their logits, and their target ids, as `ids` or of each row.
+
+        With a selector those are the best of the row; otherwise, all of the draft's vocabulary.
+        """
+        if params.selector is None:
+            return logits, params.ids
+        _, index, _ = topk(lax.stop_gradient(logits), self.selector_top_k)
+        ids = index if params.ids is None else params.ids.at[index].get(mode="clip")
+        return jnp.take_along_axis(logits, index, axis=2, mode="clip"), ids
 
     def begin(self, params: BlockParams, batch: int) -> Float[Array, "B 1 R"] | None:
         """The state of the Markov head before the first prediction of a block; None if it has no state."""
@@ -283,15 +369,20 @@ class BlockHead(DraftShape):
         state: Float[Array, "B M R"] | None,
         previous: Int[Array, "B M"],
         hidden: Float[Array, "B _ E"],
-        logits: Float[Array, "B _ Vd"],
-    ) -> tuple[Float[Array, "B M Vd"], Float[Array, "B M R"] | None]:
+        logits: Float[Array, "B _ C"],
+        ids: Array | None = None,
+    ) -> tuple[Float[Array, "B M C"], Float[Array, "B M R"] | None]:
         """Logits of one prediction after each of M paths, and the Markov head's state after it.
 
         Args:
           state: of each path; None: the head has none.
           previous: the last token of each path, as a target id.
-          hidden, logits: of the predicting row; the same for all paths, or one for each.
+          hidden: of the predicting row; the same for all paths, or one for each.
+          logits, ids: of its `candidates`, likewise.
         """
+        if params.selector is not None:
+            assert ids is not None
+            return dflash2.select(params.selector, previous, hidden, logits, ids), None
         if params.markov is None:
             return logits, None
         # The embedding of the token before each row.

@@ -52,9 +52,14 @@ def run(config, params, hidden, tokens, path):
     out = config.apply(params, TARGET, tokens, block, cache, zero + START)[:, -config.depth :]
     logits = config.unembed(params, TARGET, out)
     state, corrected = config.begin(params.draft, 1), []
+    scores, ids = config.candidates(params.draft, logits)
     for k in range(config.depth):
         row = slice(k, k + 1)
-        row_logits, state = config.correct(params.draft, state, path[:, row], out[:, row], logits[:, row])
+        row_ids = ids[:, row] if config.selector_rank else ids
+        row_logits, state = config.correct(params.draft, state, path[:, row], out[:, row], scores[:, row], row_ids)
+        if config.selector_rank:
+            index = row_ids if params.draft.ids is None else jnp.searchsorted(params.draft.ids, row_ids)
+            row_logits = jnp.full_like(logits[:, row], -jnp.inf).at[0, 0, index[0, 0]].set(row_logits[0, 0])
         corrected.append(row_logits[:, 0])
     return rows, out, logits, jnp.stack(corrected, axis=1)
 
@@ -85,7 +90,8 @@ def test_a_block_equals_the_oracle(draft, name):
     np.testing.assert_allclose(logits[0], base, atol=1e-5)
     after = [oracle.correct(raw, stored, expected, base, list(path[0, : k + 1])) for k in range(config.depth)]
     np.testing.assert_allclose(corrected[0], after, atol=1e-5)
-    assert (config.markov is not None) == (np.abs(corrected - logits).max() > 0.1)
+    changes = np.nan_to_num(np.abs(corrected - logits), posinf=0).max() > 0.1
+    assert (config.markov is not None or config.selector_rank > 0) == changes
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -94,11 +100,12 @@ def test_round_trip_in_each_layout(draft, tmp_path, name):
     config = loaded.config
     unsuited = {
         "deepspec": not config.next_token or any(config.windows) or config.draft_vocab_size < V,
-        "speculators": False,
+        "speculators": (None, True) in zip(config.windows, config.causal, strict=True) or "logits" in name,
+        "z-lab": config.next_token or config.markov or config.confidence or len(set(config.causal)) > 1,
     }
     for layout in block.LAYOUTS:
         out, write_draft = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
-        if unsuited[layout] or "logits" in name:
+        if unsuited[layout]:
             with pytest.raises(ValueError, match=f"layout='{layout}' (cannot hold|requires)"):
                 write_draft(out, config, loaded.params)
             assert not out.exists()
@@ -132,8 +139,8 @@ def test_what_other_programs_read(draft, tmp_path):
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
     assert raw["speculators_config"]["verifier"] == verifier
-    with pytest.raises(ValueError, match="layout='z-lab': must be one of deepspec, speculators"):
-        save(layout="z-lab")
+    with pytest.raises(ValueError, match="layout='specforge': must be one of deepspec, speculators, z-lab"):
+        save(layout="specforge")
 
 
 @pytest.mark.slow(unless=("deepspec rnn", "z-lab"))
@@ -228,7 +235,19 @@ def in_layers(**changes):
         ),
         ("z-lab", inside(attention_value_scale=0.7), "attention_value_scale=0.7"),
         ("z-lab", inside(projector_type="domino"), "projector_type='domino'"),
-        ("z-lab", outside(architectures=["DFlash2DraftModel"]), "architectures=DFlash2DraftModel"),
+        ("z-lab", outside(architectures=["DFlash2DraftModel"]), "'conv_kernel_size' is missing"),
+        *(
+            ("dflash2", inside(**{key: "absent"}), f"'{key}' is missing")
+            for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        ),
+        ("dflash2", inside(conv_kernel_size=5), "conv_kernel_size=5: must be at most 4|must be from 1 to 4"),
+        ("dflash2", inside(conv_group_size=3), "conv_group_size=3: must divide hidden_size=16"),
+        ("dflash2", inside(selector_top_k=62), "selector_top_k=62: must be from 1 to 61"),
+        ("dflash2", inside(selector_rank=-1), "selector_rank=-1: must be"),
+        ("z-lab selector", inside(selector_top_k=24), "selector_top_k=24: must be from 1 to 23"),
+        ("z-lab selector", inside(selector_top_k=0), "selector_rank=3 with selector_top_k=0: must both be set"),
+        ("z-lab selector", inside(markov_rank=3), "markov='vanilla': must be None with a selector"),
+        ("dflash2", inside(input_embedding_scale=2.0), "input_embedding_scale=2.0"),
         ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
         (
             "z-lab",
@@ -253,7 +272,7 @@ def in_layers(**changes):
         ("deepspec rnn", outside(sample_from_anchor=False), "markov='rnn': requires next_token"),
         ("deepspec rnn", outside(confidence_head_with_markov="absent"), "'confidence_head_with_markov' is missing"),
         ("deepspec", outside(enable_confidence_head=True, confidence_head_with_markov=True), "requires a Markov head"),
-        ("speculators dflash", outside(speculators_model_type="dflash2"), "speculators_model_type='dflash2'"),
+        ("speculators dflash", outside(speculators_model_type="dflash2"), "'conv_kernel_size' is missing"),
         ("speculators dflash", outside(shift_label=True), "shift_label=True"),
         ("speculators dflash", outside(aux_hidden_state_layer_ids="absent"), "'aux_hidden_state_layer_ids' is missing"),
         ("speculators dflash", outside(aux_hidden_state_layer_ids=[1, 9]), "from 0 to at most 8"),

@@ -12,6 +12,9 @@ from jspec.models import Llama
 
 WINDOW = dict(layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=5)
 RANK = 3
+CONVOLUTIONS = dict(conv_kernel_size=2, conv_group_size=4)
+SELECTOR = dict(selector_rank=RANK, selector_top_k=5)
+DFLASH2 = dict(architectures=["DFlash2DraftModel"], inner=CONVOLUTIONS | SELECTOR)
 DRAFTS = {
     "z-lab": dict(),
     "z-lab default layers": dict(target_layer_ids=None),
@@ -20,6 +23,11 @@ DRAFTS = {
     "z-lab window": dict(inner=dict(use_swa=True, swa_window_size=6, causal=True)),
     "z-lab logits": dict(inner=dict(final_logit_softcapping=2.0, output_multiplier=0.7)),
     "z-lab biases": dict(attention_bias=True, embed=True, lm_head=True, rope_theta=500.0),
+    "z-lab causal": dict(inner=dict(causal_head=True)),
+    "z-lab convolutions": dict(inner=dict(conv_kernel_size=4, conv_group_size=16)),
+    "z-lab selector": dict(inner=SELECTOR, draft_vocab=23, draft_vocab_size=23),
+    "dflash2": DFLASH2,
+    "dflash2 sliding": dict(DFLASH2, layer=WINDOW, is_causal=False, embed=True, lm_head=True),
     "deepspec": dict(layout="deepspec"),
     "deepspec vanilla": dict(layout="deepspec", markov="vanilla", confidence="hidden"),
     "deepspec gated": dict(layout="deepspec", markov="gated", confidence="markov"),
@@ -29,6 +37,9 @@ DRAFTS = {
     "speculators dflash": dict(layout="speculators", draft_vocab=23),
     "speculators dspark": dict(layout="speculators", draft_vocab=23, markov="rnn", next_token=True, layer=WINDOW),
     "speculators fill-in": dict(layout="speculators", markov="vanilla", layer=WINDOW, sliding_window_non_causal=True),
+    "speculators dflash2": dict(
+        layout="speculators", speculators_model_type="dflash2", **CONVOLUTIONS | SELECTOR, sample_from_anchor=False
+    ),
     "speculators narrow": dict(layout="speculators", width=8, embed=True, lm_head=True, next_token=True),
 }
 
@@ -93,8 +104,9 @@ def random_draft(
         weight(prefix + "input_layernorm.weight", width)
         weight(prefix + "post_attention_layernorm.weight", width)
     weight("fc.weight", width, 16 * (2 if target_layer_ids is None else len(target_layer_ids)))
-    weight("hidden_norm.weight", width)
-    weight("norm.weight", width)
+    for name in ("hidden_norm.weight", "norm.weight"):
+        weight(name, width)
+    write_dflash2(weight, {**(inner or {}), **top}, num_layers, width)
     own = layout == "deepspec"
     if embed or own:
         weight("embed_tokens.weight", V, width)
@@ -154,3 +166,15 @@ def random_draft(
     raw |= method_heads if kind == "dspark" else {}
     raw |= {} if next_token is None else {"sample_from_anchor": next_token}
     return {**raw, **top}, t
+
+
+def write_dflash2(weight, sizes: dict, num_layers: int, width: int) -> None:
+    """Adds the tensors of convolutions and selector with `weight(name, *shape)`."""
+    if taps := sizes.get("conv_kernel_size"):
+        for name in (f"layers.{n}.{part}_conv." for n in range(num_layers) for part in ("attention", "mlp")):
+            weight(name + "base_kernel", 2, taps, width)
+            weight(name + "kernel_projection.weight", 2 * taps * (width // sizes["conv_group_size"]), width)
+    if rank := sizes.get("selector_rank"):
+        weight("candidate_selector.hidden_projection.weight", rank, width)
+        for name in ("predecessor", "successor"):
+            weight(f"candidate_selector.{name}_codebook", V, rank)

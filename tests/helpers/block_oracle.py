@@ -67,7 +67,7 @@ def sees(raw: dict, layer: int) -> tuple[int | None, bool]:
     causal = window is not None and not raw.get("sliding_window_non_causal", False)
     if inner.get("use_swa"):
         window = inner["swa_window_size"]
-    for stated in (inner.get("causal"), raw.get("is_causal"), config.get("is_causal")):
+    for stated in (inner.get("causal"), inner.get("causal_head"), raw.get("is_causal"), config.get("is_causal")):
         causal = causal if stated is None else stated
     return window, causal
 
@@ -95,8 +95,11 @@ def block(
     for n in range(config["num_hidden_layers"]):
         past, (window, causal) = context(raw, t, n, g), sees(raw, n)
         prefix = f"layers.{n}."
-        normed = [norm(row, t[prefix + "input_layernorm.weight"], eps) for row in x]
-        own = [keys(raw, t, n, row, start + j) for j, row in enumerate(normed)]
+        before, after = convolutions(
+            raw, t, prefix + "attention_conv", [norm_of(t, prefix + "input_", row, eps) for row in x]
+        )
+        own = [keys(raw, t, n, row, start + j) for j, row in enumerate(before)]
+        attended = []
         for j in range(size):
             place, seen = start + j, []
             for position, pair in enumerate([*past, *own]):
@@ -105,15 +108,44 @@ def block(
                     inside = window is None and position < keep_first
                 if inside and not (causal and position > place):
                     seen.append(pair)
-            x[j] = x[j] + attend(config, t, prefix + "self_attn.", normed[j], place, seen)
-            y = norm(x[j], t[prefix + "post_attention_layernorm.weight"], eps)
+            attended.append(attend(config, t, prefix + "self_attn.", before[j], place, seen))
+        x = [row + branch for row, branch in zip(x, after(attended), strict=True)]
+        normed = [norm_of(t, prefix + "post_attention_", row, eps) for row in x]
+        before, after = convolutions(raw, t, prefix + "mlp_conv", normed)
+        mlp = []
+        for y in before:
             gate, up = linear(y, t, prefix + "mlp.gate_proj"), linear(y, t, prefix + "mlp.up_proj")
-            x[j] = x[j] + linear(gate / (1 + np.exp(-gate)) * up, t, prefix + "mlp.down_proj")
+            mlp.append(linear(gate / (1 + np.exp(-gate)) * up, t, prefix + "mlp.down_proj"))
+        x = [row + branch for row, branch in zip(x, after(mlp), strict=True)]
     out = np.array([norm(row, t["norm.weight"], eps) for row in x])
     out = out if next_token(raw) else out[1:]
     logits = out @ head.astype(np.float64).T * option(raw, "output_multiplier", 1.0)
     cap = option(raw, "final_logit_softcapping")
     return out, logits if not cap else cap * np.tanh(logits / cap)
+
+
+def norm_of(t: Tensors, prefix: str, row: np.ndarray, eps: float) -> np.ndarray:
+    return norm(row, t[f"{prefix}layernorm.weight"], eps)
+
+
+def convolutions(raw: dict, t: Tensors, name: str, normed: list[np.ndarray]):
+    """The inputs of a branch, and a function from its outputs to what is added; without convolutions, themselves."""
+    if not option(raw, "conv_kernel_size"):
+        return normed, list
+    base, group = t[f"{name}.base_kernel"].astype(np.float64), option(raw, "conv_group_size")
+    moving = [linear(row, t, f"{name}.kernel_projection").reshape(*base.shape[:2], -1) for row in normed]
+
+    def convolve(side: int, rows: list[np.ndarray]) -> list[np.ndarray]:
+        out = []
+        for j in range(len(rows)):
+            total = np.zeros_like(rows[j])
+            for tap in range(min(base.shape[1], j + 1)):
+                for h in range(len(total)):
+                    total[h] += (base[side, tap, h] + moving[j][side, tap, h // group]) * rows[j - tap][h]
+            out.append(total)
+        return out
+
+    return convolve(0, normed), lambda rows: convolve(1, rows)
 
 
 def attend(config: dict, t: Tensors, prefix: str, row: np.ndarray, position: int, seen: list) -> np.ndarray:
@@ -128,7 +160,9 @@ def attend(config: dict, t: Tensors, prefix: str, row: np.ndarray, position: int
 
 
 def correct(raw: dict, t: Tensors, out: np.ndarray, logits: np.ndarray, path: list[int]) -> np.ndarray:
-    """Logits [Vd] of the prediction after a path: the root, then the drafts."""
+    """Logits [Vd] of the prediction after a path: the root, then the drafts; -inf for what a selector leaves out."""
+    if option(raw, "selector_rank"):
+        return select(raw, t, out[len(path) - 1], logits[len(path) - 1], path[-1])
     if not option(raw, "markov_rank", 0):
         return logits[len(path) - 1]
     w1, w2 = (t[f"markov_head.markov_w{i}.weight"].astype(np.float64) for i in (1, 2))
@@ -144,3 +178,13 @@ def correct(raw: dict, t: Tensors, out: np.ndarray, logits: np.ndarray, path: li
             u = 1 / (1 + np.exp(-u))
             state, latent = u * state + (1 - u) * np.tanh(v), np.tanh(o)
     return logits[len(path) - 1] + w2 @ latent
+
+
+def select(raw: dict, t: Tensors, row: np.ndarray, logits: np.ndarray, before: int) -> np.ndarray:
+    selector = "candidate_selector."
+    gate, scores = linear(row, t, selector + "hidden_projection"), np.full_like(logits, -np.inf)
+    first, second = (t[f"{selector}{name}_codebook"].astype(np.float64) for name in ("predecessor", "successor"))
+    for index in np.argsort(-logits, kind="stable")[: option(raw, "selector_top_k")]:
+        token = index + t["d2t"][index] if "d2t" in t else index
+        scores[index] = logits[index] + sum(first[before] * gate * second[token])
+    return scores
