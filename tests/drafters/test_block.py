@@ -22,7 +22,7 @@ def state(config, until):
 
 
 @pytest.mark.slow(unless="4-fill-in")
-@pytest.mark.parametrize("config", (toy.BLOCK, toy.FILL_IN), ids=("dspark", "fill-in"))
+@pytest.mark.parametrize("config", (toy.BLOCK, toy.FILL_IN, toy.DFLASH2), ids=("dspark", "fill-in", "dflash2"))
 @pytest.mark.parametrize("until", (0, 1, 4))
 def test_the_cache_has_the_keys_and_values_of_the_committed_features(config, until):
     """Every committed token but the last has a row, in a window's ring as far as the window reaches."""
@@ -45,11 +45,12 @@ def test_the_cache_has_the_keys_and_values_of_the_committed_features(config, unt
                     assert not at.reshape(-1, *cache.pool.shape[4:])[rows:].any(), "a row without a feature"
 
 
-@pytest.mark.slow(unless="chain")
-@pytest.mark.parametrize(("name", "config"), (("block", toy.FILL_IN), ("block_tree", toy.BLOCK)), ids=("chain", "tree"))
-def test_the_rounds_are_those_of_the_oracle(name, config):
+@pytest.mark.slow(unless=("block", "dflash2_tree"))
+@pytest.mark.parametrize("name", ("block", "block_tree", "dflash2", "dflash2_tree"))
+def test_the_rounds_are_those_of_the_oracle(name):
     """How many drafts each round accepts, with drafts of the oracle and greedy choices of plain decoding."""
     drafter = toy.bound_drafters()[name]
+    config = drafter.model
     s = toy.run(drafter, block_params(config), toy.start(drafter, block_params(config)))
     for b, text in enumerate(toy.plain_tokens().tolist()):
         counts, length = [0] * (drafter.depth + 1), int(toy.LENGTHS[b]) + 1

@@ -21,7 +21,7 @@ SHAPES = [
     *(("eagle", *shape) for shape in ((4, 1, 5), (3, 3, 12), (1, 1, 2), (1, 4, 5), (4, 2, 15), (4, 4, 20))),
     *(
         (name, depth, width, depth + 1 if width == 1 else min(2 * depth + 3, 1 + width + (depth - 1) * width**2))
-        for name, shapes in (("long", BLOCKS), ("block", BLOCKS[:10]), ("fill_in", BLOCKS[:8]))
+        for name, shapes in (("long", BLOCKS), ("block", BLOCKS[:10]), ("fill_in", BLOCKS[:8]), ("dflash2", BLOCKS[:8]))
         for depth, width in shapes
     ),
 ]
@@ -36,7 +36,10 @@ def after_four_rounds(name, shape):
 
 
 @pytest.mark.slow(
-    unless=("eagle-3-3-12", "eagle_masks-4-3-12", "standalone_masks-5-1-6", "long-7-3", "block-5-1", "fill_in-2-3")
+    unless=(
+        *("eagle-3-3-12", "eagle_masks-4-3-12", "standalone_masks-5-1-6", "long-7-3", "block-5-1", "fill_in-2-3"),
+        "dflash2-4-3",
+    )
 )
 @pytest.mark.parametrize(("name", "depth", "width", "nodes"), SHAPES)
 def test_proposals_are_those_of_a_forward_that_sees_each_path_alone(name, depth, width, nodes):
@@ -50,8 +53,8 @@ def test_proposals_are_those_of_a_forward_that_sees_each_path_alone(name, depth,
         check_tree(drafter, by_hand, found, b, tokens)
 
 
-@pytest.mark.slow(unless=("eagle", "eagle_masks"))
-@pytest.mark.parametrize("name", ("eagle", "eagle_masks", "standalone_masks", "block"))
+@pytest.mark.slow(unless=("eagle", "eagle_masks", "dflash2"))
+@pytest.mark.parametrize("name", ("eagle", "eagle_masks", "standalone_masks", "block", "dflash2"))
 def test_sampled_drafts_report_the_distribution_after_their_own_path(name):
     """In numbers, where a wrong feature, state or position may leave the best tokens as they are."""
     kind, model, weights_of, by_hand = DRAFTS[name]

@@ -168,6 +168,7 @@ DRAFTS = {
         masked_standalone_by_hand,
     ),
     "long": (Block, LONG, functools.partial(block_params, LONG), block_by_hand),
+    "dflash2": (Block, toy.DFLASH2, functools.partial(block_params, toy.DFLASH2), block_by_hand),
     "fill_in": (Block, toy.FILL_IN, functools.partial(block_params, toy.FILL_IN), block_by_hand),
 }
 """Drafter, its model, the weights, and what it proposes. The models but the last have two layers."""

@@ -59,7 +59,7 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-REPEATED = ("block", "eagle", "eagle_masks", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
+REPEATED = ("block", "dflash2", "eagle", "eagle_masks", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
 """Second shapes of drafters: slow points of the tests of all shapes."""
 
 

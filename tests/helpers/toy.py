@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import block_fits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +98,11 @@ FILL_IN = dataclasses.replace(
     BLOCK, next_token=False, num_layers=1, windows=(None,), causal=(False,), markov=None, markov_rank=0
 )
 """A block whose rows predict the tokens at their own positions."""
+DFLASH2 = dataclasses.replace(
+    FILL_IN,
+    **dict(num_layers=2, windows=(None, 6), causal=(False, False), conv_kernel_size=2, conv_group_size=16),
+    **dict(selector_rank=8, selector_top_k=6),
+)
 ASSISTANT = Assistant(
     vocab_size=61,
     hidden_size=128,
@@ -240,39 +246,9 @@ def random_leaves(shapes, seed: int, ids: np.ndarray | None = None):
 
 
 def fit_block(target: Llama, config: BlockHead, weights: ModelParams, tokens: np.ndarray) -> Params:
-    """A random block draft with an LM head that is fitted to the target's logits on these texts."""
-    common = np.argsort(-np.bincount(tokens.ravel(), minlength=config.vocab_size), kind="stable")
-    ids = np.sort(common[: config.draft_vocab_size]).astype(np.int32)
-    both = Params(weights, random_block(config, ids))
-    rows, length = tokens.shape
-    anchors = np.tile(np.arange(length - config.depth, dtype=np.int32), rows)
-
-    @jax.jit
-    def read(both, tokens, anchors):
-        cache = target.init_cache(both.target, rows, 4, 4)
-        layers = config.capture_layers
-        out = target.forward(both.target, tree.chain(tokens), cache, None, capture_layers=layers)
-        each = jnp.repeat(jnp.arange(rows), len(anchors) // rows)
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
-        _, kept = config.read(both.draft, out.hidden[each], positions)
-        cache = config.init_cache(both.draft, len(anchors), length, 4).commit(
-            kept, jnp.zeros_like(anchors), None, anchors
-        )
-        root = jnp.take_along_axis(tokens[each], anchors[:, None], axis=1)
-        masks = jnp.full((len(anchors), config.block_size - 1), config.mask_token)
-        block = anchors[:, None] + jnp.arange(config.block_size)[None]
-        made = config.apply(both, target, jnp.concatenate([root, masks], axis=1), block, cache, anchors)
-        wanted = jnp.take_along_axis(out.logits[each], block[:, : config.depth, None], axis=1)
-        return made[:, -config.depth :], wanted
-
-    feature, wanted = jax.device_get(read(both, tokens, anchors))
-    feature, wanted = feature.reshape(-1, config.hidden_size), wanted[:, :, ids].reshape(-1, len(ids))
-    fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(config.hidden_size), feature.T @ wanted)
-    draft = dataclasses.replace(both.draft, lm_head=jax.device_put(fitted.astype(np.float32)))
-    if draft.markov is not None:
-        quiet = dataclasses.replace(draft.markov, out=draft.markov.out * np.float32(0.3))
-        draft = dataclasses.replace(draft, markov=quiet)
-    return Params(weights, draft)
+    """A block draft that is often right on these texts, as `block_fits` makes it of a random one."""
+    random = random_block(config, block_fits.common_ids(config, tokens))
+    return block_fits.fit(target, config, Params(weights, random), tokens)
 
 
 def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
@@ -417,6 +393,8 @@ def bound_drafters() -> dict[str, Drafter]:
         "adaptive": switching.bind(TARGET, HEAD),
         "block": Block(depth=3).bind(TARGET, FILL_IN),
         "block_tree": Block(width=3, num_nodes=12).bind(TARGET, BLOCK),
+        "dflash2": Block(depth=3).bind(TARGET, DFLASH2),
+        "dflash2_tree": Block(width=3, num_nodes=12).bind(TARGET, DFLASH2),
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
         "eagle_masks": Eagle(depth=3).bind(TARGET, MASKED_HEAD),
