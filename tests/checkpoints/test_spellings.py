@@ -33,7 +33,7 @@ from jspec.drafters import Eagle
 CLASSES = {
     **{"LlamaForCausalLMEagle4": "EAGLE-4", "Eagle3DeepseekV2ForCausalLM": "latent attention"},
     **{"Qwen3XPressModel": "", "LiLiCorrDraftModel": "", "LagunaDFlashModel": "", "Qwen3OmniDSparkModel": ""},
-    **{"MuseSparkDSparkModel": "", "Gemma4DSparkModel": "Gemma", "DFlash2DraftModel": "DFlash2"},
+    **{"MuseSparkDSparkModel": "", "Gemma4DSparkModel": "Gemma"},
     **{"DominoDraftModel": "Domino", "EagleLlama4ForCausalLM": "Llama 4"},
 }
 REFUSED = [
@@ -150,7 +150,18 @@ REFUSED = [
         top(layer_types=["linear_attention"] * 2),
         "layer_types=.*must be 2 of sliding_attention, full_attention",
     ),
-    ("dflash", top(selector_rank=4), r"selector_rank=4 \(must be absent\)"),
+    ("dflash", top(selector_rank=4), "selector_rank=4 with selector_top_k=0: must both be set"),
+    ("dflash", top(conv_group_size=4), "conv_kernel_size=0 with conv_group_size=4: must both be set"),
+    ("dflash", top(conv_kernel_size=2, conv_group_size=4), "layers.0.attention_conv.base_kernel' is missing"),
+    (
+        "dflash2",
+        both(
+            top(architectures=["DFlashDraftModel"]),
+            inside("dflash_config", **dict.fromkeys(("selector_rank", "selector_top_k"), "absent")),
+        ),
+        "3 unused tensor.*: candidate_selector",
+    ),
+    ("eagle3", top(selector_rank=4), "selector_rank=4"),
     (
         "dspark",
         inside("dflash_config", projector_type="dspark", shift_label=False),

@@ -58,9 +58,9 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
 
 
 def ranks(name):
-    """Whether a program chooses several of many: children in a tree, tokens to record, experts, or clusters."""
+    """Whether a program chooses several of many: children, candidates, tokens to record, experts, or clusters."""
     loop = LOOPS[name]
-    clustered = getattr(getattr(loop.drafter, "model", None), "clusters", None) is not None
+    clustered = any(getattr(getattr(loop.drafter, "model", None), part, None) for part in ("clusters", "selector_rank"))
     experts = any(loop.target.layer_experts(layer) for layer in range(loop.target.num_layers))
     trees = getattr(loop.drafter, "width", 1) > 1 and not isinstance(loop.drafter, Suffix)
     return trees or loop.top > 0 or clustered or experts

@@ -83,7 +83,7 @@ def bases(root: Path) -> list[Base]:
     made = [_model(root / name, name, config) for name, config in MODELS.items()]
     made += [_older(root / "older"), *(_wrapped(root / f"wrapped {name}", name) for name in ("gemma4", "qwen3_next"))]
     made += [_head(root / name, name) for name in eagle_files.HEADS]
-    blocks = ("z-lab sliding", "deepspec rnn", "specforge dspark", "speculators dspark")
+    blocks = ("z-lab sliding", "dflash2", "deepspec rnn", "specforge dspark", "speculators dspark")
     made += [_block(root / name, name) for name in blocks]
     return [*made, own_assistant(root / "assistant"), _gemma4_assistant(root / "gemma4 assistant")]
 
@@ -232,8 +232,8 @@ def _block(directory: Path, name: str) -> Base:
         # What both layouts cannot hold is compared by the tests of checkpoints.
         plain = dataclasses.replace(config, logit_scale=1.0, soft_cap=None)
         described = block.describe("speculators", plain, params, None)
-        heads = ("block_size", "mask_token_id", "markov_rank")
-        found = {key: described[key] for key in heads}
+        heads = ("block_size", "mask_token_id", "markov_rank", *block_files.CONVOLUTIONS, *block_files.SELECTOR)
+        found = {key: described[key] for key in heads if key in described}
         shape = {key: value for key, value in described["transformer_layer_config"].items() if key in _SHAPE}
         if "speculators_model_type" in raw:
             ids = {"aux_hidden_state_layer_ids": described["aux_hidden_state_layer_ids"]}

@@ -1,6 +1,7 @@
 """Spellings of drafts in tables: those with the proposals of a base, those with others."""
 
 import numpy as np
+from block_files import CONVOLUTIONS, SELECTOR
 from eagle_files import V
 from spellings import (
     IDS,
@@ -43,6 +44,23 @@ def flat_head(t):
         "confidence_proj.weight": np.zeros((1, width), np.float32),
         "confidence_proj.bias": np.zeros(1, np.float32),
     }
+
+
+def turned(t, axis):
+    """Kernels of convolutions with sides (0) or taps (1) in the other order."""
+    stored = dict(t)
+    for name in (name for name in t if name.endswith("base_kernel")):
+        projection = name.replace("base_kernel", "kernel_projection.weight")
+        shape = *t[name].shape[:2], -1, t[projection].shape[1]
+        stored[name] = np.flip(t[name], axis)
+        stored[projection] = np.flip(t[projection].reshape(shape), axis).reshape(t[projection].shape)
+    return stored
+
+
+def exchanged(t):
+    """The codebooks of a selector in each other's place."""
+    first, second = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+    return {**t, first: t[second], second: t[first]}
 
 
 def speculative_tokens(count):
@@ -235,6 +253,20 @@ SAME = {
         "its class": both(inside("dflash_config", causal="absent"), top(architectures=["JetSpecDraftModel"])),
         "named twice": top(is_causal=True),
     },
+    "dflash2": {
+        "SGLang, by the fields": top(architectures=["DFlashDraftModel"]),
+        "by the projector": both(
+            top(architectures=["DFlashDraftModel"]), inside("dflash_config", projector_type="dflash2")
+        ),
+        "sizes at the top": lift("dflash_config", **{key: key for key in (*CONVOLUTIONS, *SELECTOR)}),
+        "both ways": top(is_causal=False),
+        "block_size in the section": move("dflash_config", "block_size"),
+        "a scale of one": inside("dflash_config", input_embedding_scale=1.0),
+        "rows of pairs": both(top(is_neox_style=False), interleaved),
+        "names of a model": tensors(prefixed),
+        "padded by 3": padded(3),
+        "speculators": speculators("dflash2", aux_hidden_state_layer_ids=INPUTS, sample_from_anchor=False),
+    },
     "dspark": {
         "SpecForge's class": top(architectures=["DSparkDraftModel"]),
         "DFlash by name": top(architectures=["DFlashDraftModel"]),
@@ -316,6 +348,12 @@ OTHER = {
         "linear": top(rope_scaling={"type": "linear", "factor": 4.0}),
         "window": top(**WINDOW),
         "one window": top(layer_types=["sliding_attention", "full_attention"], sliding_window=5),
+    },
+    "dflash2": {
+        "sides": tensors(lambda t: turned(t, 0)),
+        "taps": tensors(lambda t: turned(t, 1)),
+        "codebooks": tensors(exchanged),
+        "fewer candidates": inside("dflash_config", selector_top_k=1),
     },
     "dspark": {"anchor": top(sample_from_anchor=False)},
     "p-eagle": {

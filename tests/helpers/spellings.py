@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import planted
 import toy
-from block_files import random_draft
+from block_files import CONVOLUTIONS, DFLASH2, SELECTOR, random_draft
 from eagle_files import TARGET, V, random_head
 from safetensors.numpy import save_file
 
@@ -131,6 +131,7 @@ def padded(rows: int, *keys: str) -> Change:
         return np.concatenate([x, np.full((rows, *x.shape[1:]), 3, x.dtype)]) if rows > 0 else x[:rows]
 
     names = ("embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+    names += tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
 
     def change(raw, t):
         raw = {**raw, "vocab_size": V + rows}
@@ -167,6 +168,7 @@ def speculators(kind: str, **keys: Any) -> Change:
         drop = {*moved, "architectures", "dflash_config", "eagle_config", "num_target_layers"}
         drop |= {"norm_before_fc", "fc_norm", "target_layer_ids", "enable_confidence_head"}
         drop |= {"confidence_head_with_markov", "sample_from_anchor"}
+        moved += [key for key in (*CONVOLUTIONS, *SELECTOR) if key in flat]
         layer = {"model_type": "llama", **{key: value for key, value in raw.items() if key not in drop}}
         spelled = {"speculators_model_type": kind, "transformer_layer_config": layer, **outer}
         return {**spelled, **{key: flat[key] for key in moved}, **keys}, t
@@ -256,6 +258,7 @@ BASES = {
     "dflash window": Base(block(layer=WINDOW), BLOCK),
     "dflash window both ways": Base(block(layer=WINDOW, inner={"causal": False}), BLOCK),
     "jetspec": Base(block(inner={"causal": True}), BLOCK),
+    "dflash2": Base(block(**DFLASH2), BLOCK),
     "dspark": Base(block(**NEXT), BLOCK),
     "dspark fill-in": Base(block(**NEXT, sample_from_anchor=False), BLOCK),
     "standalone": Base(model, Standalone(depth=3)),
