@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant, atomic, block, eagle, language_model, scaled
+from jspec.checkpoints.draft import DraftKind
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
 from jspec.checkpoints.gguf_model import GgufModel
@@ -132,10 +133,10 @@ def save(
 
     Args:
       config: of a draft of one of the `DRAFT_KINDS`.
-      layout: None: the default of the kind. EAGLE heads have "safeailab", for SGLang and vLLM, and EAGLE-3 heads
-        "speculators", for vLLM; block drafts "deepspec", for SGLang and vLLM, and "speculators". SGLang ignores
-        `norm_before_residual`, `input_norm`, norms of heads and biases of the attention of EAGLE heads, and drafts less
-        well with them.
+      layout: None: the first of the kind that can hold the draft. EAGLE heads have "safeailab", for SGLang and vLLM,
+        and EAGLE-3 heads "speculators", for vLLM; block drafts "deepspec" and "z-lab", for SGLang and vLLM, and
+        "speculators". SGLang ignores `norm_before_residual`, `input_norm`, norms of heads and biases of the attention
+        of EAGLE heads, and drafts less well with them.
       dtype: precision of the stored weights; integers keep theirs.
       weights: "int8": matrices have 8 bits and a scale for each output, as compressed-tensors stores them.
       verifier: the target's directory or hub id, which "speculators" records for vLLM.
@@ -143,11 +144,8 @@ def save(
     Raises:
       ValueError: an unknown layout, dtype or `weights`, a draft that the layout cannot represent, or one that is split.
     """
-    kind = next(kind for kind in DRAFT_KINDS if isinstance(config, kind.config))
     refuse_split(config)
-    layout = kind.layouts[0] if layout is None else layout
-    if layout not in kind.layouts:
-        raise ValueError(f"layout={layout!r}: must be one of {', '.join(kind.layouts)}")
+    kind, layout = _kind_of(config), choose_layout(config, params, layout)
     if weights not in (None, "int8"):
         raise ValueError(f"weights={weights!r}: must be 'int8' or None")
     # Integers and bools keep their types.
@@ -164,3 +162,30 @@ def save(
     with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
         (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_tensors(contiguous, stage / "model.safetensors")
+
+
+def _kind_of(config: Draft) -> DraftKind:
+    return next(kind for kind in DRAFT_KINDS if isinstance(config, kind.config))
+
+
+def choose_layout(config: Draft, params: PyTree, layout: str | None = None) -> str:
+    """The layout of a draft's checkpoint: this one or, if None, the first of its kind that can hold it.
+
+    params: weights or their shapes.
+
+    Raises:
+      ValueError: an unknown layout, or one that cannot represent the draft.
+    """
+    kind = _kind_of(config)
+    if layout is not None and layout not in kind.layouts:
+        raise ValueError(f"layout={layout!r}: must be one of {', '.join(kind.layouts)}")
+    candidates = kind.layouts if layout is None else (layout,)
+    for name in candidates:
+        try:
+            kind.describe(name, config, params, None)
+        except ValueError:
+            if name == candidates[-1]:
+                raise
+        else:
+            return name
+    raise AssertionError("a kind has a layout")

@@ -1,8 +1,8 @@
 """Block drafts in training: shape, initial weights, and the blocks of a text to learn.
 
 Anchors are sampled in each text. After each of them one block is predicted as in decoding, from the target's hidden
-states before the anchor; the Markov and the confidence head read the text's own tokens (DSpark, arXiv 2607.05147; also
-DFlash, arXiv 2602.06036).
+states before the anchor; Markov head, selector and confidence head read the text's own tokens (DSpark, arXiv
+2607.05147; also DFlash, arXiv 2602.06036; DFlash2, vLLM #52816; and JetSpec, arXiv 2606.18394).
 """
 
 import dataclasses
@@ -15,10 +15,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.cache.mha import Rows
+from jspec.core.struct import struct
 from jspec.core.types import Params
 from jspec.models import BlockHead, BlockParams, Llama, ModelParams
 from jspec.models.block_head import MarkovParams
 from jspec.models.decoder import Decoder
+from jspec.models.dflash2 import ConvParams, LayerConvs, SelectorParams
 from jspec.models.llama import require_llama
 from jspec.train import model
 from jspec.train.extra import optax
@@ -26,7 +28,14 @@ from jspec.train.learner import Learned, Learner, StepMetrics, Texts
 from jspec.train.recipe import BlockRecipe, BlockShape
 
 _SPREAD = 0.01
-"""Standard deviation of initial embeddings of the Markov head."""
+"""Standard deviation of initial embeddings of the Markov head and the selector."""
+_SOURCES = {
+    "DFlash": "arXiv 2602.06036",
+    "DFlash2": "vLLM #52816",
+    "DSpark": "arXiv 2607.05147",
+    "JetSpec": "arXiv 2606.18394",
+}
+"""Method -> where it is described."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +80,27 @@ class BlockAttention:
         return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
+@struct
+class Predicted:
+    """The d predictions of A blocks."""
+
+    logits: Float[Array, "B A d V"]
+    """After the Markov head, and before the selector."""
+    scores: Float[Array, "B A d k"] | None
+    """After the selector, of its candidates; None: there is none."""
+    ids: Int[Array, "B A d k"] | None
+    """The candidates."""
+    confidence: Float[Array, "B A d"] | None
+    """Logits of the probability of accepting a prediction after those before it; None: there is no such head."""
+
+    @property
+    def tokens(self) -> Int[Array, "B A d"]:
+        """The chosen tokens."""
+        if self.scores is None or self.ids is None:
+            return jnp.argmax(self.logits, axis=-1)
+        return jnp.take_along_axis(self.ids, jnp.argmax(self.scores, axis=-1)[..., None], axis=-1)[..., 0]
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockLearner(Learner):
     """A block draft for a target."""
@@ -103,10 +133,14 @@ class BlockLearner(Learner):
             mask_token=llama.vocab_size - 1 if shape.mask_token is None else shape.mask_token,
             next_token=not shape.fill_in,
             windows=(None,) * shape.num_layers,
-            causal=(False,) * shape.num_layers,
+            causal=(shape.causal,) * shape.num_layers,
             markov=markov,
             markov_rank=0 if markov is None else shape.markov_rank,
             confidence=confidence,
+            conv_kernel_size=shape.conv_kernel_size,
+            conv_group_size=shape.conv_group_size if shape.conv_kernel_size else 0,
+            selector_rank=shape.selector_rank,
+            selector_top_k=shape.selector_top_k if shape.selector_rank else 0,
         )
 
     def describe(self, target: str) -> tuple[str, str]:
@@ -114,27 +148,41 @@ class BlockLearner(Learner):
         config, markov = self.config, "no Markov head"
         if config.markov is not None:
             markov = f"a {config.markov} Markov head of rank {config.markov_rank}"
+        if config.conv_kernel_size:
+            markov += f", convolutions of {config.conv_kernel_size} taps"
+        if config.selector_rank:
+            markov += f", a selector of rank {config.selector_rank} among {config.selector_top_k} candidates"
         return (
-            f"A {config.summary()} (arXiv 2607.05147) for {target}",
+            f"A {config.summary()} ({_SOURCES[config.method]}) for {target}",
             "over projections of the residual stream that enters the target's layers "
             f"{', '.join(map(str, config.capture_layers))}, {markov}, the target's embedding and LM head",
         )
 
     def describe_loss(self) -> str:
         """The loss, for a card."""
-        recipe = self.recipe
+        recipe, config = self.recipe, self.config
+        terms = {
+            "cross-entropy": recipe.cross_entropy,
+            "the L1 distance to the target's distribution": recipe.distance,
+            "the KL divergence from the target's distribution": recipe.divergence,
+            "the confidence head's cross-entropy": recipe.confidence if config.confidence else 0,
+            "the selector's cross-entropy": recipe.selector if config.selector_rank else 0,
+        }
+        shown = ", ".join(f"{weight:g} times {term}" for term, weight in terms.items() if weight)
         return (
-            f"blocks after {recipe.anchors} anchors in each text; {recipe.cross_entropy:g} times cross-entropy, "
-            f"{recipe.distance:g} times the L1 distance to the target's distribution, {recipe.confidence:g} times the "
-            f"confidence head's cross-entropy; prediction k weighted by exp(-(k-1)/{recipe.reach:g})"
+            f"blocks after {recipe.anchors} anchors in each text; {shown}; prediction k weighted by "
+            f"exp(-(k-1)/{recipe.reach:g})"
         )
 
     def init(self, target: ModelParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
-        """Random weights, except for the norm, which is the target's. The Markov head begins small."""
+        """Random weights, except for the norm, which is the target's.
+
+        Markov head and selector begin small, and convolutions change nothing at first.
+        """
         assert ids is None
         config = self.config
         shapes = config.param_shapes(jnp.float32)
-        keys = iter(jax.random.split(key, 4 * config.num_layers + 5))
+        keys = iter(jax.random.split(key, 4 * config.num_layers + 6))
         return BlockParams(
             embed=None,
             mask_embed=None,
@@ -149,6 +197,8 @@ class BlockLearner(Learner):
             markov=None if shapes.markov is None else _init_markov(shapes.markov, keys),
             confidence=None if shapes.confidence is None else model.init_matrix(next(keys), *shapes.confidence.shape),
             confidence_bias=None if shapes.confidence is None else jnp.zeros(1, jnp.float32),
+            convs=None if shapes.convs is None else tuple(_init_convs(convs) for convs in shapes.convs),
+            selector=None if shapes.selector is None else _init_selector(shapes.selector, keys),
         )
 
     def logits_per_token(self) -> float:
@@ -164,7 +214,7 @@ class BlockLearner(Learner):
         tokens, mask, out = texts.tokens, texts.mask, texts.out
         assert out.hidden is not None
         anchors, used = sample_anchors(mask, self.recipe.anchors, texts.keys)
-        logits, confidence = self.forward(params, tokens, out.hidden, anchors)
+        predicted = self.forward(params, tokens, out.hidden, anchors)
         place = anchors[:, :, None] + jnp.arange(self.config.depth, dtype=jnp.int32)[None, None]
         row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
         # Of a prediction k, counted from 0, the target's distribution is that after position a + k.
@@ -175,27 +225,44 @@ class BlockLearner(Learner):
         counted = jnp.cumprod(counted, axis=2)
         weight = counted * jnp.exp(-jnp.arange(self.config.depth, dtype=jnp.float32) / self.recipe.reach)[None, None]
         total = weight.sum() + 1e-6
-        # The loss.
-        recipe = self.recipe
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        distance = jnp.abs(jax.nn.softmax(logits) - jax.nn.softmax(target_logits)).sum(-1)
-        loss = recipe.cross_entropy * jnp.sum(weight * nats) + recipe.distance * jnp.sum(weight * distance)
-        if confidence is not None:
-            accepted = lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
-            surprise = optax.sigmoid_binary_cross_entropy(confidence, accepted)
-            loss = loss + recipe.confidence * jnp.sum(weight * surprise)
+        loss, nats = self._loss(predicted, labels, target_logits, weight)
         # The metrics.
-        agreed = (counted > 0) & (jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1))
+        agreed = (counted > 0) & (predicted.tokens == jnp.argmax(target_logits, axis=-1))
         chained = jnp.cumprod(agreed.astype(jnp.int32), axis=2)
         sums = (jnp.sum(x, axis=(0, 1), dtype=jnp.int32) for x in (agreed, chained, counted > 0))
         return loss / total, total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens.size, *sums)
 
+    def _loss(
+        self,
+        predicted: Predicted,
+        labels: Int[Array, "B A d"],
+        target_logits: Float[Array, "B A d V"],
+        weight: Float[Array, "B A d"],
+    ) -> tuple[Float[Array, ""], Float[Array, "B A d"]]:
+        """The weighted sum of all losses, and the cross-entropy of each prediction."""
+        recipe, logits = self.recipe, predicted.logits
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        p = jax.nn.softmax(target_logits)
+        distance = jnp.abs(jax.nn.softmax(logits) - p).sum(-1)
+        loss = recipe.cross_entropy * jnp.sum(weight * nats) + recipe.distance * jnp.sum(weight * distance)
+        if recipe.divergence:
+            divergence = optax.kl_divergence(jax.nn.log_softmax(logits), p)
+            loss = loss + recipe.divergence * jnp.sum(weight * divergence)
+        if predicted.confidence is not None:
+            accepted = lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
+            surprise = optax.sigmoid_binary_cross_entropy(predicted.confidence, accepted)
+            loss = loss + recipe.confidence * jnp.sum(weight * surprise)
+        if predicted.scores is not None:
+            # A label that is no candidate teaches the selector nothing.
+            right = predicted.ids == labels[..., None]
+            surprise = -jnp.sum(jnp.where(right, jax.nn.log_softmax(predicted.scores), 0.0), axis=-1)
+            loss = loss + recipe.selector * jnp.sum(weight * surprise)
+        return loss, nats
+
     def forward(
         self, params: Params, tokens: Int[Array, "B T"], hidden: Float[Array, "B T C"], anchors: Int[Array, "B A"]
-    ) -> tuple[Float[Array, "B A d V"], Float[Array, "B A d"] | None]:
-        """The logits of the d predictions of the blocks after these anchors, and of their confidence.
-
-        Confidence is the probability of accepting a prediction after those before it; None: there is no such head.
+    ) -> Predicted:
+        """The predictions of the blocks after these anchors.
 
         hidden: the target's captured hidden states of the text.
         """
@@ -214,9 +281,14 @@ class BlockLearner(Learner):
         # The token before each prediction.
         before = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
         before = before.reshape(batch * blocks, size)[:, :depth]
-        logits = self._correct(draft, before, out, logits).reshape(batch, blocks, depth, -1)
-        confidence = config.confide(draft, before, out)
-        return logits, None if confidence is None else confidence.reshape(batch, blocks, depth)
+        scores, ids, confidence = None, None, config.confide(draft, before, out)
+        if draft.selector is None:
+            logits = self._correct(draft, before, out, logits)
+        else:
+            scores, ids = config.candidates(draft, logits)
+            scores, _ = config.correct(draft, None, before, out, scores, ids)
+        parts = (logits, scores, ids, confidence)
+        return Predicted(*(None if x is None else x.reshape(batch, blocks, *x.shape[1:]) for x in parts))
 
     def _correct(
         self, draft: BlockParams, before: Int[Array, "N d"], out: Float[Array, "N d E"], logits: Float[Array, "N d V"]
@@ -255,4 +327,21 @@ def _init_markov(shapes: MarkovParams, keys) -> MarkovParams:
         out=model.init_matrix(next(keys), *shapes.out.shape),
         mix=None if mix is None else model.init_matrix(next(keys), *mix.shape),
         mix_bias=None if mix is None else jnp.zeros(mix.shape[1], jnp.float32),
+    )
+
+
+def _init_convs(shapes: LayerConvs) -> LayerConvs:
+    def identity(conv: ConvParams) -> ConvParams:
+        base = jnp.zeros(conv.base.shape, jnp.float32).at[:, 0].set(1.0)
+        return ConvParams(base, jnp.zeros(conv.dynamic.shape, jnp.float32))
+
+    return LayerConvs(identity(shapes.attention), identity(shapes.mlp))
+
+
+def _init_selector(shapes: SelectorParams, keys) -> SelectorParams:
+    rank = shapes.candidate.shape[1]
+    return SelectorParams(
+        previous=jax.random.normal(next(keys), shapes.previous.shape, jnp.float32) * _SPREAD,
+        candidate=jax.random.normal(next(keys), shapes.candidate.shape, jnp.float32) * rank**-0.5,
+        gate=model.init_matrix(next(keys), *shapes.gate.shape),
     )

@@ -123,9 +123,11 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
         steps = run.recorded_steps() or task.fit_steps(run, began + 60 * run.minutes)
         learner = dataclasses.replace(learner, recipe=dataclasses.replace(recipe, steps=steps))
         task = dataclasses.replace(task, learner=learner)
-    # Try the card before the run, not after it.
-    inputs = Inputs.of(manifest, sources, run, len(prompts))
-    card = DraftCard(kind, learner, inputs, run, shape, output, count(jax.eval_shape(task.init).params))
+    # Try the layout and the card before the run, not after it.
+    inputs, begun = Inputs.of(manifest, sources, run, len(prompts)), jax.eval_shape(task.init)
+    if hasattr(output, "layout"):
+        output = dataclasses.replace(output, layout=drafts.choose_layout(learner.config, begun.params, output.layout))
+    card = DraftCard(kind, learner, inputs, run, shape, output, count(begun.params))
     card.write(EXAMPLE, task.recipe.steps)
     # The run, and the checkpoint with its card.
     print(f"jspec: {task.recipe.steps:,} steps of {recipe.batch_tokens:,} tokens, {learner.chunk_tokens:,} at a time")

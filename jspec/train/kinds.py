@@ -47,7 +47,9 @@ class HeadOutput(Output):
 class BlockOutput(Output):
     """How the checkpoint of a block draft is written."""
 
-    layout: str = option(block.LAYOUTS[0], "layout of the checkpoint", choices=block.LAYOUTS)
+    layout: str | None = option(
+        None, "layout of the checkpoint (default: the first that can hold the draft)", choices=block.LAYOUTS
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +104,11 @@ what its training took.""",
 )
 _BLOCK = Kind(
     name="dspark",
-    first="Trains a block draft for a target: DSpark (arXiv 2607.05147) or, with --fill-in, DFlash (arXiv 2602.06036).",
+    first="Trains a block draft for a target: DSpark (arXiv 2607.05147), DFlash (2602.06036), DFlash2 or JetSpec.",
     cost="""\
 DFlash as published: --fill-in --block-size 16 --markov none --no-confidence --cross-entropy 1 --distance 0 --reach
-7.
+7. DFlash2 in addition: --block-size 8 --conv-kernel-size 2 --selector-rank 256 --reach 4. JetSpec (arXiv 2606.18394)
+in addition: --causal --cross-entropy 0 --divergence 1.
 
 Cost: a token takes one forward of the target; each of the `anchors` of a sequence takes a forward and a backward of
 the draft over one block. Memory: the target's logits (4 bytes times its vocabulary for each token), and the

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from jspec.core.options import check_options, option, options_of
-from jspec.models.block_head import MARKOV_KINDS
+from jspec.models.block_head import MARKOV_KINDS, MOST_CANDIDATES
 
 _STEPS = 2**31 - 1
 _SIZE = {"least": 1, "most": 2**20}
@@ -62,7 +62,8 @@ class DraftRecipe(Recipe):
 class BlockRecipe(Recipe):
     """Hyperparameters of the training of a block draft; the defaults are DeepSeek's for DSpark (arXiv 2607.05147).
 
-    DFlash learns by cross-entropy alone: cross_entropy=1, distance=0.
+    DFlash learns by cross-entropy alone: cross_entropy=1, distance=0; DFlash2 also by that of its selector, and JetSpec
+    by divergence alone (arXiv 2606.18394).
     """
 
     learning_rate: float = with_default(Recipe, "learning_rate", 6e-4)
@@ -70,7 +71,9 @@ class BlockRecipe(Recipe):
     anchors: int = option(64, "blocks per sequence and step, or as many as it has positions", least=1, most=2**20)
     cross_entropy: float = option(0.1, "weight of the cross-entropy on the text", least=0)
     distance: float = option(0.9, "weight of the L1 distance to the target's distribution", least=0)
+    divergence: float = option(0.0, "weight of the KL divergence from the target's distribution", least=0)
     confidence: float = option(1.0, "weight of the cross-entropy of the confidence head", least=0)
+    selector: float = option(1.0, "weight of the cross-entropy of the selector among its candidates", least=0)
     reach: float = option(4.0, "prediction k of a block, from 1, counts exp(-(k - 1) / reach)", above=0)
 
 
@@ -120,7 +123,10 @@ class HeadShape(LayerSizes):
 
 @dataclasses.dataclass(frozen=True)
 class BlockShape(Options):
-    """The shape of a block draft; DFlash: fill_in=True, markov="none", no_confidence=True."""
+    """The shape of a block draft; DFlash: fill_in=True, markov="none", no_confidence=True.
+
+    DFlash2 has convolutions and a selector in addition, and JetSpec is causal.
+    """
 
     capture_layers: tuple[int, ...] | None = option(
         None,
@@ -134,6 +140,11 @@ class BlockShape(Options):
     markov: str = option("vanilla", "kind of the Markov head", choices=(*MARKOV_KINDS, "none"))
     markov_rank: int = option(64, "of the Markov head", bounds=_SIZE)
     no_confidence: bool = option(False, "no confidence head")
+    causal: bool = option(False, "rows see only those up to their own in a block (JetSpec)")
+    conv_kernel_size: int = option(0, "taps of convolutions along a block (DFlash2; 0: none)", least=0, most=64)
+    conv_group_size: int = option(16, "channels of the convolutions whose kernels move together", bounds=_SIZE)
+    selector_rank: int = option(0, "of a selector by the token before (DFlash2; 0: none)", least=0, most=2**20)
+    selector_top_k: int = option(16, "candidates of the selector", least=1, most=MOST_CANDIDATES)
     mask_token: int | None = option(None, "id of the token of the rows to predict (default: the last one)", least=0)
 
     def __post_init__(self):

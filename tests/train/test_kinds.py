@@ -26,6 +26,10 @@ COMMANDS = {
     "eagle3": {**HEAD, "length": 16, "ttt_steps": 2, "depth": 2, "layout": "speculators"},
     "dspark-deepspec": {**BLOCK, "length": 24, "anchors": 4, "depth": 3, "eval_every": 2, "layout": "deepspec"},
     "dspark-speculators": {**BLOCK, "length": 24, "anchors": 4, "depth": 3, "eval_every": 2, "layout": "speculators"},
+    "dspark-z-lab": {
+        **BLOCK, "fill_in": True, "markov": "none", "no_confidence": True, "conv_kernel_size": 2, "selector_rank": 4,
+        "length": 24, "anchors": 4, "depth": 3, "eval_every": 2,
+    },
     "frozen-kv-mtp": {
         "reads": (1, 0, 1), "intermediate_size": 40, "num_heads": 2, "target_head": True,
         "length": 16, "ttt_steps": 1, "depth": 1,
@@ -63,7 +67,7 @@ def data_directory(tmp_path_factory):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_writes_a_draft_that_loads(data_directory, tmp_path, name):
     """Also after a stop; its metrics are those of the draft that it writes."""
-    kind, out = name.removesuffix("-deepspec").removesuffix("-speculators"), tmp_path / "draft"
+    kind, out = next(kind for kind in KINDS if name.startswith(kind)), tmp_path / "draft"
     common = {"data": data_directory, "target": data_directory / "small", "rows": data_directory / "rows.npy"}
     common |= {"work": tmp_path / "work", "out": out, **ROUNDS, **COMMANDS[name]}
     run(kind, **common, stop_after=2)
