@@ -178,7 +178,7 @@ def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "marko
 
 
 def _read_dflash2(config: Fields, fields: Fields) -> dict[str, int]:
-    """Read the sizes of convolutions and selector; 0 without them, which DFlash2 must not be."""
+    """Read the sizes of convolutions and selector; 0 without them. DFlash2 must have both."""
     kinds = [config.read_text("speculators_model_type", ""), fields.read_text("projector_type", "")]
     required = bool(find_architectures(config, ["dflash2"])) or "dflash2" in kinds
     return {key: fields.read_int(key) if required or fields.is_set(key) else 0 for key in _DFLASH2}
@@ -258,14 +258,14 @@ def _describe_zlab(config: BlockHead, layers: dict[str, Any], sizes: dict[str, i
     direction = set(config.causal)
     if config.next_token or config.markov or config.confidence or len(direction) > 1:
         raise ValueError(
-            "layout='z-lab' requires rows that predict their own position, no Markov and no confidence head, and one "
+            "layout='z-lab' requires predictions of a row's own position, no Markov and no confidence head, and one "
             f"direction of all layers: the draft has next_token={config.next_token}, markov={config.markov!r}, "
             f"confidence={config.confidence!r}, causal={config.causal}; use 'speculators'"
         )
     section = {
         "mask_token_id": config.mask_token,
         "target_layer_ids": [layer - 1 for layer in config.capture_layers],
-        # JetSpec's name of `is_causal`, which its own code reads.
+        # JetSpec's own name of `is_causal`.
         **({"causal_head": True} if True in direction else {}),
         **({"output_multiplier": config.logit_scale} if config.logit_scale != 1.0 else {}),
         **({"final_logit_softcapping": config.soft_cap} if config.soft_cap is not None else {}),

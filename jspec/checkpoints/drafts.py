@@ -133,7 +133,7 @@ def save(
 
     Args:
       config: of a draft of one of the `DRAFT_KINDS`.
-      layout: None: the first of the kind that can hold the draft. EAGLE heads have "safeailab", for SGLang and vLLM,
+      layout: None: the first of the kind to hold the draft. EAGLE heads have "safeailab", for SGLang and vLLM,
         and EAGLE-3 heads "speculators", for vLLM; block drafts "deepspec" and "z-lab", for SGLang and vLLM, and
         "speculators". SGLang ignores `norm_before_residual`, `input_norm`, norms of heads and biases of the attention
         of EAGLE heads, and drafts less well with them.
@@ -142,7 +142,7 @@ def save(
       verifier: the target's directory or hub id, which "speculators" records for vLLM.
 
     Raises:
-      ValueError: an unknown layout, dtype or `weights`, a draft that the layout cannot represent, or one that is split.
+      ValueError: an unknown layout, dtype or `weights`, a draft beyond the layout, or one that is split.
     """
     refuse_split(config)
     kind, layout = _kind_of(config), choose_layout(config, params, layout)
@@ -169,12 +169,12 @@ def _kind_of(config: Draft) -> DraftKind:
 
 
 def choose_layout(config: Draft, params: PyTree, layout: str | None = None) -> str:
-    """The layout of a draft's checkpoint: this one or, if None, the first of its kind that can hold it.
+    """The layout of a draft's checkpoint: this one or, if None, the first of its kind to hold it.
 
     params: weights or their shapes.
 
     Raises:
-      ValueError: an unknown layout, or one that cannot represent the draft.
+      ValueError: an unknown layout, or a draft beyond the layout.
     """
     kind = _kind_of(config)
     if layout is not None and layout not in kind.layouts:

@@ -67,7 +67,7 @@ class BlockParams:
     """[E, 1] or [E + R, 1]; None: there is no confidence head."""
     confidence_bias: Float[Array, " 1"] | None
     convs: tuple[LayerConvs, ...] | None = None
-    """Of each layer; None: there are none."""
+    """One for each layer; None: there are none."""
     selector: SelectorParams | None = None
 
 

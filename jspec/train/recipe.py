@@ -62,8 +62,8 @@ class DraftRecipe(Recipe):
 class BlockRecipe(Recipe):
     """Hyperparameters of the training of a block draft; the defaults are DeepSeek's for DSpark (arXiv 2607.05147).
 
-    DFlash learns by cross-entropy alone: cross_entropy=1, distance=0; DFlash2 also by that of its selector, and JetSpec
-    by divergence alone (arXiv 2606.18394).
+    DFlash learns by cross-entropy alone: cross_entropy=1, distance=0. DFlash2 adds its selector's. JetSpec learns by
+    divergence alone (arXiv 2606.18394).
     """
 
     learning_rate: float = with_default(Recipe, "learning_rate", 6e-4)

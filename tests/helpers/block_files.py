@@ -112,18 +112,7 @@ def random_draft(
         weight("embed_tokens.weight", V, width)
     if lm_head or own or draft_vocab:
         weight("lm_head.weight", draft_vocab or V, width)
-    if markov:
-        weight("markov_head.markov_w1.weight", V, rank)
-        weight("markov_head.markov_w2.weight", draft_vocab or V, rank)
-        reads, out, name = {"vanilla": (0, 0, ""), "gated": (width + rank, rank, "gate_proj")}.get(
-            markov, (2 * rank + width, 3 * rank, "joint_proj")
-        )
-        if name:
-            weight(f"markov_head.{name}.weight", out, reads)
-            weight(f"markov_head.{name}.bias", out)
-    if confidence:
-        weight("confidence_head.proj.weight", 1, width + (rank if confidence == "markov" else 0))
-        weight("confidence_head.proj.bias", 1)
+    write_heads(weight, markov, confidence, width, draft_vocab or V)
     if draft_vocab:
         ids = np.sort(random.permutation(V)[:draft_vocab])
         t["d2t"], t["t2d"] = ids - np.arange(draft_vocab), np.isin(np.arange(V), ids)
@@ -166,6 +155,23 @@ def random_draft(
     raw |= method_heads if kind == "dspark" else {}
     raw |= {} if next_token is None else {"sample_from_anchor": next_token}
     return {**raw, **top}, t
+
+
+def write_heads(weight, markov: str | None, confidence: str | None, width: int, vocab: int) -> None:
+    """Adds the tensors of a Markov head and a confidence head."""
+    rank = RANK if markov else 0
+    if markov:
+        weight("markov_head.markov_w1.weight", V, rank)
+        weight("markov_head.markov_w2.weight", vocab, rank)
+        reads, out, name = {"vanilla": (0, 0, ""), "gated": (width + rank, rank, "gate_proj")}.get(
+            markov, (2 * rank + width, 3 * rank, "joint_proj")
+        )
+        if name:
+            weight(f"markov_head.{name}.weight", out, reads)
+            weight(f"markov_head.{name}.bias", out)
+    if confidence:
+        weight("confidence_head.proj.weight", 1, width + (rank if confidence == "markov" else 0))
+        weight("confidence_head.proj.bias", 1)
 
 
 def write_dflash2(weight, sizes: dict, num_layers: int, width: int) -> None:
