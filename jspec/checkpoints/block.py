@@ -177,7 +177,7 @@ def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "marko
     return "markov" if reads or fields.read_flag("confidence_head_with_markov") else "hidden"
 
 
-def _read_dflash2(config: Fields, fields: Fields) -> dict[str, int]:
+def _read_dflash2(config: Fields, fields: Fields) -> dict[str, Any]:
     """Read the sizes of convolutions and selector; 0 without them. DFlash2 must have both."""
     kinds = [config.read_text("speculators_model_type", ""), fields.read_text("projector_type", "")]
     required = bool(find_architectures(config, ["dflash2"])) or "dflash2" in kinds

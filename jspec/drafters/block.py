@@ -84,13 +84,12 @@ class Block(WindowedDrafter[BlockHead]):
         hidden, logits = self._predict(params, s)
         weights: BlockParams = params.draft
         logits, ids = self._model.candidates(weights, logits)
-        each_row = ids is not None and ids.ndim > 1
 
         def step(
             markov: Float[Array, "B M R"] | None, previous: Int[Array, "B M"], path: Int[Array, "B M g"]
         ) -> tuple[Float[Array, "B M R"] | None, Proposal]:
             row = slice(path.shape[2], path.shape[2] + 1)
-            row_ids = ids[:, row] if each_row else ids
+            row_ids = ids if ids is None or ids.ndim == 1 else ids[:, row]
             corrected, markov = self._model.correct(weights, markov, previous, hidden[:, row], logits[:, row], row_ids)
             return markov, propose_for_all(self, s, corrected, path, row_ids)
 

@@ -287,8 +287,8 @@ class BlockLearner(Learner):
         else:
             scores, ids = config.candidates(draft, logits)
             scores, _ = config.correct(draft, None, before, out, scores, ids)
-        parts = (logits, scores, ids, confidence)
-        return Predicted(*(None if x is None else x.reshape(batch, blocks, *x.shape[1:]) for x in parts))
+        predicted = Predicted(logits, scores, ids, confidence)
+        return jax.tree.map(lambda x: x.reshape(batch, blocks, *x.shape[1:]), predicted)
 
     def _correct(
         self, draft: BlockParams, before: Int[Array, "N d"], out: Float[Array, "N d E"], logits: Float[Array, "N d V"]

@@ -125,7 +125,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
         task = dataclasses.replace(task, learner=learner)
     # Try the layout and the card before the run, not after it.
     inputs, begun = Inputs.of(manifest, sources, run, len(prompts)), jax.eval_shape(task.init)
-    if hasattr(output, "layout"):
+    if output is not None and hasattr(output, "layout"):
         output = dataclasses.replace(output, layout=drafts.choose_layout(learner.config, begun.params, output.layout))
     card = DraftCard(kind, learner, inputs, run, shape, output, count(begun.params))
     card.write(EXAMPLE, task.recipe.steps)

@@ -45,6 +45,10 @@ CARDS = {
         "DSpark block draft of 4 tokens", "blocks after 4 anchors in each text", "jspec train dspark",
         'drafter="block"',
     ),
+    "dspark-z-lab": (
+        "A DFlash2 block draft of 3 tokens (vLLM #52816) for small", "a selector of rank 4 among 16 candidates",
+        "1 times the selector's cross-entropy", "in the layout `z-lab`", "--selector-rank 4",
+    ),
     "frozen-kv-mtp": (
         "An assistant for small (frozen-KV MTP", "of the target's layers 1, 0, 1, the LM head of",
         "--intermediate-size 40 --num-heads 2 --reads 1 0 1 --target-head --steps 4", 'drafter="frozen-kv-mtp"',
@@ -74,7 +78,8 @@ def test_the_command_writes_a_draft_that_loads(data_directory, tmp_path, name):
     run(kind, **common, resume=True)
     loaded = jspec.load(data_directory / "small", draft=out, dtype="float32")
     shape = {option: value for option, value in COMMANDS[name].items() if option in options_of(KINDS[kind].shape)}
-    shape.pop("reads", None)
+    for option in ("reads", "fill_in", "markov", "no_confidence"):
+        shape.pop(option, None)
     assert shape == {option: getattr(loaded.draft, option) for option in shape}
     if kind == "eagle3":
         assert isinstance(loaded.draft, jspec.models.EagleHead)
@@ -82,18 +87,20 @@ def test_the_command_writes_a_draft_that_loads(data_directory, tmp_path, name):
         assert written["speculators_config"]["verifier"]["name_or_path"] == "small"
         assert loaded.params.draft.ids.tolist() == np.unique(loaded.params.draft.ids).tolist()
     elif kind == "dspark":
-        assert loaded.draft.confidence == "markov" and loaded.draft.capture_layers == (1, 3)
+        assert (loaded.draft.confidence, loaded.draft.method) == {
+            "dspark-z-lab": (None, "DFlash2"),
+        }.get(name, ("markov", "DSpark"))
     else:
         assert isinstance(loaded.draft, jspec.models.Assistant) and loaded.draft.target_layers == (1, 0, 1)
         assert loaded.draft.target_head and loaded.draft.num_heads == 2
     # The metrics and the card.
     final, depth = lines(tmp_path / "work")[-1], COMMANDS[name]["depth"]
     assert final["step"] == 4 and len(final["acceptance_by_position"]) == depth
-    assert len(final["heldout_agreement"]) == COMMANDS[name].get("ttt_steps", 4)
+    assert len(final["heldout_agreement"]) == COMMANDS[name].get("ttt_steps", getattr(loaded.draft, "depth", None))
     served = distill.accept_length(loaded, loaded.draft, loaded.params.draft, train_files.PROMPTS[:2], depth=depth)
     assert final["accept_length"] == pytest.approx(served["accept_length"], abs=0.1) and final["accept_length"] >= 1
     card = (out / "README.md").read_text()
-    for text in (*CARDS[kind], "jspec train data --out data --tokenizer small", "| free | 1 | MIT |"):
+    for text in (*CARDS.get(name, CARDS[kind]), "jspec train data --out data --tokenizer small", "| free | 1 | MIT |"):
         assert text in card, text
     assert str(tmp_path) not in card and str(data_directory) not in card
 
