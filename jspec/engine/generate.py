@@ -8,6 +8,7 @@ from tqdm import tqdm
 from jspec.core import groups
 from jspec.core.checks import check_flag, check_int
 from jspec.core.sampling import each_of
+from jspec.engine.batch import run
 from jspec.engine.engine import Engine
 from jspec.generation.options import GenerateKeywords, GenerateOptions, longest_sequence, repeat, takes
 from jspec.generation.result import Generation, Generations, GenerationStats, Piece
@@ -175,7 +176,7 @@ def _in_engine(
         burst_ms=BURST_MS,
     )
     with engine:
-        return engine.run(engine.make(prompts, options), progress=progress)
+        return run(engine.groups, engine.enqueue, engine.make(prompts, options), progress=progress)
 
 
 def _in_one_program(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:

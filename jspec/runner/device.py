@@ -19,6 +19,7 @@ from jspec.generation.score import Chunk, TokenScores
 from jspec.generation.speculation import draft_limits
 from jspec.generation.support import token_supports
 from jspec.loading.model import Model
+from jspec.models.adapted import is_adapted
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
 from jspec.runner.plan import Burst, Output, Read
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
@@ -103,7 +104,7 @@ class Device:
         self.method, self.sizes, self._only = method, sizes, only
         self.stops, self.grammars = StopPool(model), GrammarPool(model)
         self._buckets = slot_buckets(sizes.slots) if only is None else [sizes.slots]
-        self.ready = Ready(self._buckets)
+        self.ready, self._adapts = Ready(self._buckets), is_adapted(model.params)
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
         self.runner = Runner(model.params, method, sizes, greedy_rule)
@@ -242,6 +243,9 @@ class Device:
     def _arguments(self, plan: Read | Burst, layout: "Layout", needs: Needs) -> tuple[Any, ...]:
         """The arguments of the runner's call for a plan."""
         view = layout.view(plan.table, self.sizes.pages_per_slot)
+        if self._adapts:
+            adapter = layout.column([request.adapter for request in plan.requests], np.int32)
+            view = dataclasses.replace(view, adapter=adapter)
         if isinstance(plan, Burst):
             row_limit = layout.column(plan.row_limit, np.int32)
             return view, needs, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early)

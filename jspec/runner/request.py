@@ -69,6 +69,7 @@ class Request:
     max_new_tokens: at least 1.
     priority: requests of a lower priority are admitted first and preempted last, as in vLLM.
     salt: requests of different salts share no pages.
+    adapter: number of its adapter, as in `jspec.models.adapted.Adapted`; -1: none.
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: number of most probable tokens recorded with each.
     support: most ids of possible tokens recorded with each; 0: none.
@@ -94,6 +95,7 @@ class Request:
     speculation: Speculation | None = None
     start_state: int = 0
     start_grammar: int = 0
+    adapter: int = -1
     needs: Needs = Needs()
 
     phase: Phase = dataclasses.field(default=Phase.WAITING, init=False)
