@@ -176,7 +176,7 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         options = RequestOptions(**keywords)
-        ids = self._encode_one(prompt)
+        ids = self._encode_one(prompt, embeds=True)
         (handle,) = self.enqueue(self.make([ids], options, priority, salt, adapter), self.max_queue)
         return handle
 
@@ -224,7 +224,7 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         options = RequestOptions(**keywords)
-        single, prompt_ids = encode_prompts(self.model, prompts)
+        single, prompt_ids = encode_prompts(self.model, prompts, embeds=True)
         copies = 1 if n is None else check_int("n", n, least=1)
         options = repeat(options, len(prompt_ids), copies)
         repeated = [ids for ids in prompt_ids for _ in range(copies)]
@@ -392,16 +392,16 @@ class Engine:
         slots = f"{device.sizes.slots} slots" if count == 1 else f"{count} groups of {device.sizes.slots} slots"
         return f"Engine({self.model.name!r}, {drafter}, {slots}, context {self.context})"
 
-    def _encode_one(self, prompt: Prompt) -> list[int]:
-        """The ids of a single prompt."""
-        single, prompts = encode_prompts(self.model, prompt, "prompt")
+    def _encode_one(self, prompt: Prompt, *, embeds: bool = False) -> Sequence[int]:
+        """The ids of a single prompt. embeds: whether it may hold embeddings."""
+        single, prompts = encode_prompts(self.model, prompt, "prompt", embeds=embeds)
         if not single:
             raise ValueError(f"prompt: is a list of {len(prompts)} prompts; must be a single one")
         return prompts[0]
 
     def make(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Sequence[int]],
         options: RequestOptions,
         priority: int = 0,
         salt: str = "",

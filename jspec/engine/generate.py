@@ -106,7 +106,7 @@ def generate(
     with one_call(model):
         options = GenerateOptions(**keywords)
         check_flag("progress", progress)
-        single, prompt_ids = encode_prompts(model, prompts)
+        single, prompt_ids = encode_prompts(model, prompts, embeds=True)
         if n is not None:
             options = repeat(options, len(prompt_ids), check_int("n", n, least=1))
             prompt_ids = [ids for ids in prompt_ids for _ in range(n)]

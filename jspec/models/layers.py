@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from jspec.core.embeds import Embeds
 from jspec.core.sharding import TENSOR, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models.adapted import Adapted
@@ -49,6 +50,7 @@ class ForwardBatch:
     mask: the rows each token sees, of the round's R; None: all up to its own.
     earlier: R - N rows of this round from earlier forwards, before the N new ones.
     select: the only token of each sequence whose output is needed; None: all are.
+    embeds: in the places of some tokens; None: there are none.
     """
 
     tokens: Int[Array, "B N"]
@@ -58,6 +60,7 @@ class ForwardBatch:
     mask: Bool[Array, "#B N R"] | None = None
     earlier: PyTree = None
     select: Int[Array, " B"] | None = None
+    embeds: Embeds | None = None
 
     @property
     def selected(self) -> SelectedToken | None:

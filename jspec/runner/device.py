@@ -10,9 +10,11 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec.core import accept, branches
+from jspec.core.embeds import Embeds
 from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
+from jspec.generation.embeds import embeds_dtype, embeds_of
 from jspec.generation.options import MAX_SUPPORT, MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
@@ -137,6 +139,7 @@ class Device:
             self.stops.level(request.start_state),
             self.grammars.level(request.start_grammar),
             next(size for size in SUPPORT_SIZES if size >= request.support),
+            request.embeds is not None,
         )
 
     def forget(self, request: Request) -> None:
@@ -218,7 +221,7 @@ class Device:
 
     def burst(self, plan: Burst) -> InFlight:
         """Runs rounds."""
-        program = Program("burst", joined_needs(plan.requests), len(plan.requests))
+        program = Program("burst", joined_needs(plan.requests, "burst"), len(plan.requests))
         return self._run(plan, self.ready.choose(program))
 
     def _run(self, plan: Read | Burst, program: Program) -> InFlight:
@@ -251,7 +254,18 @@ class Device:
             return view, needs, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early)
         chunks = (layout.column(values, np.int32) for values in (plan.begin, plan.count))
         flags = (layout.column(values, np.bool_) for values in (plan.ends, plan.resumed))
-        return view, needs, ReadPlan(*chunks, *flags), plan.size
+        embeds = self._embeds(plan, layout) if needs.embeds else None
+        return view, needs, ReadPlan(*chunks, *flags, embeds=embeds), plan.size
+
+    def _embeds(self, plan: Read, layout: "Layout") -> Embeds:
+        """The embeddings of the chunks of a plan; a request without any reads its tokens."""
+        prompts: list[Sequence[int]] = [()] * layout.size
+        begin, count = ([0] * layout.size for _ in range(2))
+        for row, request, first, size in zip(layout.rows, plan.requests, plan.begin, plan.count, strict=True):
+            prompts[row], begin[row], count[row] = request.embeds or (), first, size
+        target = self.method.target
+        shape = layout.size, plan.size, target.hidden_size
+        return embeds_of(prompts, begin, count, shape, embeds_dtype(target, self.runner.params.target))
 
     def _compile(self, program: Program) -> None:
         """Compiles a program, in the thread of `ready`: for arguments like those of the methods above."""

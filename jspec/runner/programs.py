@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int, Int8, PyTree, UInt32
 
 from jspec.core import branches, optional, slots, stopping
 from jspec.core.automaton import Automaton
+from jspec.core.embeds import Embeds
 from jspec.core.loop import run_while
 from jspec.core.method import Method, on_devices
-from jspec.core.prefill import empty_record, read_columns
+from jspec.core.prefill import Chunk, empty_record, read_columns
 from jspec.core.sampling import seeds_to_keys
 from jspec.core.struct import struct
 from jspec.core.types import (
@@ -184,6 +185,8 @@ class ReadPlan:
     count: Int[Array, " R"]
     ends: Bool[Array, " R"]
     resumed: Bool[Array, " R"]
+    embeds: Embeds | None = None
+    """In the places of some tokens of the chunks; None: no chunk has any."""
 
 
 @partial(jax.jit, static_argnames=("method", "size"), donate_argnames=("s",))
@@ -199,8 +202,8 @@ def read(
     part = dataclasses.replace(part, finish_code=finish)
     # A resumed sequence has its next token.
     active = plan.ends & ~plan.resumed
-    params = _with_adapters(params, view)
-    part = read_columns(params, part, plan.begin, plan.count, active, method=method, size=size)
+    chunk = Chunk(plan.begin, plan.count, active, plan.embeds)
+    part = read_columns(_with_adapters(params, view), part, chunk, method=method, size=size)
     return _whole(s, view, part), _report(part, before, 1)
 
 
