@@ -116,7 +116,7 @@ def generate(
 
 def generate_all(
     model: Model,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     options: GenerateOptions,
     *,
     progress: bool = False,
@@ -156,7 +156,12 @@ def generate_all(
 
 
 def _in_engine(
-    model: Model, prompts: list[list[int]], options: GenerateOptions, slots: int, all_greedy: bool, progress: bool
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    options: GenerateOptions,
+    slots: int,
+    all_greedy: bool,
+    progress: bool,
 ) -> Generations:
     """Generates in the slots of an engine. All prompts are known, so one program of each kind is enough."""
     prefill_tokens = PREFILL_TOKENS if slots <= MAX_BATCH else max(PREFILL_TOKENS, 64 * slots)
@@ -179,7 +184,9 @@ def _in_engine(
         return run(engine.groups, engine.enqueue, engine.make(prompts, options), progress=progress)
 
 
-def _in_one_program(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:
+def _in_one_program(
+    model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions, progress: bool
+) -> Generations:
     """Generates for all prompts at once."""
     # With a progress bar the loop returns after some rounds.
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
