@@ -33,6 +33,7 @@ class Method:
     accept: the acceptance rule.
     placement: of the weights over devices; None: they are on one.
     record: what is recorded with each new token; None: nothing.
+    watch: the last positions of each sequence whose hidden states are kept for a learner; None: none.
     """
 
     target: Target
@@ -40,11 +41,24 @@ class Method:
     accept: Accept
     placement: Placement | None = None
     record: Records | None = None
+    watch: int | None = None
 
     @property
     def devices(self) -> int:
-        """Devices that the weights are split over, in each group."""
+        """Devices with parts of the weights, in each group."""
         return 1 if self.placement is None else self.placement.size
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """The target's layers to capture in its forwards."""
+        layers = self.drafter.capture_layers
+        return layers if self.watch is None else with_last(self.target, layers)
+
+
+def with_last(target: Target, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers, and the state after the final norm as the last one."""
+    last = target.num_layers + 1
+    return layers if last in layers else (*layers, last)
 
 
 def on_devices(function: Callable[..., T], *, shared: Collection[int] = (0,)) -> Callable[..., T]:

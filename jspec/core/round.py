@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.core import branches, sampling, stopping, tree
+from jspec.core import branches, sampling, stopping, tree, watch
 from jspec.core import grammar as grammars
 from jspec.core import logprobs as log_probabilities
 from jspec.core.automaton import Automaton
@@ -69,8 +69,7 @@ def draft(
 
 def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Method) -> ForwardOutput:
     """One forward of the target over all nodes of the tree; it reads the cache and does not write it."""
-    layers = method.drafter.capture_layers
-    out = method.target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=layers)
+    out = method.target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=method.capture_layers)
     return check_output(method.target, out, draft_tree.tokens.shape[1])
 
 
@@ -95,6 +94,7 @@ def commit_round(
 
 def extend(params: Params, s: DecodeState, committed: Committed, *, method: Method) -> DecodeState:
     """The state after the drafter has absorbed the committed tokens."""
+    s, committed = _watch(s, committed, method)
     return dataclasses.replace(s, draft=method.drafter.extend(params, s, committed))
 
 
@@ -181,6 +181,20 @@ def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -
         branch_counts,
     )
     return dataclasses.replace(s, round_index=s.round_index + 1, stats=stats)
+
+
+def _watch(s: DecodeState, committed: Committed, method: Method) -> tuple[DecodeState, Committed]:
+    """The state with the hidden states for a learner, if there is one, and what is committed with those of the drafter.
+
+    The state after the final norm comes last.
+    """
+    if method.watch is None:
+        return s, committed
+    hidden, width = committed.hidden, method.target.hidden_size * len(method.drafter.capture_layers)
+    assert hidden is not None
+    watched = watch.observe(s.watched, hidden, committed.start, committed.length, method.watch)
+    committed = dataclasses.replace(committed, hidden=hidden[..., :width] if width else None)
+    return dataclasses.replace(s, watched=watched), committed
 
 
 def _cut(accepted: Acceptance, draft_tree: DraftTree) -> Acceptance:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jspec.core.automaton import Automaton
-from jspec.core.embeds import Embeds
 from jspec.core.struct import leaf, struct
+from jspec.core.watch import Watched
 
 Rows = PyTree
 """Additions of a forward's nodes to a cache, should they be committed: one entry per layer, of the cache's own kind."""
@@ -47,8 +47,6 @@ class DraftTree:
     limit: Int[Array, " B"] | None = None
     """Deepest generation of each sequence that counts as proposed; the target reads the nodes beyond it in vain.
     None: all."""
-    embeds: Embeds | None = None
-    """In the places of some tokens of a prompt; None: there are none."""
 
     @property
     def generations(self) -> int:
@@ -205,8 +203,6 @@ class Prompts:
     """The automaton of `jspec.core.grammar.init`, with a state per sequence; None: all tokens may follow."""
     draft_limits: Int[Array, "B K"] | None = None
     """As in `DecodeState`."""
-    embeds: Embeds | None = None
-    """In the places of some ids, [B, T]; None: there are none."""
 
 
 class Cache(Protocol):
@@ -261,6 +257,8 @@ class DecodeState:
     draft_limits: Int[Array, "B K"] | None = None
     """Most generations that count as proposed in a round of each branch, or of the drafter if it has none (K is 1).
     None: all."""
+    watched: Watched | None = None
+    """Hidden states for a learner; None: nobody learns, or nothing has been read."""
 
     @property
     def root(self) -> Int[Array, "B 1"]:

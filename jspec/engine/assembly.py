@@ -13,7 +13,6 @@ from jspec.core.types import RowSampling
 from jspec.engine.group import MAX_IN_FLIGHT
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
-from jspec.generation.embeds import PromptEmbeds
 from jspec.generation.method import choose_drafter, choose_method, knows_greedy
 from jspec.generation.options import EngineOptions, RequestOptions, check_grammar_options
 from jspec.generation.speculation import draft_limits
@@ -46,6 +45,11 @@ def assemble(
     method, _ = choose_method(
         model.target, model.draft, optional.continuous(drafter), accept, any_row, placement=model.placement
     )
+    if options.learn is not None:
+        if not method.drafter.capture_layers:
+            name = type(method.drafter).__name__
+            raise ValueError(f"learn: drafter {name} reads no hidden states of the target: must be one that learns")
+        method = dataclasses.replace(method, watch=options.learn.window)
     if lacking := without_slots(model.params, method):
         raise ValueError(
             f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "
@@ -88,7 +92,7 @@ def _scheduler(device: Device, options: EngineOptions, shares: bool, only: OneSh
 def make_requests(
     device: Device,
     scheduler: Scheduler,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     options: RequestOptions,
     priority: int = 0,
     salt: str = "",
@@ -112,7 +116,6 @@ def make_requests(
             top_logprobs=options.top_logprobs,
             support=options.support,
             speculation=speculation,
-            embeds=ids if isinstance(ids, PromptEmbeds) else None,
         )
         draft_limits(speculation, device.method.drafter)
         scheduler.check_fits(request)

@@ -4,6 +4,7 @@ A thread drives the devices, in turns: dispatch the scheduler's plan, then colle
 """
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -13,10 +14,11 @@ from typing import TypeVar
 
 from jspec.core import stopping
 from jspec.core.types import Params
-from jspec.engine.balance import cached_tokens, choose
+from jspec.engine.balance import cached_tokens
 from jspec.engine.handle import Handle, Waiter, wake
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
+from jspec.generation.learning import Learning
 from jspec.generation.result import FINISH_REASONS
 from jspec.loading.model import Model
 from jspec.runner.device import Device, InFlight
@@ -62,13 +64,15 @@ class Group:
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._fail, self._closing = fail, False
+        self._learning: Learning | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
 
     # From any thread
 
-    def start(self) -> None:
-        """Starts the threads."""
+    def start(self, learning: Learning | None = None) -> None:
+        """Starts the threads. learning: of the draft; None: it does not learn."""
+        self._learning = learning
         self.device.compile_ahead(lambda: self._call(lambda: None))
         self._thread.start()
 
@@ -196,6 +200,8 @@ class Group:
         """Swaps the weights, and empties the prefix cache."""
         self.device.replace(params)
         self.scheduler.forget()
+        if self._learning is not None:
+            self._learning.replace(params.draft)
 
     def warm_up(self, request: Request) -> bool:
         """As `Device.warm_up`. False: there are requests, so nothing is done."""
@@ -243,6 +249,7 @@ class Group:
 
         rounds: of the burst; None: as many as take about `burst_seconds`.
         """
+        began = self._work_clock()
         if rounds is None:
             rounds = max(1, min(MAX_ROUNDS, round(self._burst_seconds / self._round_seconds)))
         plan = self.scheduler.plan(rounds)
@@ -262,6 +269,19 @@ class Group:
                 self._end(handle)
             waiters += handle.deliver(output, now, self.device.runner.compile_seconds)
         wake(waiters)
+        if self._learning is not None:
+            self._learn(self._learning, began)
+
+    def _learn(self, learning: Learning, began: float) -> None:
+        """Lets the draft learn, and serves what it has learned. began: of this turn."""
+        runner, counts = self.device.runner, self._counters.accept_counts
+        draft = learning.turn(runner.params.target, runner.state, counts, self._work_clock() - began)
+        if draft is not None:
+            runner.params = dataclasses.replace(runner.params, draft=draft)
+
+    def _work_clock(self) -> float:
+        """Seconds, without those of compilation."""
+        return time.monotonic() - self.device.runner.compile_seconds
 
     def _refuse(self) -> list[Waiter]:
         """Ends the requests whose programs do not compile; returns the waiters to wake."""
@@ -277,6 +297,8 @@ class Group:
 
     def _dispatch(self, plan: Plan) -> None:
         if plan.released:
+            if self._learning is not None:
+                self._learning.keep(self.device.runner.state, plan.released)
             self.device.release(plan.released)
         if plan.admissions:
             self.device.admit(plan.admissions)
@@ -310,7 +332,7 @@ class Group:
             # Moving average of the time between reports, per round, without that of compilation.
             rounds = max(output.rounds - before[request] for request, output in outputs.items())
             self._counters.total["device_rounds"] += rounds
-            now = time.monotonic() - self.device.runner.compile_seconds
+            now = self._work_clock()
             if self._reported_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
             self._reported_at = now
@@ -353,20 +375,6 @@ class Group:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
             counters.observe("inter_token", (now - times.arrivals[-1][0]) / len(output.tokens), len(output.tokens))
-
-
-def choose_group(groups: Sequence[Group], request: Request) -> Group:
-    """Choose the group for a request, and count it there."""
-    index = 0
-    if len(groups) > 1:
-        index = choose(
-            [group.load for group in groups],
-            [group.cached_tokens(request) for group in groups],
-            [group.assigned for group in groups],
-            groups[0].device.sizes.slots,
-        )
-    groups[index].expect(request)
-    return groups[index]
 
 
 def clock(groups: Sequence[Group]) -> float:

@@ -19,6 +19,7 @@ from jspec.core.method import Records
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import Accept, Drafter, Target
+from jspec.generation.learning import LearnOptions
 from jspec.generation.speculation import Speculation
 from jspec.loading import memory
 from jspec.loading.model import Model
@@ -160,9 +161,12 @@ class EngineOptions:
     max_queue: int | None = option(
         None, "requests that may wait for a slot, of all groups together (default: any number)", least=0
     )
+    learn: LearnOptions | None = None
 
     def __post_init__(self):
         check_options(self)
+        if self.learn is not None and not isinstance(self.learn, LearnOptions):
+            raise TypeError(f"learn={shorten(self.learn)}: must be a jspec.train.online.Learn, or None")
 
     def for_model(self, model: Model) -> "EngineOptions":
         """Fills in the context and the share of the memory for a model, where they are None.
@@ -191,6 +195,7 @@ class EngineKeywords(TypedDict, total=False):
     burst_ms: float
     prefix_cache: bool
     max_queue: int | None
+    learn: LearnOptions | None
 
 
 class _SharedKeywords(TypedDict, total=False):
@@ -216,6 +221,20 @@ class BatchKeywords(_SharedKeywords, total=False):
     sampling: Sampling | Sequence[Sampling | None] | None
     seed: int | Sequence[int | tuple[int, int]]
     speculation: Speculation | Sequence[Speculation | None] | None
+
+
+class _OfQueue(TypedDict, total=False):
+    priority: int
+    salt: str
+    progress: bool
+
+
+class QueueKeywords(RequestKeywords, _OfQueue, total=False):
+    """Keywords of `Engine.generate` for a single prompt."""
+
+
+class BatchQueueKeywords(BatchKeywords, _OfQueue, total=False):
+    """Keywords of `Engine.generate` for several prompts."""
 
 
 class GenerateKeywords(BatchKeywords, total=False):

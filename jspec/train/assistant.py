@@ -6,6 +6,7 @@ A chain that starts at row p reads the keys and values of rows 0 to p and stays 
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,7 @@ class AssistantLearner(ttt.UnrolledLearner):
 
     config: Assistant
     target: Decoder
+    replays: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.config.clusters is not None:

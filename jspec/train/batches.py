@@ -116,14 +116,17 @@ def check_sources(sources: Sequence[Source], *, length: int, vocab_size: int) ->
         check_ids(name, source.tokens, vocab_size)
 
 
-def fit_chunk(batch_tokens: int, length: int, token_bytes: int) -> int:
+def fit_chunk(batch_tokens: int, length: int, token_bytes: int, budget: int | None = None) -> int:
     """The tokens of a batch whose gradient is computed at once, so that a step fits into memory.
 
     An accelerator gives half of its free memory. A CPU gives a constant, so that runs repeat to the bit.
 
     length: tokens of a sequence.
     token_bytes: memory for each token, above all for logits.
+    budget: bytes to use instead.
     """
+    if budget is not None:
+        return max(1, min(batch_tokens, budget // token_bytes))
     # One sequence must fit; a chunk has as many as half of the memory holds.
     free, needed = memory.free_bytes(), length * token_bytes
     if free is not None and needed > free[0]:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.cache.mha import Rows
@@ -110,6 +110,11 @@ class BlockLearner(Learner):
     recipe: BlockRecipe
     test: ClassVar[str] = "blocks after sampled anchors"
 
+    def __post_init__(self):
+        size, full = self.config.draft_vocab_size, self.config.vocab_size
+        if size != full:
+            raise ValueError(f"draft_vocab_size={size}: a block draft is trained with the target's {full} tokens")
+
     @classmethod
     def configure(cls, target: Decoder, shape: BlockShape) -> BlockHead:
         """A draft whose layers have the shape of the target's, with full attention and its embedding and LM head."""
@@ -205,9 +210,9 @@ class BlockLearner(Learner):
         """Those of all blocks."""
         return self.config.vocab_size * min(self.recipe.anchors / self.recipe.length, 1) * self.config.depth
 
-    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+    def count_rows(self, tokens: Int[Array, "B T"], mask: ArrayLike | None) -> Float[Array, "B T"]:
         """The counted tokens: those of the mask."""
-        return jax.device_put(np.ones(tokens.shape, np.float32) if mask is None else np.asarray(mask, np.float32))
+        return jnp.ones(tokens.shape, jnp.float32) if mask is None else jnp.asarray(mask, jnp.float32)
 
     def learn(self, params: Params, texts: Texts) -> Learned:
         """The mean loss of blocks after sampled anchors, its weight, and metrics of each of the d predictions."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jspec.checkpoints import block, eagle
 from jspec.core.options import option
+from jspec.models import Assistant, BlockHead, EagleHead
 from jspec.train.recipe import AssistantShape, BlockRecipe, BlockShape, DraftRecipe, HeadShape, Options, Recipe
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Kind:
 
     name: of the command.
     first, cost: the first and the last paragraphs of its help.
+    config: the class of its configuration.
     shape, recipe: dataclasses of options: the draft's shape, and the hyperparameters.
     learner: module and class of the `Learner`.
     output: a dataclass of options about the checkpoint, if there are any.
@@ -66,6 +68,7 @@ class Kind:
     name: str
     first: str
     cost: str
+    config: type
     shape: type[Options]
     recipe: type[Recipe]
     learner: tuple[str, str]
@@ -97,6 +100,7 @@ on an accelerator one more forward, because the backward pass recomputes the ins
 the target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which
 is 29 kB in float32 for a head of width 256. `--batch-tokens` bounds all three. The card of the bundled head states
 what its training took.""",
+    config=EagleHead,
     shape=HeadShape,
     recipe=DraftRecipe,
     learner=("head", "HeadLearner"),
@@ -113,6 +117,7 @@ in addition: --causal --cross-entropy 0 --divergence 1.
 Cost: a token takes one forward of the target; each of the `anchors` of a sequence takes a forward and a backward of
 the draft over one block. Memory: the target's logits (4 bytes times its vocabulary for each token), and the
 draft's, which are as many for each prediction of a block. `--batch-tokens` and `--anchors` bound both.""",
+    config=BlockHead,
     shape=BlockShape,
     recipe=BlockRecipe,
     learner=("block", "BlockLearner"),
@@ -125,6 +130,7 @@ _ASSISTANT = Kind(
 Targets are models of the Llama shape (Llama, Qwen3) and Gemma 4. Training and cost are those of an EAGLE-3 head
 (see `jspec train eagle3`): the assistant predicts from the same states with the same losses, but has no keys and
 values of its own. The card of the bundled assistant states what its training took.""",
+    config=Assistant,
     shape=AssistantShape,
     recipe=DraftRecipe,
     learner=("assistant", "AssistantLearner"),

@@ -20,8 +20,11 @@ from jspec.train.trainer import Setup, State
 
 P = TypeVar("P")
 
-Batch: TypeAlias = tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, " B"]]
-"""Tokens, the result of `Learner.count_rows`, and the index of each sequence in the batch."""
+Batch: TypeAlias = tuple[Array, ...]
+"""Int[B T] tokens, Float[B T] the result of `Learner.count_rows`, and Int[B] the index of each sequence in the batch.
+
+Maybe Float[B T C], too: the target's hidden states, as `jspec.core.watch` keeps them; otherwise its forward is run.
+"""
 
 
 @struct
@@ -75,20 +78,28 @@ class Learner(Setup):
 
     config, target: of the draft and of its target.
     test: what its metrics on held-out text are called.
+    replays: whether it needs no more of the target's forward than logits and hidden states.
     """
 
     config: Any
     target: Any
     test: ClassVar[str]
+    replays: ClassVar[bool] = True
 
     @classmethod
     def make(cls, target: Decoder, shape: Any, recipe: Any, dtype: str) -> Self:
         """A draft of a shape, see `configure`; the chunks of its batches fit into the free memory."""
-        learner = cls(recipe, dtype, cls.configure(target, shape), target)
+        return cls.of(cls.configure(target, shape), target, recipe, dtype)
+
+    @classmethod
+    def of(cls, config: Any, target: Any, recipe: Any, dtype: str, budget: int | None = None) -> Self:
+        """A draft of a configuration; the chunks of its batches fit into `budget` bytes, or into the free memory."""
+        learner = cls(recipe, dtype, config, target)
         # Arrays of float32: logits of the target, those of the draft with their gradients, and scores of attention.
         scores = recipe.length * target.num_heads
         size = 4 * round(3 * target.vocab_size + 8 * learner.logits_per_token() + 3 * scores)
-        return dataclasses.replace(learner, chunk_tokens=batches.fit_chunk(recipe.batch_tokens, recipe.length, size))
+        chunk = batches.fit_chunk(recipe.batch_tokens, recipe.length, size, budget)
+        return dataclasses.replace(learner, chunk_tokens=chunk)
 
     @classmethod
     @abc.abstractmethod
@@ -124,7 +135,7 @@ class Learner(Setup):
         """Initial weights in float32, given the target's; `ids` as in `DraftState`."""
 
     @abc.abstractmethod
-    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+    def count_rows(self, tokens: Int[Array, "B T"], mask: ArrayLike | None) -> Float[Array, "B T"]:
         """What `learn` needs to know of the counted tokens. mask: 1 for those; None: all count."""
 
     @abc.abstractmethod
@@ -138,14 +149,21 @@ class Learner(Setup):
         batch = ForwardBatch(tokens, positions, attention, None)
         return self.target.apply(target, batch, capture_layers=self.capture_layers)
 
+    def replay(self, target: PyTree, hidden: Float[Array, "B T C"]) -> ForwardOutput:
+        """What `run_target` returns, without the rows, from hidden states that were kept."""
+        size = self.target.hidden_size
+        logits = self.target.unembed(target, hidden[..., -size:])
+        return ForwardOutput(logits, None, hidden[..., : size * len(self.capture_layers)])
+
     def learn_batch(
         self, params: Params, batch: Batch, ids: Int[Array, " Vd"] | None, step: Int[ArrayLike, ""]
     ) -> Learned:
         """What a batch teaches. The keys of its texts follow from its step and their index, wherever chunks begin."""
-        tokens, mask, index = batch
+        tokens, mask, index, *states = batch
         key = jax.random.fold_in(jax.random.key(self.recipe.seed), step)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
-        return self.learn(params, Texts(tokens, mask, self.run_target(params.target, tokens), ids, keys))
+        out = self.replay(params.target, *states) if states else self.run_target(params.target, tokens)
+        return self.learn(params, Texts(tokens, mask, out, ids, keys))
 
     def loss(self, state: DraftState, frozen: PyTree, batch: Batch) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
         """The mean loss in nats, and its weight. frozen: the target's weights, in the setup's precision."""

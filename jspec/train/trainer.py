@@ -126,6 +126,15 @@ def train_step(
     return _train_step(state, frozen, batch, np.float32(rate_at(setup.recipe, step)), setup=timeless(setup))
 
 
+def compile_step(state: State, frozen: PyTree, batch: PyTree, *, setup: Setup) -> None:
+    """Compiles the program of `train_step` for arguments of these shapes, so that the call does not; runs nothing."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+
+    _train_step.lower(*jax.tree.map(shape, (state, frozen, batch)), np.float32(0), setup=timeless(setup)).compile()
+
+
 @partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
 def _train_step(
     state: S, frozen: PyTree, batch: PyTree, rate: Float[Array, ""], *, setup: Setup

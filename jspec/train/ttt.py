@@ -70,7 +70,7 @@ class UnrolledLearner(Learner):
         """Those of one step."""
         return self.config.draft_vocab_size
 
-    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+    def count_rows(self, tokens: Int[Array, "B T"], mask: ArrayLike | None) -> Float[Array, "B T"]:
         """The mask of rows, see `row_mask` and `text_mask`."""
         return text_mask(tokens) if mask is None else row_mask(mask)
 
@@ -155,8 +155,7 @@ def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:
 
     mask: 1 for counted tokens. Row p of step k learns the distribution of the token at p + k + 2.
     """
-    mask = np.asarray(mask, np.float32)
-    return jax.device_put(np.pad(mask, ((0, 0), (0, 2)))[:, 2:])
+    return jnp.pad(jnp.asarray(mask, jnp.float32), ((0, 0), (0, 2)))[:, 2:]
 
 
 def text_mask(tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
