@@ -148,8 +148,8 @@ def _configured(view: View, target: Target, *, second: bool = False, **values: A
 
 
 def _flag(name: str, view: View, target: Target, *, second: bool = False) -> View | None:
-    """Inverts a flag of heads with a norm of the feature."""
-    if view.draft.version == 1:
+    """Inverts a flag of heads with a norm of the feature; a head with masks reads no output of its own."""
+    if view.draft.version == 1 or (second and view.draft.at_once):
         return None
     return _configured(view, target, second=second, **{name: not getattr(view.draft, name)})
 

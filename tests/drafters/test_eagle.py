@@ -14,7 +14,7 @@ from planted import weights_of
 from jspec.core import accept, tree
 from jspec.core.method import Method
 from jspec.core.round import step
-from jspec.drafters import Eagle
+from jspec.drafters import Eagle, Standalone, readings
 from pallas_kernels import norm
 
 ROUNDS = (0, 1, 4)
@@ -90,6 +90,39 @@ def test_only_the_selected_row_reaches_the_lm_head(name):
     # With masks, none before the next round.
     assert logits == (set() if drafter.model.at_once else {f"f32[3,1,{toy.HEAD.draft_vocab_size}]"})
     assert len(made) > 4, "the program text was not parsed"
+
+
+def test_a_head_with_masks_has_no_readings_of_its_output():
+    """It never reads it, so `norm_output` cannot be wrong."""
+    fields = []
+    for name in ("eagle", "eagle_masks"):
+        drafter = toy.bound_drafters()[name]
+        view = readings.as_read(weights_of(drafter), toy.TARGET, drafter.model)
+        fields.append({reading.field for reading, _ in readings.other_readings(view, toy.TARGET)})
+    assert fields[0] - fields[1] == {"norm_output"} and "norm_before_residual" in fields[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "other"), ((Eagle, toy.MASKED_HEAD, toy.HEAD), (Standalone, toy.MASKED, toy.NEAR))
+)
+def test_drafts_with_masks_work_with_the_state_of_deeper_ones(kind, model, other):
+    """It has an output for each generation."""
+    shallow, deep = (kind(depth=depth).bind(toy.TARGET, model) for depth in (2, 4))
+    assert shallow.shares(deep) and not deep.shares(shallow)
+    shallow, deep = (kind(depth=depth).bind(toy.TARGET, other) for depth in (2, 4))
+    assert shallow.shares(deep) and deep.shares(shallow)
+
+
+@pytest.mark.parametrize("name", ("eagle_masks", "standalone_masks"))
+def test_each_weight_of_a_draft_with_masks_is_read_once_per_round(name):
+    """All but the LM head after the round before."""
+    drafter = toy.bound_drafters()[name]
+    weights = weights_of(drafter)
+    model, draft = drafter.model, weights.draft
+    unread = {field: None for field in ("embed", "ids", "mask_hidden", "mask_embed") if hasattr(draft, field)}
+    total = sum(x.nbytes for x in jax.tree.leaves(dataclasses.replace(draft, **unread)))
+    assert model.step_bytes(weights) == draft.lm_head.nbytes
+    assert model.step_bytes(weights) + model.extend_bytes(weights) == total
 
 
 def test_captured_layers_are_layer_inputs_the_last_output_and_its_norm():

@@ -14,6 +14,7 @@ import engine_storm
 import gemma
 import hlo
 import jax
+import masked
 import pytest
 import qwen
 import toy
@@ -53,6 +54,7 @@ def suffix_params() -> Params:
     return Params(toy.params().target, Corpus(jax.numpy.asarray([*range(40), -1, *range(60, 0, -1), -1])))
 
 
+HEAD_PARAMS, MODEL_PARAMS = (functools.partial(masked.params, model) for model in (toy.MASKED_HEAD, toy.MASKED))
 SETUPS = {
     "plain": Setup(T, Plain(), toy.params),
     "ngram": Setup(T, Ngram(n=2, depth=3), toy.params),
@@ -77,6 +79,10 @@ SETUPS = {
     "hybrid_eagle_sampled": hybrid(Eagle(depth=3).bind(HYBRID, toy.HEAD), toy.head_params, SAMPLED),
     "hybrid_mtp": hybrid(Mtp(depth=3, heads=3).bind(HYBRID, toy.HEADS), toy.mtp_params),
     "recurrent_ngram": Setup(RECURRENT, Ngram(n=2, depth=3), recurrent_params),
+    "eagle_masks": Setup(T, Eagle(depth=3).bind(T, toy.MASKED_HEAD), HEAD_PARAMS),
+    "standalone_masks_sampled": Setup(T, Standalone(4, 2, 8).bind(T, toy.MASKED), MODEL_PARAMS, SAMPLED),
+    "eagle_masks_rejection": Setup(T, Eagle(2, 2, 5, True).bind(T, toy.MASKED_HEAD), HEAD_PARAMS, SAMPLED, rejection),
+    "hybrid_eagle_masks": hybrid(Eagle(depth=3).bind(HYBRID, toy.MASKED_HEAD), HEAD_PARAMS),
 }
 KEEPS = [name for name in SETUPS if name.startswith(("sliding", "hybrid", "recurrent"))]
 """Those whose target keeps more than pages of a sequence."""
