@@ -29,6 +29,7 @@ from jspec.engine.generate import generate, stream
 from jspec.engine.handle import Handle
 from jspec.engine.metrics import Metrics
 from jspec.generation.corpus import with_corpus
+from jspec.generation.embeds import PromptEmbeds
 from jspec.generation.ids import GeneratedIds, generate_ids
 from jspec.generation.options import GenerateOptions
 from jspec.generation.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
@@ -66,6 +67,7 @@ __all__ = [
     "Ngram",
     "Piece",
     "Plain",
+    "PromptEmbeds",
     "QueueFull",
     "Round",
     "RuleReport",

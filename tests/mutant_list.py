@@ -13,6 +13,7 @@ _PAGED = "kernels/test_attention.py::test_equals_a_softmax_in_float64"
 _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-plain-xla]"
 _STORM = "engine/test_storm.py::test_any_schedule_gives_the_same"
 _RETRACTED = "runner/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
+_BLOCKS = "checkpoints/test_block_checkpoint.py::test_a_block_equals_the_oracle[dflash2]"
 _SCHEDULE = "engine/test_schedule.py::test_every_event_of_a_schedule_leaves_all_rows_right"
 
 FIELDS = (
@@ -283,6 +284,49 @@ FIELDS = (
         "blocks = -(-rows // ROWS)",
         "blocks, ROWS = 1, rows",
         "kernels/test_same_bits.py::test_a_row_of_a_product_has_the_same_bits_among_any_rows[plain-float32-xla]",
+    ),
+    # Block drafts
+    (
+        "a convolution reads across the start of its block",
+        "jspec.models.dflash2:_convolve",
+        "jnp.pad(x.reshape(-1, size, x.shape[-1]), ((0, 0), (taps - 1, 0), (0, 0)))",
+        'jnp.pad(x.reshape(-1, size, x.shape[-1]), ((0, 0), (taps - 1, 0), (0, 0)), mode="wrap")',
+        _BLOCKS,
+    ),
+    (
+        "both convolutions of a branch have the kernels of the first",
+        "jspec.models.dflash2:convolutions",
+        "kernels[:, :, 1]",
+        "kernels[:, :, 0]",
+        _BLOCKS,
+    ),
+    (
+        "convolutions have each other's kernels",
+        "jspec.models.dflash2:convolutions",
+        "return partial(_convolve, kernels[:, :, 0]), partial(_convolve, kernels[:, :, 1])",
+        "return partial(_convolve, kernels[:, :, 1]), partial(_convolve, kernels[:, :, 0])",
+        _BLOCKS,
+    ),
+    (
+        "a selector reads another node of a tree",
+        "jspec.drafters.block:Block.draft.expand",
+        "frontier.tokens",
+        "jnp.roll(frontier.tokens, 1, axis=1)",
+        "drafters/test_proposals.py::test_proposals_are_those_of_a_forward_that_sees_each_path_alone[dflash2-4-3-11]",
+    ),
+    (
+        "a selector that reads the root at every depth",
+        "jspec.drafters.block:Block.draft.step",
+        "previous",
+        "jnp.broadcast_to(s.root, previous.shape)",
+        "drafters/test_block.py::test_the_rounds_are_those_of_the_oracle[dflash2]",
+    ),
+    (
+        "candidates of another row",
+        "jspec.drafters.block:Block.draft.step",
+        "ids[:, row]",
+        "ids[:, :1]",
+        "drafters/test_proposals.py::test_sampled_drafts_report_the_distribution_after_their_own_path[dflash2]",
     ),
     # Shared pages, preemptions and snapshots
     (

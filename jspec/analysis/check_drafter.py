@@ -100,7 +100,7 @@ def check_drafter(
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
     disable = hidden(progress)
-    case = _Case(in_float32(model), _wrap(tested), ids, max_new_tokens, temperature, seed)
+    case = _Case(in_float32(model), _wrap(tested), list(map(list, ids)), max_new_tokens, temperature, seed)
     _ = case.options
     name = type(tested.bind(model.target, model.draft)).__name__
     passed = run_checks("check_drafter", name, case, _CHECKS, disable)

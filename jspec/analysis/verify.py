@@ -150,7 +150,7 @@ def verify(
     refuse_split(model, "verify")
     check_int("max_new_tokens", max_new_tokens, least=16)
     check_int("seed", seed, least=0, most=MAX_SEED)
-    ids = default_prompts(model, max_new_tokens) if prompts is None else encode_prompts(model, prompts)[1]
+    ids = default_prompts(model, max_new_tokens) if prompts is None else [*map(list, encode_prompts(model, prompts)[1])]
     subject = Subject(model, drafter, ids, accept, max_new_tokens, seed)
     checks = {name: check(subject) for name, check in verify_checks.CHECKS.items()}
     return certify(_described(subject), checks, minutes=minutes, progress=progress)

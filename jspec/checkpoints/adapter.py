@@ -5,18 +5,19 @@ W + scale * B A, with scale = alpha / r, or alpha / sqrt(r) (rank-stabilized, ar
 row of the sum has the norm m (DoRA, arXiv 2402.09353). Factors of a stack of experts are beside each other.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jspec.checkpoints.adapter_config import AdapterConfig, read_adapter_config
 from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.safetensors_file import SafetensorFiles
-from jspec.checkpoints.source import TorchFile
+from jspec.checkpoints.source import ArrayFiles, TorchFile
 from jspec.checkpoints.tensors import FLOATS, HEAD, DerivedFiles, TensorFiles, Tensors
 
 WEIGHTS, TORCH_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
@@ -70,7 +71,20 @@ class Adapter:
     def __init__(self, directory: str | Path, name: str | None = None):
         self.directory, self.name = Path(directory), name or str(directory)
         self.config: AdapterConfig = read_adapter_config(self.directory / "adapter_config.json")
-        self.tensors = Tensors(_open_files(self.directory), np.float32)
+        self._take(_open_files(self.directory))
+
+    def with_tensors(self, arrays: Mapping[str, Any]) -> "Adapter":
+        """The adapter with other tensors, such as those of a running trainer, under the names in its file.
+
+        Raises:
+          CheckpointError: as of the class.
+        """
+        adapter = copy.copy(self)
+        adapter._take(ArrayFiles(self.directory, {name: np.asarray(array) for name, array in arrays.items()}))
+        return adapter
+
+    def _take(self, files: TensorFiles) -> None:
+        self.tensors = Tensors(files, np.float32)
         self._factors = self._read_names()
 
     def _read_names(self) -> dict[str, _Factors]:
@@ -122,6 +136,7 @@ class Adapter:
           CheckpointError: a tensor of the adapter has no place in the checkpoint or another shape or rank than its
             place and the configuration imply, values that are not finite, or is for a quantized tensor.
         """
+        # Tensors in the place of the checkpoint's.
         names = _Names(files, modalities)
         replaced: dict[str, str] = {}
         for name, stored in self._replaced.items():
@@ -129,6 +144,7 @@ class Adapter:
             if place is None:
                 raise self.wrong(stored, "belongs to no tensor of the checkpoint")
             replaced[place] = stored
+        # Changes of the checkpoint's.
         updates: dict[str, Update] = {}
         for module, factors in self._factors.items():
             updates |= self._updates(module, factors, names)

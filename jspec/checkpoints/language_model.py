@@ -144,6 +144,15 @@ def parse_config(config: Fields) -> Decoder:
         return _family_of(config).parse_config(config)
 
 
+def weight_table(config: Decoder) -> PyTree:
+    """The table of the weights of a configuration, whose tensors have the names of the writer.
+
+    Raises:
+      ValueError: it is of no family in `FAMILIES`.
+    """
+    return _family_by_config(config).table(config, set())
+
+
 def describe(config: Decoder) -> dict[str, Any]:
     """The config.json of a configuration."""
     return _family_by_config(config).describe(config)

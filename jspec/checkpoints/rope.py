@@ -85,7 +85,7 @@ def parse_section(
         raise rope.wrong("rope_theta", base, "must be above 1 with rope_type='yarn'")
     part = 1.0 if kind == "proportional" else _read_share(rope, config, head_dim, share)
     if kind == "default":
-        return Rope(base, None, part)
+        return Rope(base, None, part, sections="mrope_section" in rope.keys())
     scaling = _SCALINGS[kind][1](rope, config)
     pairs = int(head_dim * part) // 2
     if isinstance(scaling, LongRope) and {len(scaling.short_factor), len(scaling.long_factor)} != {pairs}:
@@ -93,7 +93,7 @@ def parse_section(
             f"{config.where}: {rope.path}short_factor and long_factor have {len(scaling.short_factor)} and "
             f"{len(scaling.long_factor)} entries: must have {pairs}, one for each pair of rotated dimensions"
         )
-    return Rope(base, scaling, part)
+    return Rope(base, scaling, part, sections="mrope_section" in rope.keys())
 
 
 def parse_layer_ropes(

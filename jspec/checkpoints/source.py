@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -63,17 +63,11 @@ class Source:
         return TorchFile(path)
 
 
-class TorchFile(TensorFiles):
-    """The tensors of a pytorch_model.bin."""
+class ArrayFiles(TensorFiles):
+    """Arrays by name as the tensors of a directory."""
 
-    def __init__(self, path: Path):
-        self.directory = path.parent
-        saved = torch_file.read(path)
-        if not isinstance(saved, dict) or not all(
-            isinstance(name, str) and isinstance(value, np.ndarray) for name, value in saved.items()
-        ):
-            raise CheckpointError(f"{path}: must hold a dictionary of tensors by name")
-        self.saved: dict[str, np.ndarray] = saved
+    def __init__(self, directory: Path, arrays: Mapping[str, np.ndarray]):
+        self.directory, self.saved = directory, dict(arrays)
 
     def names(self) -> set[str]:
         """As in `TensorFiles`."""
@@ -99,3 +93,15 @@ class TorchFile(TensorFiles):
         if name not in self.saved:
             raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
         return self.saved[name]
+
+
+class TorchFile(ArrayFiles):
+    """The tensors of a pytorch_model.bin."""
+
+    def __init__(self, path: Path):
+        saved = torch_file.read(path)
+        if not isinstance(saved, dict) or not all(
+            isinstance(name, str) and isinstance(value, np.ndarray) for name, value in saved.items()
+        ):
+            raise CheckpointError(f"{path}: must hold a dictionary of tensors by name")
+        super().__init__(path.parent, saved)

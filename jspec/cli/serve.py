@@ -56,6 +56,12 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one")
     port: int = option(8000, "0: any free one", least=0, most=65535)
     name: str | None = option(None, "the model's name in requests (default: MODEL)")
+    lora: tuple[str, ...] = option(
+        (),
+        "a LoRA adapter that requests choose as their model: its name, and its directory or hub id; can be repeated",
+        repeated=True,
+        metavar="NAME=DIR",
+    )
     api_key: tuple[str, ...] = option(
         (),
         f"a key that requests must have; can be repeated (default: that in the environment variable {KEY_VARIABLE}, "
@@ -101,12 +107,15 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     def __post_init__(self):
         super().__post_init__()
         ModelOptions.__post_init__(self)
+        for adapter in self.lora:
+            if not all(adapter.partition("=")):
+                raise ValueError(f"--lora {adapter!r}: must be a name, = and a directory or hub id")
 
 
 _ENGINE = tuple(options_of(EngineOptions))
 _SERVER = (
     *("host", "port", "name", "api_key", "guard_all", "allowed_origin", "ssl_certfile", "ssl_keyfile", "access_log"),
-    *("max_prompt", "max_output", "max_sequences", "max_body"),
+    *("lora", "max_prompt", "max_output", "max_sequences", "max_body"),
     *("tool_format", "thinking_format", "generation_config", "ignore_unknown_fields", "page", "grace"),
 )
 
@@ -144,6 +153,7 @@ def run(options: Options) -> int:
                 model,
                 drafter=make_drafter(options.drafter, options, model),
                 accept=options.accept,
+                adapters=dict(adapter.split("=", 1) for adapter in options.lora),
                 **{name: getattr(options, name) for name in _ENGINE},
             )
         # Other processes follow the first one, which has the address.

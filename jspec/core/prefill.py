@@ -14,9 +14,11 @@ from jaxtyping import Array, Bool, Int
 from jspec.core import branches, groups, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
+from jspec.core.embeds import Embeds
 from jspec.core.method import Method, Records
 from jspec.core.returned import check_output
 from jspec.core.round import accept_drafts, append, extend
+from jspec.core.struct import struct
 from jspec.core.types import (
     Committed,
     DecodeState,
@@ -50,7 +52,11 @@ def prefill(
         begin = jnp.zeros_like(s.prompt_length) if start is None else jnp.minimum(start, s.prompt_length)
         count = jnp.minimum(s.prompt_length - begin, size)
         ends = (count > 0) & (begin + count == s.prompt_length)
-        return read_columns(params, s, begin, count, ends, method=method, size=size, first=start is None)
+        column = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        take = jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))
+        embeds = jax.tree.map(lambda x: take(x, column), prompts.embeds)
+        chunk = Chunk(begin, count, ends, embeds)
+        return read_columns(params, s, chunk, method=method, size=size, first=start is None)
 
     s = read(s, None)
     if size == width:
@@ -58,34 +64,38 @@ def prefill(
     return lax.fori_loop(1, -(-jnp.max(prompts.length) // size), lambda i, s: read(s, i * size), s)
 
 
+@struct
+class Chunk:
+    """The next `count` tokens of each sequence to read, from position `begin` on."""
+
+    begin: Int[Array, " B"]
+    count: Int[Array, " B"]
+    ends: Bool[Array, " B"]
+    """Sequences to get the token after the last one read, chosen as in a round without drafts."""
+    embeds: Embeds | None = None
+    """In the places of some of the tokens, from the first column on; None: there are none."""
+
+
 def read_columns(
-    params: Params,
-    s: DecodeState,
-    begin: Int[Array, " B"],
-    count: Int[Array, " B"],
-    ends: Bool[Array, " B"],
-    *,
-    method: Method,
-    size: int,
-    first: bool = False,
+    params: Params, s: DecodeState, chunk: Chunk, *, method: Method, size: int, first: bool = False
 ) -> DecodeState:
-    """The state after each sequence has read `count` more of its tokens, from position `begin` on.
+    """The state after each sequence has read a chunk.
 
     Args:
-      ends: sequences to get the token after the last one read, chosen as in a round without drafts.
       size: columns of the program; at most this many tokens are read.
       first: nothing is committed before these columns, in any sequence.
     """
+    begin, count = chunk.begin, chunk.count
     # The tokens of this chunk.
     column, last = jnp.arange(size, dtype=jnp.int32)[None], jnp.maximum(count - 1, 0)
     tokens = jnp.take_along_axis(s.tokens, begin[:, None] + column, axis=1, mode="clip")
     # Verify and accept: the last token of each prompt is the root of a tree without drafts.
     prefix, layers = None if first else begin, method.capture_layers
-    chain = tree.chain(tokens)
-    out = method.target.forward(params.target, chain, s.cache, prefix, capture_layers=layers, select=last)
+    tokens_tree = tree.chain(tokens, chunk.embeds)
+    out = method.target.forward(params.target, tokens_tree, s.cache, prefix, capture_layers=layers, select=last)
     check_output(method.target, out, 1)
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
-    decision = accept_drafts(s, root, out, method=method, live=ends)
+    decision = accept_drafts(s, root, out, method=method, live=chunk.ends)
     # Commit and extend: all rows of the chunk are permanent.
     cache = commit_rows(s.cache, out.rows, begin, None, count, after=out.logits)
     s = dataclasses.replace(append(s, decision), cache=cache)

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jspec.core.embeds import Embeds
 from jspec.core.types import DraftTree
 
 T = TypeVar("T")
 
 
-def chain(tokens: Int[Array, "B N"]) -> DraftTree:
+def chain(tokens: Int[Array, "B N"], embeds: Embeds | None = None) -> DraftTree:
     """The tree in which each token follows the one before it; tokens[:, 0] is the root."""
-    return DraftTree(tokens, None)
+    return DraftTree(tokens, None, embeds=embeds)
 
 
 def parents_of(draft_tree: DraftTree) -> Int[Array, "B N"]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jspec.core.automaton import Automaton
+from jspec.core.embeds import Embeds
 from jspec.core.struct import leaf, struct
 from jspec.core.watch import Watched
 
@@ -47,6 +48,8 @@ class DraftTree:
     limit: Int[Array, " B"] | None = None
     """Deepest generation of each sequence that counts as proposed; the target reads the nodes beyond it in vain.
     None: all."""
+    embeds: Embeds | None = None
+    """In the places of some tokens of a prompt; None: there are none."""
 
     @property
     def generations(self) -> int:
@@ -203,6 +206,8 @@ class Prompts:
     """The automaton of `jspec.core.grammar.init`, with a state per sequence; None: all tokens may follow."""
     draft_limits: Int[Array, "B K"] | None = None
     """As in `DecodeState`."""
+    embeds: Embeds | None = None
+    """In the places of some ids, [B, T]; None: there are none."""
 
 
 class Cache(Protocol):

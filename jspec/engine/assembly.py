@@ -13,6 +13,7 @@ from jspec.core.types import RowSampling
 from jspec.engine.group import MAX_IN_FLIGHT
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
+from jspec.generation.embeds import PromptEmbeds
 from jspec.generation.method import choose_drafter, choose_method, knows_greedy
 from jspec.generation.options import EngineOptions, RequestOptions, check_grammar_options
 from jspec.generation.speculation import draft_limits
@@ -92,7 +93,7 @@ def _scheduler(device: Device, options: EngineOptions, shares: bool, only: OneSh
 def make_requests(
     device: Device,
     scheduler: Scheduler,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Sequence[int]],
     options: RequestOptions,
     priority: int = 0,
     salt: str = "",
@@ -116,6 +117,7 @@ def make_requests(
             top_logprobs=options.top_logprobs,
             support=options.support,
             speculation=speculation,
+            embeds=ids if isinstance(ids, PromptEmbeds) else None,
         )
         draft_limits(speculation, device.method.drafter)
         scheduler.check_fits(request)

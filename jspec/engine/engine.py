@@ -3,36 +3,35 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, Unpack, overload
-
-from tqdm import tqdm
 
 from jspec.core.checks import check_int
 from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
+from jspec.engine.adapters import Adapters, Adapting
 from jspec.engine.assembly import assemble, make_requests
-from jspec.engine.balance import choose
-from jspec.engine.group import Group, clock
+from jspec.engine.batch import run
+from jspec.engine.group import Group, choose_group
 from jspec.engine.handle import Handle
+from jspec.engine.keywords import KeywordsOfOne, KeywordsOfSeveral, StreamKeywords
 from jspec.engine.metrics import Metrics
 from jspec.generation.learning import Learning
 from jspec.generation.options import (
     DEFAULT_PAGE_SIZE,
     BatchKeywords,
-    BatchQueueKeywords,
     EngineKeywords,
     EngineOptions,
-    QueueKeywords,
     RequestKeywords,
     RequestOptions,
     repeat,
     takes,
 )
-from jspec.generation.result import Generation, Generations, GenerationStats, Piece
+from jspec.generation.result import Generation, Generations, Piece
 from jspec.generation.run import Prompt, check_model, encode_prompts
 from jspec.generation.score import Chunk, Scores, TokenScores, check_score, split
 from jspec.loading.model import Model
@@ -41,7 +40,6 @@ from jspec.runner.device import Device, OneShape
 from jspec.runner.request import EngineError, QueueFull, Request
 
 T = TypeVar("T")
-
 
 _STUCK_SECONDS = 5.0
 """How long `Engine.close` waits for a thread when another process may be gone."""
@@ -85,12 +83,15 @@ class Engine:
       prefix_cache: whether requests share the pages of equal beginnings, and snapshots of what is not in pages: one per
         slot, or as many as fit into a tenth of the memory for pages.
       max_queue: largest number of waiting requests, of all groups together; None: any number.
+      adapters: name -> directory or hub id of a LoRA adapter of peft, kept beside the weights.
       learn: how the draft learns from what the target verifies, `jspec.train.online.Learn`; None: it does not.
       shape: of all programs, for requests known in advance; None: programs for requests of any kind.
 
     Attributes:
       leads: whether requests may be submitted in this process.
       groups: one for each group of devices; none in a process other than the leader.
+      params: the weights, of all groups together; those of the last `update`.
+      adapters: those beside the weights.
       learning: what `learn` has begun; None: the draft does not learn.
 
     Raises:
@@ -99,7 +100,14 @@ class Engine:
     """
 
     @takes(EngineOptions)
-    def __init__(self, model: Model, *, shape: OneShape | None = None, **keywords: Unpack[EngineKeywords]):
+    def __init__(
+        self,
+        model: Model,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        shape: OneShape | None = None,
+        **keywords: Unpack[EngineKeywords],
+    ):
         placement = model.placement if isinstance(model, Model) else None
         with agreement(placement, lockstep.COMPARED) as compare:
             check_model(model)
@@ -107,6 +115,9 @@ class Engine:
             compare({**vars(options), "target": model.target, "draft": model.draft})
         assert options.context is not None
         self.model, self.context, self._params = model, options.context, model.params
+        if options.learn is not None and adapters:
+            raise ValueError(f"learn={options.learn}: must be None with adapters")
+        self.adapters = Adapters(model, adapters or {})
         self.learning: Learning | None = None if options.learn is None else options.learn.begin(model)
         self.max_queue = options.max_queue
         self._choosing, self._weights, self._scoring = threading.Lock(), threading.Lock(), threading.Lock()
@@ -116,7 +127,7 @@ class Engine:
         # Make the parts, of all groups for equal shares of the free memory.
         free = lockstep.least_free(placement)
         self._leader, self._follower = lockstep.join(placement)
-        models = model.by_group()
+        models = dataclasses.replace(model, params=self.adapters.over(model.params)).by_group()
         try:
             parts = [assemble(group_model, options, free=free, only=shape) for group_model in models]
         except BaseException as error:
@@ -148,7 +159,13 @@ class Engine:
 
     @takes(RequestOptions)
     def submit(
-        self, prompt: Prompt, *, priority: int = 0, salt: str = "", **keywords: Unpack[RequestKeywords]
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        adapter: str | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> Handle:
         """Puts a request into the queue.
 
@@ -157,6 +174,7 @@ class Engine:
           max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, support, speculation: as in `jspec.generate`.
           priority: requests of a lower priority get slots first, as in vLLM; among equals the earlier one.
           salt: requests share the pages of equal beginnings only if their salts are equal.
+          adapter: the name of one of the engine's adapters; None: the weights alone.
 
         Raises:
           ValueError, TypeError: invalid arguments, or a request too large for the engine.
@@ -164,22 +182,22 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         options = RequestOptions(**keywords)
-        ids = self._encode_one(prompt)
-        (handle,) = self.enqueue(self.make([ids], options, priority, salt), self.max_queue)
+        ids = self._encode_one(prompt, embeds=True)
+        (handle,) = self.enqueue(self.make([ids], options, priority, salt, adapter), self.max_queue)
         return handle
 
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str | Sequence[int], **keywords: Unpack[QueueKeywords]
+        self, prompts: str | Sequence[int], **keywords: Unpack[KeywordsOfOne]
     ) -> Generation: ...
 
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, n: int, **keywords: Unpack[BatchQueueKeywords]
+        self, prompts: Prompt | Sequence[Prompt], *, n: int, **keywords: Unpack[KeywordsOfSeveral]
     ) -> Generations: ...
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], **keywords: Unpack[BatchQueueKeywords]) -> Generations: ...
+    def generate(self, prompts: Sequence[Prompt], **keywords: Unpack[KeywordsOfSeveral]) -> Generations: ...
 
     @takes(RequestOptions)
     def generate(
@@ -189,6 +207,7 @@ class Engine:
         n: int | None = None,
         priority: int = 0,
         salt: str = "",
+        adapter: str | None = None,
         progress: bool = False,
         **keywords: Unpack[BatchKeywords],
     ) -> Generation | Generations:
@@ -197,7 +216,7 @@ class Engine:
         Args:
           prompts: one prompt or a list of prompts, each as text or as token ids.
           max_new_tokens, sampling, stop, ignore_eos, seed, logprobs, support, speculation: as in `jspec.generate`.
-          priority, salt: as in `submit`.
+          priority, salt, adapter: as in `submit`.
           n: samples of each prompt, on shared pages. The result has n items for the first prompt, then n for the
             next, and so on; item i has the seed `(seed, i)`. None: one sample, and for a single prompt no list.
           progress: whether to display a progress bar.
@@ -211,32 +230,17 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         options = RequestOptions(**keywords)
-        single, prompt_ids = encode_prompts(self.model, prompts)
+        single, prompt_ids = encode_prompts(self.model, prompts, embeds=True)
         copies = 1 if n is None else check_int("n", n, least=1)
         options = repeat(options, len(prompt_ids), copies)
         repeated = [ids for ids in prompt_ids for _ in range(copies)]
-        generations = self.run(self.make(repeated, options, priority, salt), progress=progress)
+        requests = self.make(repeated, options, priority, salt, adapter)
+        generations = run(self.groups, self.enqueue, requests, progress=progress)
         return generations[0] if single and n is None else generations
-
-    def run(self, requests: Sequence[Request], *, progress: bool = False) -> Generations:
-        """Runs all requests, and waits for them."""
-        began = clock(self.groups)
-        handles = self.enqueue(requests)
-        try:
-            with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
-                for handle in handles:
-                    handle.result()
-                    bar.update()
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        items = [handle.generation() for handle in handles]
-        return Generations(items, GenerationStats.total([x.stats for x in items], clock(self.groups) - began))
 
     @takes(RequestOptions)
     async def stream(
-        self, prompt: Prompt, *, priority: int = 0, salt: str = "", **keywords: Unpack[RequestKeywords]
+        self, prompt: Prompt, *, priority: int = 0, salt: str = "", **keywords: Unpack[StreamKeywords]
     ) -> AsyncIterator[Piece]:
         """Streams the pieces of one request, for `async for`. Leaving the loop cancels the request.
 
@@ -310,15 +314,32 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         self.model.check_replacement(params)
-        models = dataclasses.replace(self.model, params=params).by_group()
-        # A score waits meanwhile: whoever replaces weights may delete the old ones.
+        with self._weights:  # A score waits meanwhile: whoever replaces weights may delete the old ones.
+            self._replace(params)
+
+    def update_adapter(self, name: str, source: Adapting) -> None:
+        """Replaces an adapter as `update` does the weights. Compiles nothing.
+
+        source: a directory, or the tensors of a running trainer by their names in the file of the adapter, whose
+          options hold for them. The changed matrices must be among those of the engine's first adapters.
+
+        Raises:
+          CheckpointError, ValueError: an unknown name, other matrices or a larger rank than those, or as `Engine`.
+          EngineError: the engine has failed or is closed.
+        """
         with self._weights:
-            if self._follower is not None:
-                self._follower.replace({index: group_model.params for index, group_model in enumerate(models)})
-            else:
-                calls = zip(self.groups, models, strict=True)
-                self._on_all([partial(group.replace, group_model.params) for group, group_model in calls])
-            self._params = params
+            self.adapters.replace(name, source)
+            self._replace(self._params)
+
+    def _replace(self, params: Params) -> None:
+        """Replaces the weights, with the adapters beside them."""
+        models = dataclasses.replace(self.model, params=self.adapters.over(params)).by_group()
+        if self._follower is not None:
+            self._follower.replace({index: group_model.params for index, group_model in enumerate(models)})
+        else:
+            calls = zip(self.groups, models, strict=True)
+            self._on_all([partial(group.replace, group_model.params) for group, group_model in calls])
+        self._params = params
 
     @property
     def params(self) -> Params:
@@ -382,20 +403,27 @@ class Engine:
         slots = f"{device.sizes.slots} slots" if count == 1 else f"{count} groups of {device.sizes.slots} slots"
         return f"Engine({self.model.name!r}, {drafter}, {slots}, context {self.context})"
 
-    def _encode_one(self, prompt: Prompt) -> list[int]:
-        """The ids of a single prompt."""
-        single, prompts = encode_prompts(self.model, prompt, "prompt")
+    def _encode_one(self, prompt: Prompt, *, embeds: bool = False) -> Sequence[int]:
+        """The ids of a single prompt. embeds: whether it may hold embeddings."""
+        single, prompts = encode_prompts(self.model, prompt, "prompt", embeds=embeds)
         if not single:
             raise ValueError(f"prompt: is a list of {len(prompts)} prompts; must be a single one")
         return prompts[0]
 
     def make(
-        self, prompts: Sequence[list[int]], options: RequestOptions, priority: int = 0, salt: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: RequestOptions,
+        priority: int = 0,
+        salt: str = "",
+        adapter: str | None = None,
     ) -> list[Request]:
         """Makes requests for any group."""
         self._check_alive()
         any_group = self.groups[0]
-        return make_requests(any_group.device, any_group.scheduler, prompts, options, priority, salt)
+        requests = make_requests(any_group.device, any_group.scheduler, prompts, options, priority, salt)
+        self.adapters.assign(requests, adapter)
+        return requests
 
     def enqueue(self, requests: Sequence[Request], most: int | None = None) -> list[Handle]:
         """Puts requests of `make` into the queues of groups, all or none, if at most `most` wait then.
@@ -407,7 +435,7 @@ class Engine:
             with self._choosing:
                 if most is not None and sum(group.waiting for group in self.groups) + len(requests) > most:
                     raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
-                groups = [self._choose(request) for request in requests]
+                groups = [choose_group(self.groups, request) for request in requests]
             for group in groups:
                 undo.callback(group.withdraw)
             for group, request in zip(groups, requests, strict=True):
@@ -419,19 +447,6 @@ class Engine:
             if accepted := [request for other, request in zip(groups, requests, strict=True) if other is group]:
                 handles.update(zip(accepted, group.submit(accepted), strict=True))
         return [handles[request] for request in requests]
-
-    def _choose(self, request: Request) -> Group:
-        """Choose the group for a request, and count it there."""
-        index, groups = 0, self.groups
-        if len(groups) > 1:
-            index = choose(
-                [group.load for group in groups],
-                [group.cached_tokens(request) for group in groups],
-                [group.assigned for group in groups],
-                groups[0].device.sizes.slots,
-            )
-        groups[index].expect(request)
-        return groups[index]
 
     def _on_all(self, calls: Sequence[Callable[[], T]], reader: Group | None = None) -> list[T]:
         """The result of a call in the thread of each group (or of `reader`, without effects), between two bursts.

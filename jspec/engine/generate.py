@@ -8,6 +8,7 @@ from tqdm import tqdm
 from jspec.core import groups
 from jspec.core.checks import check_flag, check_int
 from jspec.core.sampling import each_of
+from jspec.engine.batch import run
 from jspec.engine.engine import Engine
 from jspec.generation.options import GenerateKeywords, GenerateOptions, longest_sequence, repeat, takes
 from jspec.generation.result import Generation, Generations, GenerationStats, Piece
@@ -105,7 +106,7 @@ def generate(
     with one_call(model):
         options = GenerateOptions(**keywords)
         check_flag("progress", progress)
-        single, prompt_ids = encode_prompts(model, prompts)
+        single, prompt_ids = encode_prompts(model, prompts, embeds=True)
         if n is not None:
             options = repeat(options, len(prompt_ids), check_int("n", n, least=1))
             prompt_ids = [ids for ids in prompt_ids for _ in range(n)]
@@ -115,7 +116,7 @@ def generate(
 
 def generate_all(
     model: Model,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     options: GenerateOptions,
     *,
     progress: bool = False,
@@ -155,7 +156,12 @@ def generate_all(
 
 
 def _in_engine(
-    model: Model, prompts: list[list[int]], options: GenerateOptions, slots: int, all_greedy: bool, progress: bool
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    options: GenerateOptions,
+    slots: int,
+    all_greedy: bool,
+    progress: bool,
 ) -> Generations:
     """Generates in the slots of an engine. All prompts are known, so one program of each kind is enough."""
     prefill_tokens = PREFILL_TOKENS if slots <= MAX_BATCH else max(PREFILL_TOKENS, 64 * slots)
@@ -175,10 +181,12 @@ def _in_engine(
         burst_ms=BURST_MS,
     )
     with engine:
-        return engine.run(engine.make(prompts, options), progress=progress)
+        return run(engine.groups, engine.enqueue, engine.make(prompts, options), progress=progress)
 
 
-def _in_one_program(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:
+def _in_one_program(
+    model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions, progress: bool
+) -> Generations:
     """Generates for all prompts at once."""
     # With a progress bar the loop returns after some rounds.
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:

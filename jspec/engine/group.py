@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from jspec.core import stopping
 from jspec.core.types import Params
-from jspec.engine.balance import cached_tokens
+from jspec.engine.balance import cached_tokens, choose
 from jspec.engine.handle import Handle, Waiter, wake
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
@@ -375,6 +375,20 @@ class Group:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
             counters.observe("inter_token", (now - times.arrivals[-1][0]) / len(output.tokens), len(output.tokens))
+
+
+def choose_group(groups: Sequence[Group], request: Request) -> Group:
+    """Choose the group for a request, and count it there."""
+    index = 0
+    if len(groups) > 1:
+        index = choose(
+            [group.load for group in groups],
+            [group.cached_tokens(request) for group in groups],
+            [group.assigned for group in groups],
+            groups[0].device.sizes.slots,
+        )
+    groups[index].expect(request)
+    return groups[index]
 
 
 def clock(groups: Sequence[Group]) -> float:

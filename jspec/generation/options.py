@@ -223,20 +223,6 @@ class BatchKeywords(_SharedKeywords, total=False):
     speculation: Speculation | Sequence[Speculation | None] | None
 
 
-class _OfQueue(TypedDict, total=False):
-    priority: int
-    salt: str
-    progress: bool
-
-
-class QueueKeywords(RequestKeywords, _OfQueue, total=False):
-    """Keywords of `Engine.generate` for a single prompt."""
-
-
-class BatchQueueKeywords(BatchKeywords, _OfQueue, total=False):
-    """Keywords of `Engine.generate` for several prompts."""
-
-
 class GenerateKeywords(BatchKeywords, total=False):
     """The fields of `GenerateOptions`, as keywords of a function."""
 

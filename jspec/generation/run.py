@@ -16,6 +16,7 @@ from jspec.cache.pages import fit_page_size
 from jspec.core import grammar, groups, stopping
 from jspec.core.automaton import Automaton, TokenTable
 from jspec.core.checks import check_text, shorten
+from jspec.core.embeds import Embeds
 from jspec.core.loop import decode_checked, fastest
 from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
@@ -24,6 +25,7 @@ from jspec.core.sampling import per_row, seeds_to_keys
 from jspec.core.types import DecodeState, Params, Prompts, RowSampling, Support, TopTokens
 from jspec.drafters.plain import Plain
 from jspec.generation import costs
+from jspec.generation.embeds import PromptEmbeds, embeds_dtype, embeds_of
 from jspec.generation.method import choose_drafter, choose_method
 from jspec.generation.options import GenerateOptions, check_draft_fits, check_fits, grammars_of, longest_sequence
 from jspec.generation.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
@@ -39,7 +41,7 @@ from pallas_kernels import platform
 
 T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int] | Int[np.ndarray, " T"] | Int[Array, " T"]
-"""Text or token ids."""
+"""Text or token ids, or a `PromptEmbeds`, which reads as token ids."""
 
 PREFILL_TOKENS = {"cpu": 1024}
 """Prompt tokens of the whole batch per prefill chunk, by platform; 4096 on the others. Enough to keep the matrix units
@@ -87,7 +89,7 @@ class Run:
         self.model, self.options, placement = model, options, model.placement
         with one_call(model) as compare:
             # Arguments, before anything is allocated.
-            self.single, self.prompts = encode_prompts(model, prompts)
+            self.single, self.prompts = encode_prompts(model, prompts, embeds=True)
             batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
             seeds = options.seeds(batch)
             self.method, row_sampling = check(model, self.prompts, options)
@@ -97,10 +99,10 @@ class Run:
             if options.drafter == "auto" and self._trial is not None and self._trial.waits(max(self._limits) - 1):
                 self.method, self._trial, drafts = dataclasses.replace(self.method, drafter=Plain()), None, None
             drafter = self.method.drafter
-            stop, constraint = _automata(model, options, batch)
+            stop, constraint, embeds = *_automata(model, options, batch), _embeds(model, self.prompts)
             # The memory of each device, for its sequences.
             columns, length = max(map(len, self.prompts)), sum(longest_sequence(self.prompts, self._limits))
-            extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * local // batch
+            extra = tree_bytes((stop, constraint)) + tree_bytes((row_sampling, embeds)) * local // batch
             sizes = model.params, model.target, drafter, local
             capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
             static = {"target": model.target, "drafter": drafter, "accept": self.method.accept}
@@ -121,7 +123,7 @@ class Run:
         ids, lengths = _pad(self.prompts)
         ids, lengths, ends = (cast(Array, x) for x in (ids, lengths, lengths + np.array(self._limits, np.int32)))
         keys, drafts = _keys(np.array(seeds, np.uint32)), cast(Array | None, drafts)
-        padded = Prompts(ids, lengths, ends, keys, stop, row_sampling, constraint, drafts)
+        padded = Prompts(ids, lengths, ends, keys, stop, row_sampling, constraint, drafts, embeds)
         shape = {"capacity": capacity, "page_size": fit_page_size(options.page_size, capacity)}
         shape["chunk"] = prefill_chunk(local) if chunk is None else chunk
         try:
@@ -210,7 +212,7 @@ class Run:
                 stats=stats.of_sequence(i),
                 origin=origin[i],
                 logprobs=None if logprobs is None else logprobs[i],
-                prompt=prompt,
+                prompt=list(prompt),
                 tokenizer=tokenizer,
                 top_logprobs=None if top is None else top[i],
                 sampled_logprobs=None if sampled is None else sampled[i],
@@ -347,10 +349,12 @@ def check_model(model: object) -> None:
     check_alive(model.params, f"model={shorten(model.name)}: params")
 
 
-def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tuple[bool, list[list[int]]]:
+def encode_prompts(
+    model: Model, prompts: object, name: str = "prompts", *, embeds: bool = False
+) -> tuple[bool, list[Sequence[int]]]:
     """Whether `prompts` is a single prompt, and the ids of each prompt.
 
-    name: the argument, for messages.
+    name: the argument, for messages. embeds: whether a prompt may hold embeddings; it is returned as it is.
 
     Raises:
       ValueError, TypeError: neither a prompt nor a list of prompts, or ids outside the vocabulary.
@@ -366,7 +370,8 @@ def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tupl
     items = [prompts] if single else list(prompts)
     if not items:
         raise ValueError(f"{name}=[]: must contain at least one prompt")
-    return single, [_encode(model, name if single else f"{name}[{i}]", prompt) for i, prompt in enumerate(items)]
+    names = [name] if single else [f"{name}[{i}]" for i in range(len(items))]
+    return single, [_encode(model, name, prompt, embeds) for name, prompt in zip(names, items, strict=True)]
 
 
 def _on_host(name: str, prompt: object) -> object:
@@ -380,8 +385,14 @@ def _on_host(name: str, prompt: object) -> object:
     return np.asarray(prompt) if isinstance(prompt, jax.Array) else prompt
 
 
-def _encode(model: Model, name: str, prompt: object) -> list[int]:
+def _encode(model: Model, name: str, prompt: object, embeds: bool) -> Sequence[int]:
     """The ids of one prompt."""
+    if isinstance(prompt, PromptEmbeds):
+        if not embeds:
+            raise TypeError(f"{name} holds embeddings: must be text or token ids; jspec.generate and engines take them")
+        _encode(model, name, prompt.tokens, False)
+        prompt.check_fits(name, model.target)
+        return prompt
     prompt = _on_host(name, prompt)
     if isinstance(prompt, str):
         if model.tokenizer is None:
@@ -413,10 +424,19 @@ _keys = jax.jit(seeds_to_keys)
 """Seeds to keys, in a single jitted program: every eager op would compile once per shape."""
 
 
-def _pad(prompts: list[list[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+def _embeds(model: Model, prompts: Sequence[Sequence[int]]) -> Embeds | None:
+    """The embeddings of prompts in the columns of `_pad`; None: there are none."""
+    if not any(isinstance(prompt, PromptEmbeds) for prompt in prompts):
+        return None
+    lengths = list(map(len, prompts))
+    shape = len(prompts), bucket(max(lengths)), model.target.hidden_size
+    return embeds_of(prompts, [0] * len(prompts), lengths, shape, embeds_dtype(model.target, model.params.target))
+
+
+def _pad(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
     """Prompts padded on the right to a common width, and their lengths."""
     width = bucket(max(map(len, prompts)))
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
+        row[: len(prompt)] = list(prompt)
     return ids, np.array([len(prompt) for prompt in prompts], np.int32)

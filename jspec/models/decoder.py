@@ -272,6 +272,13 @@ class Decoder(LayerShape, Draft):
 
     # The forward
 
+    @property
+    def refuses_embeds(self) -> str | None:
+        """Why a prompt cannot hold embeddings; None: it can."""
+        if getattr(getattr(self, "rope", None), "sections", False):
+            return "has positions in several dimensions (mrope)"
+        return None
+
     def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         return self.empty_cache(batch, capacity, page_size, params.embed.dtype)
@@ -292,7 +299,8 @@ class Decoder(LayerShape, Draft):
         if start is not None:
             positions = start[:, None] + positions
         mask = tree.ancestor_mask(draft_tree)
-        batch = ForwardBatch(draft_tree.tokens, positions, cache, start, mask=mask, select=select)
+        options = {"mask": mask, "select": select, "embeds": draft_tree.embeds}
+        batch = ForwardBatch(draft_tree.tokens, positions, cache, start, **options)
         return self.apply(params, batch, capture_layers=capture_layers)
 
     def apply(self, params: PyTree, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> ForwardOutput:
@@ -306,6 +314,9 @@ class Decoder(LayerShape, Draft):
           states or None.
         """
         embedded = self.embed(params, batch.tokens)
+        if batch.embeds is not None:
+            rows = batch.embeds.rows.astype(embedded.dtype)
+            embedded = jnp.where(batch.embeds.mask[:, :, None], rows, embedded)
         rows, states = [], [embedded]
         # The last layer's output is needed for all tokens if it is captured.
         captures_last = max(capture_layers, default=0) >= self.num_layers

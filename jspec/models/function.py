@@ -57,6 +57,11 @@ class FunctionModel(Decoder):
     rms_norm_eps = 0.0
 
     @property
+    def refuses_embeds(self) -> str:
+        """A function has no embeddings."""
+        return "is a function of token ids"
+
+    @property
     def attention_layers(self) -> range:
         """None."""
         return range(0)

@@ -246,6 +246,11 @@ class Gemma4(Decoder):
         """1: queries and keys are normed instead of scaled."""
         return 1.0
 
+    @property
+    def refuses_embeds(self) -> str | None:
+        """Inputs of each layer depend on token ids."""
+        return "has inputs of each layer that depend on token ids" if self.per_layer_size else super().refuses_embeds
+
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer: embeddings times sqrt(E), after rounding that to their precision."""
         rows = layers.look_up(params.embed, tokens, self.vocab_size, self.tensor)

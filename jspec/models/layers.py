@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from jspec.core.embeds import Embeds
 from jspec.core.sharding import TENSOR, sum_over_devices
 from jspec.core.struct import struct
+from jspec.models.adapted import Adapted
 from jspec.models.quantized import Quantized, quantized_product
 from pallas_kernels import rotary
 from pallas_kernels.gated_matmul import gated_matmul
@@ -48,6 +50,7 @@ class ForwardBatch:
     mask: the rows each token sees, of the round's R; None: all up to its own.
     earlier: R - N rows of this round from earlier forwards, before the N new ones.
     select: the only token of each sequence whose output is needed; None: all are.
+    embeds: in the places of some tokens; None: there are none.
     """
 
     tokens: Int[Array, "B N"]
@@ -57,6 +60,7 @@ class ForwardBatch:
     mask: Bool[Array, "#B N R"] | None = None
     earlier: PyTree = None
     select: Int[Array, " B"] | None = None
+    embeds: Embeds | None = None
 
     @property
     def selected(self) -> SelectedToken | None:
@@ -145,10 +149,12 @@ class Reading:
 
 def linear(
     x: Float[Array, "*batch in"],
-    weight: Float[Array, "in out"] | Quantized,
+    weight: Float[Array, "in out"] | Quantized | Adapted,
     bias: Float[Array, " out"] | None = None,
 ) -> Float[Array, "*batch out"]:
     """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32."""
+    if isinstance(weight, Adapted):
+        return add_bias(weight.product(x, linear(x, weight.weight)), bias)
     # Double a single row: XLA lowers its product to a slow sum over columns.
     alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS.get(platform(), 0)
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
@@ -196,13 +202,13 @@ def look_up(
 
 def gated_mlp(
     x: Float[Array, "*batch E"],
-    gate_up: Float[Array, "E F2"] | Quantized,
-    down: Float[Array, "F E"] | Quantized,
+    gate_up: Float[Array, "E F2"] | Quantized | Adapted,
+    down: Float[Array, "F E"] | Quantized | Adapted,
     activation: Callable[[Array], Array] = jax.nn.silu,
 ) -> Float[Array, "*batch E"]:
     """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
     # The fused kernel reads wide weights.
-    if isinstance(gate_up, Quantized) or x.size == x.shape[-1]:
+    if isinstance(gate_up, Quantized | Adapted) or x.size == x.shape[-1]:
         gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
         inner = activation(gate) * up
     else:

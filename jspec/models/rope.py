@@ -181,11 +181,13 @@ class Rope:
     theta: the base of the frequencies.
     scaling: None: none.
     share: of the dimensions of a head that rotate, whose pairs come first in this package's order.
+    sections: whether tokens of images have positions in several dimensions (mrope); those of text have one.
     """
 
     theta: float = 10_000.0
     scaling: Scaling | None = None
     share: float = 1.0
+    sections: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
     def magnitude(self) -> float:

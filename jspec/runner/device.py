@@ -10,15 +10,18 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec.core import accept, branches
+from jspec.core.embeds import Embeds
 from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
+from jspec.generation.embeds import embeds_dtype, embeds_of
 from jspec.generation.options import MAX_SUPPORT, MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
 from jspec.generation.speculation import draft_limits
 from jspec.generation.support import token_supports
 from jspec.loading.model import Model
+from jspec.models.adapted import is_adapted
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
 from jspec.runner.plan import Burst, Output, Read
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
@@ -103,7 +106,7 @@ class Device:
         self.method, self.sizes, self._only = method, sizes, only
         self.stops, self.grammars = StopPool(model), GrammarPool(model)
         self._buckets = slot_buckets(sizes.slots) if only is None else [sizes.slots]
-        self.ready = Ready(self._buckets)
+        self.ready, self._adapts = Ready(self._buckets), is_adapted(model.params)
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
         self.runner = Runner(model.params, method, sizes, greedy_rule)
@@ -136,6 +139,7 @@ class Device:
             self.stops.level(request.start_state),
             self.grammars.level(request.start_grammar),
             next(size for size in SUPPORT_SIZES if size >= request.support),
+            request.embeds is not None,
         )
 
     def forget(self, request: Request) -> None:
@@ -217,7 +221,7 @@ class Device:
 
     def burst(self, plan: Burst) -> InFlight:
         """Runs rounds."""
-        program = Program("burst", joined_needs(plan.requests), len(plan.requests))
+        program = Program("burst", joined_needs(plan.requests, "burst"), len(plan.requests))
         return self._run(plan, self.ready.choose(program))
 
     def _run(self, plan: Read | Burst, program: Program) -> InFlight:
@@ -242,12 +246,26 @@ class Device:
     def _arguments(self, plan: Read | Burst, layout: "Layout", needs: Needs) -> tuple[Any, ...]:
         """The arguments of the runner's call for a plan."""
         view = layout.view(plan.table, self.sizes.pages_per_slot)
+        if self._adapts:
+            adapter = layout.column([request.adapter for request in plan.requests], np.int32)
+            view = dataclasses.replace(view, adapter=adapter)
         if isinstance(plan, Burst):
             row_limit = layout.column(plan.row_limit, np.int32)
             return view, needs, row_limit, np.int32(plan.rounds), np.bool_(plan.stop_early)
         chunks = (layout.column(values, np.int32) for values in (plan.begin, plan.count))
         flags = (layout.column(values, np.bool_) for values in (plan.ends, plan.resumed))
-        return view, needs, ReadPlan(*chunks, *flags), plan.size
+        embeds = self._embeds(plan, layout) if needs.embeds else None
+        return view, needs, ReadPlan(*chunks, *flags, embeds=embeds), plan.size
+
+    def _embeds(self, plan: Read, layout: "Layout") -> Embeds:
+        """The embeddings of the chunks of a plan; a request without any reads its tokens."""
+        prompts: list[Sequence[int]] = [()] * layout.size
+        begin, count = ([0] * layout.size for _ in range(2))
+        for row, request, first, size in zip(layout.rows, plan.requests, plan.begin, plan.count, strict=True):
+            prompts[row], begin[row], count[row] = request.embeds or (), first, size
+        target = self.method.target
+        shape = layout.size, plan.size, target.hidden_size
+        return embeds_of(prompts, begin, count, shape, embeds_dtype(target, self.runner.params.target))
 
     def _compile(self, program: Program) -> None:
         """Compiles a program, in the thread of `ready`: for arguments like those of the methods above."""

@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int, Int8, PyTree, UInt32
 
 from jspec.core import branches, optional, slots, stopping
 from jspec.core.automaton import Automaton
+from jspec.core.embeds import Embeds
 from jspec.core.loop import run_while
 from jspec.core.method import Method, on_devices
-from jspec.core.prefill import empty_record, read_columns
+from jspec.core.prefill import Chunk, empty_record, read_columns
 from jspec.core.sampling import seeds_to_keys
 from jspec.core.struct import struct
 from jspec.core.types import (
@@ -33,6 +34,7 @@ from jspec.core.types import (
     Stats,
 )
 from jspec.core.xla_options import LoopProgram
+from jspec.models.adapted import choose
 from jspec.runner.slot_state import EMPTY, WAITING, all_caches, extra_rows
 
 
@@ -67,6 +69,8 @@ class View:
     sampling: RowSampling | None = None
     costs: Float[Array, " K"] | None = None
     """As in `DecodeState`; None: those of the drafter."""
+    adapter: Int[Array, " R"] | None = None
+    """The adapter of each sequence, as in `jspec.models.adapted.Adapted`."""
 
 
 @struct
@@ -177,13 +181,15 @@ class ReadPlan:
     """The chunk of each of R slots in `read`: `count` tokens from `begin` on.
 
     ends: whether prefill ends there, so that the sequence runs rounds afterwards.
-    resumed: whether the next token is known from before a preemption, so none is chosen.
+    resumed: whether the next token is known from before a preemption, so none is adapter.
     """
 
     begin: Int[Array, " R"]
     count: Int[Array, " R"]
     ends: Bool[Array, " R"]
     resumed: Bool[Array, " R"]
+    embeds: Embeds | None = None
+    """In the places of some tokens of the chunks; None: no chunk has any."""
 
 
 @partial(jax.jit, static_argnames=("method", "size"), donate_argnames=("s",))
@@ -199,7 +205,8 @@ def read(
     part = dataclasses.replace(part, finish_code=finish)
     # A resumed sequence has its next token.
     active = plan.ends & ~plan.resumed
-    part = read_columns(params, part, plan.begin, plan.count, active, method=method, size=size)
+    chunk = Chunk(plan.begin, plan.count, active, plan.embeds)
+    part = read_columns(_with_adapters(params, view), part, chunk, method=method, size=size)
     return _whole(s, view, part), _report(part, before, 1)
 
 
@@ -241,8 +248,13 @@ def burst(
         ended = stop_early & (part.finish_code != first).any()
         return live.any() & (part.round_index < until) & ~ended
 
-    part = run_while(params, part, moves, method=method, held=held)
+    part = run_while(_with_adapters(params, view), part, moves, method=method, held=held)
     return _whole(s, view, part), _report(part, before, width)
+
+
+def _with_adapters(params: Params, view: View) -> Params:
+    """The weights with the adapters of the view's sequences."""
+    return dataclasses.replace(params, target=choose(params.target, view.adapter))
 
 
 def _part(s: DecodeState, view: View, method: Method, width: int) -> DecodeState:

@@ -152,7 +152,7 @@ class Ready:
             return True
         # Programs without options, then a burst with all requests, and a read with all of those in prefill.
         missing = [program for program in (Program("slots"), self._padded(Program("admit"))) if not self._find(program)]
-        burst = Program("burst", joined_needs([request, *admitted]), len(admitted) + 1)
+        burst = Program("burst", joined_needs([request, *admitted], "burst"), len(admitted) + 1)
         if not self._find(self._padded(burst)):
             missing.append(self._padded(burst._replace(rows=min(len(admitted) + waiting, self._buckets[-1]))))
         reading = [other for other in admitted if other.phase is Phase.READING]
@@ -223,6 +223,7 @@ class Ready:
             return None
 
 
-def joined_needs(requests: Iterable[Request]) -> Needs:
-    """The needs of a program of all these requests."""
-    return Needs.joined(request.needs for request in requests)
+def joined_needs(requests: Iterable[Request], kind: str = "read") -> Needs:
+    """The needs of a program of this kind for all these requests."""
+    needs = Needs.joined(request.needs for request in requests)
+    return needs if kind == "read" else needs._replace(embeds=False)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jspec.core.checks import check_int, check_text
 from jspec.core.grammar import TokenGrammar
 from jspec.core.sampling import Sampling
+from jspec.generation.embeds import PromptEmbeds
 from jspec.generation.speculation import Speculation
 
 
@@ -45,6 +46,7 @@ class Needs(NamedTuple):
     grammar: whether there is one.
     record: one of `jspec.runner.device.TOP_SIZES`, the most probable tokens to record; -1: no log-probabilities.
     stop_level, grammar_level: sizes of the tables (`AutomatonPool.at`).
+    embeds: whether reads take embeddings; nothing in a burst.
     support: one of `jspec.runner.device.SUPPORT_SIZES`, the ids of possible tokens to record.
     """
 
@@ -54,6 +56,7 @@ class Needs(NamedTuple):
     stop_level: int = 0
     grammar_level: int = 0
     support: int = 0
+    embeds: bool = False
 
     @classmethod
     def joined(cls, needs: Iterable["Needs"]) -> "Needs":
@@ -69,10 +72,12 @@ class Request:
     max_new_tokens: at least 1.
     priority: requests of a lower priority are admitted first and preempted last, as in vLLM.
     salt: requests of different salts share no pages.
+    adapter: number of its adapter, as in `jspec.models.adapted.Adapted`; -1: none.
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: number of most probable tokens recorded with each.
     support: most ids of possible tokens recorded with each; 0: none.
     speculation: limits of its drafts; None: those of the drafter.
+    embeds: the prompt, if it holds embeddings, which become part of the salt.
     start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
     needs: of its programs.
 
@@ -92,8 +97,10 @@ class Request:
     top_logprobs: int = 0
     support: int = 0
     speculation: Speculation | None = None
+    embeds: PromptEmbeds | None = None
     start_state: int = 0
     start_grammar: int = 0
+    adapter: int = -1
     needs: Needs = Needs()
 
     phase: Phase = dataclasses.field(default=Phase.WAITING, init=False)
@@ -141,6 +148,8 @@ class Request:
         self.max_new_tokens = check_int("max_new_tokens", self.max_new_tokens, least=1)
         self.priority = check_int("priority", self.priority, least=-(2**63), most=2**63 - 1)
         self.salt = check_text("salt", self.salt)
+        if self.embeds is not None:
+            self.salt += f" embeds {self.embeds.digest}"
 
     @property
     def grammar(self) -> TokenGrammar | None:

@@ -93,6 +93,8 @@ class Service:
             raise ValueError(f"model={engine.model.name!r}: has no tokenizer, which a server requires")
         self.tokenizer: Tokenizer = engine.model.tokenizer
         self._engine, self.name, self._limits = engine, name, limits
+        if name in engine.adapters.names:
+            raise ValueError(f"name={name!r}: is that of an adapter; must be another one")
         if any(not key or key != "".join(key.split()) for key in api_keys):
             raise ValueError("api_key: must have at least one character, and no spaces")
         self._keys = [key.encode() for key in api_keys]
@@ -117,7 +119,7 @@ class Service:
             **dict.fromkeys(("/health", "/ping"), self._health),
             "/load": lambda request: {"server_load": self.running},
             "/version": lambda request: {"version": package.VERSION},
-            "/v1/models": lambda request: {"object": "list", "data": [self._card()]},
+            "/v1/models": lambda request: {"object": "list", "data": list(map(self._card, self._served))},
             "/v1/models/{name:path}": lambda request: self._card(request.path_params["name"]),
             "/tokenizer_info": self._tokenizer_info,
         }
@@ -210,20 +212,27 @@ class Service:
         text = metrics.render(self._engine.metrics(), self.name)
         return Response(text, media_type=metrics.MEDIA_TYPE)
 
-    def _card(self, name: str | None = None) -> dict[str, object]:
+    @property
+    def _served(self) -> tuple[str, ...]:
+        """The names of the model and of its adapters."""
+        return self.name, *self._engine.adapters.names
+
+    def _card(self, name: str) -> dict[str, object]:
         self._check_model(name)
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "jspec",
             "max_model_len": self._limits.context,
             "draft_depth": len(self._engine.metrics().accepted_by_position),
+            **({} if name == self.name else {"parent": self.name}),
         }
 
     def _check_model(self, name: object) -> None:
-        if name is not None and name != self.name:
-            message = f"model={str(name)[:80]!r}: not served here; must be {self.name!r}"
+        if name is not None and name not in self._served:
+            names = ", ".join(map(repr, self._served))
+            message = f"model={str(name)[:80]!r}: not served here; must be {names}"
             raise ApiError(message, param="model", status=404, code="model_not_found")
 
     async def _read(self, request: Request, function: Callable[[dict[str, Any]], Result]) -> Result:
@@ -302,7 +311,8 @@ class Service:
                 texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
             score = functools.partial(self._score, top_k=max(most)) if most else None
             request.scope["jspec.tokens"] = lambda: (sum(map(len, ids)), answer.new_tokens)
-            answer = Answer(call, self.name, self._names, ids, texts, self._dialect, score, self._fingerprint)
+            name = call.adapter or self.name
+            answer = Answer(call, name, self._names, ids, texts, self._dialect, score, self._fingerprint)
 
             def results() -> list[tuple[GenerationStats, int]]:
                 return [(handle.result(timeout=10).stats, handle.cached_tokens) for handle in handles]
@@ -327,6 +337,11 @@ class Service:
         with naming_fields_of(translation):
             chat = body if translation is None else translation.chat
             call = read(chat, vocab_size=self._vocab_size, limits=self._limits)
+            if (name := body.get("model")) in self._engine.adapters.names:
+                call = dataclasses.replace(call, adapter=name)
+                if call.echo and call.logprobs is not None or call.prompt_logprobs is not None:
+                    message = f"model={name!r}: prompts have no log-probabilities with an adapter yet; omit them"
+                    raise ApiError(message, param="model")
             if call.messages is not None:
                 call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
             return call, prompts.encode(self.tokenizer, call, self._limits), translation
@@ -363,7 +378,7 @@ class Service:
                 speculation=call.speculation,
             )
             repeated = [prompt for prompt in ids for _ in range(call.n)]
-            requests = self._engine.make(repeated, options, call.priority, call.cache_salt)
+            requests = self._engine.make(repeated, options, call.priority, call.cache_salt, call.adapter)
             return self._engine.enqueue(requests, self._engine.max_queue)
 
     async def _score(self, prompt: list[int], top_k: int) -> Scores:

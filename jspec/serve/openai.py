@@ -207,6 +207,7 @@ class Call:
     stop: stop strings, and ids of tokens.
     seed: of all sequences; None: random.
     prompt_logprobs: as `logprobs`, of the prompt.
+    adapter: the name of an adapter, given as that of the model; None: none.
     truncate_prompt_tokens: how many of the last tokens of a prompt are read; -1: those that fit; None: it must fit.
     """
 
@@ -237,6 +238,7 @@ class Call:
     messages: list[Message] | None = None
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tools: Tools | None = None
+    adapter: str | None = None
 
     @property
     def is_constrained(self) -> bool:

@@ -59,3 +59,14 @@ def test_logits_and_texts_are_those_of_peft(built, case):
     assert np.abs(plain - expected).max() > 0.1
     prompts, texts = hf.continuations(oracle, (1, 9), 12)
     assert jspec.generate(model, prompts, max_new_tokens=12).tokens == texts
+
+
+@pytest.mark.slow(unless=("all",))
+@pytest.mark.parametrize("case", ["rslora", "alpha", "layers", "all", "fused", "recurrent"])
+def test_an_engine_with_the_adapter_has_the_texts_of_peft(built, case):
+    base, adapter, oracle = built(case)
+    prompts, texts = hf.continuations(oracle, (1, 9), 12)
+    with jspec.Engine(jspec.load(base, dtype="float32"), adapters={"x": adapter}, slots=2, context=64) as engine:
+        plain = engine.submit(prompts[1], max_new_tokens=12)
+        assert engine.generate(prompts, adapter="x", max_new_tokens=12).tokens == texts
+        assert plain.result().tokens != texts[1]

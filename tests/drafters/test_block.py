@@ -11,7 +11,7 @@ import toy
 from dense_drafts import block_by_hand, block_params, captured, stored
 from planted import best_first_by_hand
 
-from jspec.drafters import Block
+from jspec.drafters import Block, readings
 
 
 @functools.cache
@@ -70,6 +70,20 @@ def test_the_rounds_are_those_of_the_oracle(name):
             counts[accepted] += 1
             length += accepted + 1
         assert list(map(int, s.stats.accept_counts[b])) == counts
+
+
+@pytest.mark.slow(unless="dflash2")
+@pytest.mark.parametrize("config", (toy.BLOCK, toy.FILL_IN, toy.DFLASH2), ids=("dspark", "fill-in", "dflash2"))
+def test_a_reading_predicts_the_first_draft(config):
+    """At each position of a text, and with the distribution of that draft."""
+    params, drafter = block_params(config), Block().bind(toy.TARGET, config)
+    text = readings.write(params, toy.IDS, target=toy.TARGET, new=3)
+    predicted = jax.device_get(readings.predict(readings.as_read(params, toy.TARGET, config), toy.TARGET, text))
+    for b in range(len(toy.IDS)):
+        for n in range(3):
+            q = np.exp(block_by_hand(drafter, text.tokens[b, : toy.IDS.shape[1] + n].tolist())(()))
+            assert predicted.tokens[b, n] == q.argmax()
+            np.testing.assert_allclose(predicted.overlap[b, n], np.minimum(q, text.probs[b, n]).sum(), rtol=1e-3)
 
 
 def test_a_round_has_one_forward_whatever_its_depth():

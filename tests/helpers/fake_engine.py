@@ -123,14 +123,15 @@ class FakeEngine:
         self.handles, self.running, self.lock = [], set(), threading.Lock()
         self.max_queue, self.scored, self.may_score = room, [], threading.Event()
         self.may_score.set()
+        self.adapters = SimpleNamespace(names=())
 
-    def make(self, prompts, options, priority=0, salt=""):
+    def make(self, prompts, options, priority=0, salt="", adapter=None):
         self.ids, *self.turns = self.turns or [self.ids]
         requests = []
         for prompt, limit, seed in zip(prompts, options.limits(len(prompts)), options.seeds(len(prompts)), strict=True):
             assert prompt and all(type(i) is int and 0 <= i < self.model.target.vocab_size for i in prompt)
             assert len(prompt) + limit <= self.context
-            values = {"max_new_tokens": limit, "seed": [seed], "priority": priority, "salt": salt}
+            values = {"max_new_tokens": limit, "seed": [seed], "priority": priority, "salt": salt, "adapter": adapter}
             requests.append(FakeHandle(self, list(prompt), {**vars(options), **values}))
         return requests
 

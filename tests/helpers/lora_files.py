@@ -20,7 +20,7 @@ def write(base: Path, directory: Path, *, seed: int = 1, targets=ATTENTION + MLP
         if weight.ndim == 2 and module.endswith(tuple(targets)):
             out, width = weight.shape
             tensors[f"{PREFIX}{module}.lora_A.weight"] = rng.normal(size=(r, width)).astype(np.float32)
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = rng.normal(size=(out, r)).astype(np.float32) * 0.1
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = rng.normal(size=(out, r)).astype(np.float32) * 0.03
     directory.mkdir(parents=True)
     options = {"peft_type": "LORA", "r": r, "lora_alpha": 2 * r, "target_modules": list(targets), **config}
     (directory / CONFIG).write_text(json.dumps(options))

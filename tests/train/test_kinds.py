@@ -27,8 +27,8 @@ COMMANDS = {
     "dspark-deepspec": {**BLOCK, "length": 24, "anchors": 4, "depth": 3, "eval_every": 2, "layout": "deepspec"},
     "dspark-speculators": {**BLOCK, "length": 24, "anchors": 4, "depth": 3, "eval_every": 2, "layout": "speculators"},
     "dspark-z-lab": {
-        **BLOCK, "fill_in": True, "markov": "none", "no_confidence": True, "conv_kernel_size": 2, "selector_rank": 4,
-        "length": 24, "anchors": 4, "depth": 3, "eval_every": 2,
+        "capture_layers": (1, 3), "block_size": 4, "fill_in": True, "markov": "none", "no_confidence": True,
+        "conv_kernel_size": 2, "selector_rank": 4, "length": 24, "anchors": 4, "depth": 3, "eval_every": 2,
     },
     "frozen-kv-mtp": {
         "reads": (1, 0, 1), "intermediate_size": 40, "num_heads": 2, "target_head": True,
