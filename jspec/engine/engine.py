@@ -254,7 +254,7 @@ class Engine:
             handle.cancel()
 
     def score(self, prompt: Prompt, top_k: int = 0) -> Scores:
-        """The log-probabilities of the tokens of one prompt, as `jspec.score` with the engine's weights.
+        """The log-probabilities of the tokens of one prompt, as `jspec.score` with the weights, without adapters.
 
         It takes no slot: the devices of one group read the prompt in chunks, between bursts, with a cache of its own.
         One prompt is scored at a time; further calls wait.
