@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspec.checkpoints.adapter_config import AdapterConfig, read_adapter_config
+from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import ArrayFiles, TorchFile
@@ -43,9 +44,11 @@ class Update:
     down: np.ndarray
     magnitude: np.ndarray | None = None
 
-    def apply(self, weight: np.ndarray) -> np.ndarray:
-        """The changed tensor, in float32."""
-        total = weight.astype(np.float32) + self.up @ self.down
+    def apply(self, weight: np.ndarray, part: Part) -> np.ndarray:
+        """The changed tensor, or a part of it, in float32. part: of `weight`; all of it if there are magnitudes."""
+        *stack, rows, columns = (slice(indices.start, indices.stop, indices.step) for indices in part)
+        total = self.up[(*stack, rows)] @ self.down[(*stack, slice(None), columns)]
+        total += weight.astype(np.float32, copy=False)
         if self.magnitude is None:
             return total
         return total * (self.magnitude / np.linalg.norm(total, axis=1))[:, None]
@@ -353,7 +356,19 @@ class AdaptedFiles(DerivedFiles):
             weight = self.adapter.tensors.stored(self.replaced[name], *self.shape(name))
         else:
             weight = self.stored.get(self._place(name))
-        return self.updates[name].apply(weight) if name in self.updates else weight
+        whole = tuple(map(range, weight.shape))
+        return self.updates[name].apply(weight, whole) if name in self.updates else weight
+
+    def has_parts(self, name: str) -> bool:
+        """As in `TensorFiles`; norms need all of a row."""
+        update = self.updates.get(name)
+        is_whole = name in self.replaced or (update is not None and update.magnitude is not None)
+        return not is_whole and self.stored.has_parts(self._place(name))
+
+    def part(self, name: str, part: Part) -> np.ndarray:
+        """As in `TensorFiles`."""
+        weight = self.stored.part(self._place(name), part)
+        return self.updates[name].apply(weight, part) if name in self.updates else weight
 
     def _place(self, name: str) -> str:
         """The tensor in the files of the checkpoint."""
