@@ -62,7 +62,7 @@ def test_logits_and_texts_are_those_of_peft(built, case):
 
 
 @pytest.mark.slow(unless=("all",))
-@pytest.mark.parametrize("case", ["rslora", "alpha", "layers", "all", "fused", "recurrent"])
+@pytest.mark.parametrize("case", ["rslora", "alpha", "layers", "all", "fused"])
 def test_an_engine_with_the_adapter_has_the_texts_of_peft(built, case):
     base, adapter, oracle = built(case)
     prompts, texts = hf.continuations(oracle, (1, 9), 12)
