@@ -35,7 +35,7 @@ from jspec.models import weights
 from jspec.models.block_head import MARKOV_KINDS, BlockHead, BlockParams
 from jspec.models.decoder import Decoder
 
-LAYOUTS = ("deepspec", "speculators", "z-lab")
+LAYOUTS = ("deepspec", "z-lab", "speculators")
 """Layouts that can be written."""
 
 _DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"

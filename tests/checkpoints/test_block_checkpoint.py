@@ -139,7 +139,7 @@ def test_what_other_programs_read(draft, tmp_path):
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
     assert raw["speculators_config"]["verifier"] == verifier
-    with pytest.raises(ValueError, match="layout='specforge': must be one of deepspec, speculators, z-lab"):
+    with pytest.raises(ValueError, match="layout='specforge': must be one of deepspec, z-lab, speculators"):
         save(layout="specforge")
 
 
