@@ -143,8 +143,8 @@ class Eagle(WindowedDrafter[FeatureHead]):
 
     @property
     def _masked(self) -> EagleHead | None:
-        """The head, if one forward of it proposes all tokens."""
-        head = self._model
+        """The head, if one forward of it proposes all tokens; None before `bind`."""
+        head = self.model
         return head if isinstance(head, EagleHead) and head.at_once else None
 
     def _extend_with_masks(self, head: EagleHead, params: Params, s: DecodeState, committed: Committed) -> EagleState:
