@@ -120,6 +120,8 @@ def make_requests(
             embeds=ids if isinstance(ids, PromptEmbeds) else None,
         )
         draft_limits(speculation, device.method.drafter)
+        if request.embeds is not None:
+            request.embeds.check_fits("prompt_embeds", device.method.target)
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
         if request.grammar is not None:

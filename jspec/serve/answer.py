@@ -17,7 +17,7 @@ from jspec.text.tokenizer import Tokenizer
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for a very unlikely token, as JSON has no infinity
 Results: TypeAlias = Callable[[], Sequence[tuple[GenerationStats, int]]]
 """The counters of all sequences of an answer and the cached tokens of their prompts, called when they have ended."""
-Scorer: TypeAlias = Callable[[list[int]], Awaitable[Scores]]
+Scorer: TypeAlias = Callable[[Sequence[int]], Awaitable[Scores]]
 """The scores of the ids of a prompt."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -72,7 +72,7 @@ class Choice:
       dialect: of a chat.
     """
 
-    def __init__(self, call: Call, names: TokenNames, prompt: list[int], text: str, dialect: Dialect):
+    def __init__(self, call: Call, names: TokenNames, prompt: Sequence[int], text: str, dialect: Dialect):
         # What tells thinking and calls of a chat from its content; None: all is content.
         tokenizer, self.text, self.reply = names.tokenizer, text, None
         if call.tools is not None and not (dialect.thinking is None and call.tools.choice == "none"):
@@ -128,7 +128,7 @@ class Answer:
         call: Call,
         model: str,
         names: TokenNames,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Sequence[int]],
         texts: Sequence[str],
         dialect: Dialect,
         score: Scorer | None = None,
@@ -239,9 +239,9 @@ class Answer:
             choice["token_origins"] = [{"text": text, "depth": depth} for (_, text), depth in pairs]
         return choice
 
-    def _about(self, prompt: list[int], scores: Scores | None) -> dict[str, object]:
+    def _about(self, prompt: Sequence[int], scores: Scores | None) -> dict[str, object]:
         """The ids of a prompt and its log-probabilities, if they are asked for."""
-        about: dict[str, object] = {"prompt_token_ids": prompt} if self._call.return_token_ids else {}
+        about: dict[str, object] = {"prompt_token_ids": list(prompt)} if self._call.return_token_ids else {}
         if scores is not None and self._call.prompt_logprobs is not None:
             about["prompt_logprobs"] = self._ranked(scores, self._call.prompt_logprobs)
         return about

@@ -308,7 +308,7 @@ class Service:
             # The text before the new tokens of each choice.
             texts = ["" for _ in ids]
             if call.echo:
-                texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
+                texts = [text if isinstance(text, str) else self.tokenizer.decode(list(text)) for text in call.prompts]
             score = functools.partial(self._score, top_k=max(most)) if most else None
             request.scope["jspec.tokens"] = lambda: (sum(map(len, ids)), answer.new_tokens)
             name = call.adapter or self.name
@@ -331,7 +331,7 @@ class Service:
 
     def _prompts(
         self, read: Callable[..., Call], api: Api | None, body: dict[str, Any]
-    ) -> tuple[Call, list[list[int]], Translation | None]:
+    ) -> tuple[Call, Sequence[Sequence[int]], Translation | None]:
         """A checked request, the ids of its prompts, and the translation of another API."""
         translation = None if api is None else api(body)
         with naming_fields_of(translation):
@@ -346,7 +346,7 @@ class Service:
                 call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
             return call, prompts.encode(self.tokenizer, call, self._limits), translation
 
-    async def _submit(self, call: Call, ids: list[list[int]]) -> list[Handle]:
+    async def _submit(self, call: Call, ids: Sequence[Sequence[int]]) -> list[Handle]:
         """A handle for each sequence. Runs in a thread, as a grammar may take seconds."""
         if self._stopped:
             raise shutting_down()
@@ -358,7 +358,7 @@ class Service:
             work.add_done_callback(lambda done: done.exception() or _cancel(done.result()))
             raise
 
-    def _submit_all(self, call: Call, ids: list[list[int]]) -> list[Handle]:
+    def _submit_all(self, call: Call, ids: Sequence[Sequence[int]]) -> list[Handle]:
         # Validate everything before the first sequence is submitted.
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
         if not any(limits):
@@ -381,7 +381,7 @@ class Service:
             requests = self._engine.make(repeated, options, call.priority, call.cache_salt, call.adapter)
             return self._engine.enqueue(requests, self._engine.max_queue)
 
-    async def _score(self, prompt: list[int], top_k: int) -> Scores:
+    async def _score(self, prompt: Sequence[int], top_k: int) -> Scores:
         """The log-probabilities of a prompt, in order of arrival."""
 
         # Runs in the scoring thread.

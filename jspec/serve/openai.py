@@ -9,6 +9,7 @@ from jspec.core.sampling import Sampling
 from jspec.generation.speculation import Speculation
 from jspec.serve import grammars, sampling
 from jspec.serve.checks import check_object, check_whole
+from jspec.serve.embeds import check_embeds
 from jspec.serve.fields import REQUIRED, ApiError, Row, Table, hint, read_object, refused, row
 from jspec.serve.grammars import GrammarRequest, check_choices, check_schema
 from jspec.serve.messages import Message, check_messages
@@ -126,7 +127,8 @@ _TEMPLATE = {
 }
 """What a chat template makes of messages."""
 _COMPLETION = {
-    "prompt": row(_check_prompts, REQUIRED, vocab_size="vocab_size", sequences="sequences", most="longest"),
+    "prompt": row(_check_prompts, vocab_size="vocab_size", sequences="sequences", most="longest"),
+    "prompt_embeds": row(check_embeds, sequences="sequences", most="context"),
     **_ANY,
     "echo": row(check_flag, False),
     "max_tokens": row(check_whole, least=0),
@@ -195,7 +197,7 @@ class Limits:
 class Call:
     """A checked request for completions. Other attributes are fields of a request, see their names in the table.
 
-    prompts: text or ids of each prompt; empty in a chat.
+    prompts: text, ids or embeddings of each prompt; empty in a chat.
     messages: those of a chat, or None.
     template: variables of the chat template.
     tools: those of a chat, or None.
@@ -234,7 +236,7 @@ class Call:
     length_field: str = "max_tokens"
     default_tokens: int | None = None
     echo: bool = False
-    prompts: Sequence[str | list[int]] = ()
+    prompts: Sequence[str | Sequence[int]] = ()
     messages: list[Message] | None = None
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tools: Tools | None = None
@@ -275,6 +277,15 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
       ApiError: a field is unknown, not supported or invalid.
     """
     fields = _read(body, _COMPLETION, vocab_size, limits)
+    # Embeddings have no text and no log-probabilities.
+    if fields["prompt_embeds"] is not None:
+        names = ("prompt", "echo", "prompt_logprobs", "truncate_prompt_tokens")
+        for name in names:
+            if fields[name] not in (None, False):
+                raise ApiError(f"{name}: must be omitted beside prompt_embeds", param=name)
+        fields["prompt"] = fields["prompt_embeds"]
+    if fields["prompt"] is None:
+        raise ApiError("prompt: is required", param="prompt")
     # Bounds that depend on several fields.
     if (count := len(fields["prompt"])) * fields["n"] > limits.sequences:
         message = f"prompt: {count} prompts with n={fields['n']}; prompts times n must be at most {limits.sequences}"

@@ -1,5 +1,6 @@
 """Prompts of a call as token ids, and how many new tokens fit after them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jspec.serve.fields import ApiError
@@ -10,12 +11,12 @@ from jspec.text.tokenizer import Tokenizer
 _TOO_LONG = "context_length_exceeded"
 
 
-def encode(tokenizer: Tokenizer, call: Call, limits: Limits) -> list[list[int]]:
+def encode(tokenizer: Tokenizer, call: Call, limits: Limits) -> Sequence[Sequence[int]]:
     """The ids of the prompts of a call. All texts are checked for their least number of tokens first."""
     most, last = _most_tokens(call, limits), call.truncate_prompt_tokens
     read = most if last is None else CUT * most
     if call.messages is not None:
-        prompts = [chat_ids(tokenizer, call.messages, call.template, read)]
+        prompts: list[Sequence[int]] = [chat_ids(tokenizer, call.messages, call.template, read)]
     else:
         for prompt in call.prompts:
             if isinstance(prompt, str):
