@@ -11,7 +11,7 @@ import toy
 
 import jspec
 from jspec import cli
-from jspec.analysis.contract import run_checks
+from jspec.analysis.contract import Case, run_cases
 from jspec.cli import generate
 from jspec.cli.common import why_slower
 from jspec.generation.result import GenerationStats
@@ -103,15 +103,14 @@ def test_no_color_leaves_the_text(monkeypatch):
 
 
 def test_checks_are_printed_as_they_pass(capsys):
-    def first(case):
-        return "the first holds"
+    first = Case("the first holds", lambda: None)
 
-    def second(case):
+    def second():
         assert "the first holds" in capsys.readouterr().err
         raise AssertionError("the second does not")
 
     with pytest.raises(AssertionError, match="it: the second does not"):
-        run_checks("check", "it", None, [first, second], False)
+        run_cases("check", "it", [first, Case("the second", second)], False)
     capsys.readouterr()
-    assert run_checks("check", "it", None, [first], None) == ("the first holds",)
+    assert run_cases("check", "it", [first], None) == ("the first holds",)
     assert capsys.readouterr().err == "", "this is no terminal"

@@ -3,21 +3,24 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int, PyTree
 
+from jspec.analysis import verify_checks
 from jspec.analysis.contract import (
+    Case,
+    Cases,
+    Outcome,
     abstract_prompts,
-    difference,
     hidden,
     in_float32,
     report,
     require,
-    run_checks,
-    same_rounds,
+    run_cases,
 )
+from jspec.analysis.verify_subject import Subject
 from jspec.core import accept, returned
 from jspec.core.checks import check_int, shorten
 from jspec.core.method import Method
@@ -33,7 +36,7 @@ from jspec.core.types import (
     Target,
 )
 from jspec.generation.method import choose_drafter
-from jspec.generation.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions
+from jspec.generation.options import DEFAULT_PAGE_SIZE
 from jspec.generation.result import Generation, Generations
 from jspec.generation.run import Run, check_model, encode_prompts
 from jspec.loading.model import Model, refuse_split
@@ -100,11 +103,12 @@ def check_drafter(
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
     disable = hidden(progress)
-    case = _Case(in_float32(model), _wrap(tested), list(map(list, ids)), max_new_tokens, temperature, seed)
-    _ = case.options
+    sampling = [Sampling(temperature=t) for t in (0.0, temperature) for _ in ids]
+    subject = Subject(in_float32(model), _wrap(tested), [list(one) for one in ids] * 2, None, max_new_tokens, seed, sampling)
+    _ = subject.options()
     name = type(tested.bind(model.target, model.draft)).__name__
-    passed = run_checks("check_drafter", name, case, _CHECKS, disable)
-    greedy, sampled = case.result()[: len(ids)], case.result()[len(ids) :]
+    passed = run_cases("check_drafter", name, _cases(subject), disable)
+    greedy, sampled = subject.drafted()[: len(ids)], subject.drafted()[len(ids) :]
     passed = ("it has the attributes and methods of a drafter, and can be hashed", *passed)
     return DrafterReport(repr(tested), _accept_length(greedy), _accept_length(sampled), passed)
 
@@ -147,43 +151,6 @@ def _wrap(drafter: Drafter) -> _Counted:
     return (_CountedBranches if hasattr(type(drafter), "branches") else _Counted)(drafter, [])
 
 
-@dataclasses.dataclass
-class _Case:
-    """A drafter and its prompts. The batch has the greedy sequences first, then the sampled ones.
-
-    out: the result of `_check_trees`, the reference of later checks.
-    """
-
-    model: Model
-    drafter: Any
-    ids: list[list[int]]
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    out: Generations | None = None
-
-    @property
-    def sampling(self) -> list[Sampling]:
-        return [Sampling(temperature=t) for t in (0.0, self.temperature) for _ in self.ids]
-
-    @property
-    def options(self) -> GenerateOptions:
-        return GenerateOptions(
-            drafter=self.drafter, max_new_tokens=self.max_new_tokens, sampling=self.sampling, seed=self.seed
-        )
-
-    def run(self, chunk: int | None = None, **changes: Unpack[GenerateKeywords]) -> Run:
-        return Run(self.model, self.ids * 2, dataclasses.replace(self.options, **changes), chunk=chunk)
-
-    def run_alone(self, prompt: list[int]) -> Run:
-        """One greedy sequence."""
-        return Run(self.model, [prompt], dataclasses.replace(self.options, sampling=None))
-
-    def result(self) -> Generations:
-        assert self.out is not None
-        return self.out
-
-
 def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
     try:
         tested = choose_drafter(drafter, model)
@@ -207,13 +174,13 @@ def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
     return tested
 
 
-def _check_state(case: _Case) -> str:
-    model, bound = case.model, case.drafter.bind(case.model.target, case.model.draft).drafter
-    batch, width, name = 2 * len(case.ids), max(map(len, case.ids)), type(bound).__name__
-    row_sampling = per_row(case.sampling, batch, model.target.vocab_size)
+def _check_state(subject: Subject) -> None:
+    model, bound = subject.model, subject.drafter.bind(subject.model.target, subject.model.draft).drafter
+    batch, width, name = len(subject.prompts), max(map(len, subject.prompts)), type(bound).__name__
+    row_sampling = per_row(subject.sampling, batch, model.target.vocab_size)
     for sampling, rule in ((None, accept.greedy), (row_sampling, accept.coupled)):
         method = Method(model.target, bound, rule)
-        capacity = width + case.max_new_tokens
+        capacity = width + subject.new
         read = partial(prefill, method=method, capacity=capacity, page_size=DEFAULT_PAGE_SIZE)
         prompts = jax.eval_shape(partial(abstract_prompts, batch, width, sampling))
         s = jax.eval_shape(read, model.params, prompts)
@@ -222,7 +189,6 @@ def _check_state(case: _Case) -> str:
         require(returned.check_same_form, f"{name}.draft", s.draft, state)
         after = jax.eval_shape(partial(_round, method=method), model.params, s)
         require(returned.check_same_form, f"{name}.extend", s.draft, after.draft)
-    return "draft and extend preserve the structure, shapes and dtypes of its state"
 
 
 def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
@@ -233,18 +199,19 @@ def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
     return extend(params, s, committed, method=method)
 
 
-def _check_trees(case: _Case) -> str:
-    run = case.run(debug=True)
-    wrapped: Any = run.method.drafter
-    bound, vocab_size = wrapped.drafter, case.model.target.vocab_size
+def _round_by_round(subject: Subject) -> Generations:
+    """A generation of one call per round, in which each tree is examined."""
+    run = Run(subject.precise, subject.prompts, subject.options(debug=True))
+    bound: Any = run.method.drafter
+    bound = getattr(bound, "drafter", bound)
     draft: Callable[[Params, DecodeState], DraftTree] = jax.jit(lambda params, s: bound.draft(params, s)[0])
     round_index, finished = 0, False
     while not finished:
         draft_tree, tokens, lengths = jax.device_get(
-            (draft(case.model.params, run.state), run.state.tokens, run.state.length)
+            (draft(subject.precise.params, run.state), run.state.tokens, run.state.length)
         )
         for i, (buffer, length) in enumerate(zip(tokens, lengths, strict=True)):
-            fault = _find_fault(draft_tree, i, int(buffer[length - 1]), bound.depth, vocab_size)
+            fault = _find_fault(draft_tree, i, int(buffer[length - 1]), bound.depth, subject.model.target.vocab_size)
             if fault:
                 raise AssertionError(f"round {round_index}, sequence {i}: {fault}")
         try:
@@ -252,8 +219,7 @@ def _check_trees(case: _Case) -> str:
         except jax.errors.JaxRuntimeError as error:
             raise AssertionError(str(error).splitlines()[0]) from None
         round_index += 1
-    case.out = run.result()
-    return f"trees are valid: ids in the vocabulary, last token at node 0, parents first, depth at most {bound.depth}"
+    return run.result()
 
 
 def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, vocab_size: int) -> str | None:
@@ -290,74 +256,53 @@ def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, voc
     return None
 
 
-def _check_outputs(case: _Case) -> str:
-    plain = case.run(drafter=None).finish()
-    for i, (got, expected) in enumerate(zip(case.result().tokens, plain.tokens, strict=True)):
-        kind = "greedy" if i < len(case.ids) else "sampled"
-        at = difference(got, expected)
-        if at is not None:
-            raise AssertionError(
-                f"{kind} output of sequence {i} differs from plain decoding at new token {at}: {got[at:][:4]}, but "
-                f"expected {expected[at:][:4]}"
-            )
-    return "greedy output equals plain decoding, sampled output equals plain sampling with the same seed"
+def _pieces(subject: Subject) -> Outcome:
+    where = "in a single call than round by round: draft and extend must be pure functions of their arguments"
+    pieces = subject.once("round by round", partial(_round_by_round, subject))
+    return verify_checks.same_rounds(subject, lambda: pieces, where)
 
 
-def _check_pieces(case: _Case) -> str:
-    _check_same_rounds(
-        case,
-        case.run(debug=True),
-        "in a single call than round by round: draft and extend must be pure functions of their arguments",
-    )
-    return "running all rounds in one call equals one call per round"
-
-
-def _check_chunks(case: _Case) -> str:
-    _check_same_rounds(
-        case,
-        case.run(chunk=2),
-        "if its prompt is read in chunks: extend is called for each chunk, with length 0 for a sequence whose prompt "
-        "has ended, and must not change what it proposes for that sequence",
-    )
-    return "reading a prompt in chunks changes no round"
-
-
-def _check_same_rounds(case: _Case, run: Run, where: str) -> None:
-    """Raises AssertionError unless `run` takes the rounds of `_check_trees`."""
-    for i, (got, expected) in enumerate(zip(run.finish(), case.result(), strict=True)):
-        if not same_rounds(got, expected):
-            raise AssertionError(f"sequence {i} takes different rounds {where}")
-
-
-def _check_alone(case: _Case) -> str:
-    branches = hasattr(case.drafter, "branches")
-    for i, prompt in enumerate(case.ids):
-        (alone,), expected = case.run_alone(prompt).finish(), case.result()[i]
-        if branches:
-            # The sequences of a batch share the choice of a branch, so only the number of rounds may differ.
-            if alone.tokens != expected.tokens:
-                raise AssertionError(f"sequence {i} has other tokens alone than in a batch")
-        elif not same_rounds(alone, expected):
-            raise AssertionError(
-                f"sequence {i} takes different rounds alone than in a batch: {alone.tokens_per_round} tokens instead "
-                f"of {expected.tokens_per_round}; the draft for a sequence must not depend on the others"
-            )
-    same = "has the same tokens" if branches else "takes the same rounds"
-    return f"each sequence {same} alone as in a batch"
-
-
-def _check_traces(case: _Case) -> str:
-    before = len(case.drafter.traces)
-    case.run_alone(case.ids[-1][::-1]).finish()
-    if len(case.drafter.traces) > before:
+def _check_traces(subject: Subject) -> None:
+    before = len(subject.drafter.traces)
+    others = dataclasses.replace(subject, prompts=[ids[::-1] for ids in subject.prompts])
+    verify_checks.each_alone(others, [subject.longest])
+    if len(subject.drafter.traces) > before:
         raise AssertionError(
             "other prompts of the same shape compile the program again: a drafter and what bind returns must compare "
             "equal to an identical one and hash by value; make it a frozen dataclass of static values"
         )
-    return "other prompts of the same shape run the same program"
 
 
-_CHECKS = (_check_state, _check_trees, _check_outputs, _check_pieces, _check_chunks, _check_alone, _check_traces)
+_SAME = "greedy output equals plain decoding, sampled output equals plain sampling with the same seed"
+_CHUNKS = (
+    "if its prompt is read in chunks: extend is called for each chunk, with length 0 for a sequence whose prompt has "
+    "ended, and must not change what it proposes for that sequence"
+)
+
+
+def _cases(subject: Subject) -> Cases:
+    yield Case(
+        "draft and extend preserve the structure, shapes and dtypes of its state", partial(_check_state, subject)
+    )
+    yield from proposals(subject)
+    yield Case(_SAME, partial(verify_checks.same_output, subject))
+    yield Case("running all rounds in one call equals one call per round", partial(_pieces, subject))
+    for name, run, where in (
+        ("NaN in rows without committed tokens changes no round", verify_checks.poisoned, "with NaN in free rows"),
+        ("reading a prompt in chunks changes no round", partial(verify_checks.in_pieces, chunk=2), _CHUNKS),
+    ):
+        yield Case(name, partial(verify_checks.same_rounds, subject, partial(run, subject), where))
+    same = "has the same tokens" if hasattr(subject.drafter, "branches") else "takes the same rounds"
+    everything = range(len(subject.prompts))
+    yield Case(f"each sequence {same} alone as in a batch", partial(verify_checks.alone, subject, everything))
+    yield Case("other prompts of the same shape run the same program", partial(_check_traces, subject))
+
+
+def proposals(subject: Subject) -> Cases:
+    """The examination of all trees, also a case of `verify`."""
+    run = partial(subject.once, "round by round", partial(_round_by_round, subject))
+    words = "trees are valid: ids in the vocabulary, last token at node 0, parents first, depth at most the drafter's"
+    yield Case(words, lambda: Outcome("passed", sum(map(len, run()))))
 
 
 def _accept_length(generations: Sequence[Generation]) -> float:

@@ -1,8 +1,10 @@
 """`check_rule`: tests an acceptance rule on small random distributions."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,6 +71,11 @@ class _Case:
         return f"{self.shape}, {'sampled' if self.sampled else 'certain'} drafts"
 
     @property
+    def title(self) -> str:
+        """The name, and the kind of distributions."""
+        return f"{self.name}, {KINDS[self.kind]}"
+
+    @property
     def depth(self) -> int:
         return max(self.depths)
 
@@ -99,30 +106,38 @@ def check_rule(
       AssertionError: the rule is not lossless; the message states the case and what is wrong.
       ValueError, TypeError: an invalid argument.
     """
-    trees, seed = check_flag("trees", trees), check_int("seed", seed, least=0, most=2**31 - 1)
-    disable = hidden(progress)
-    if sampled is not None:
-        sampled = check_flag("sampled", sampled)
+    disable, means = hidden(progress), collections.defaultdict(list)
     name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
-    if isinstance(rule, str):
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r}: must be one of {', '.join(RULES)}, or a function")
-        trees = trees and not (rule in NEEDS and NEEDS[rule].chains)
-        rule = RULES[rule]
-    if not callable(rule):
-        raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
-    means: dict[str, list[float]] = {}
-    run: Callable[..., Any] = jax.jit(rule)
-    with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=disable) as bar:
-        for case in bar:
+    with tqdm(list(cases(rule, trees=trees, sampled=sampled, seed=seed)), unit="case", disable=disable) as bar:
+        for case, run in bar:
             try:
-                means.setdefault(case.name, []).append(_check(run, case, seed))
+                means[case.name].append(run())
             except AssertionError as error:
-                raise AssertionError(f"{name}: {case.name}, {KINDS[case.kind]}: {error}") from None
+                raise AssertionError(f"{name}: {case.title}: {error}") from None
     return RuleReport(name, {case: sum(values) / len(values) for case, values in means.items()})
 
 
-def _cases(trees: bool, sampled: bool | None, seed: int) -> Iterator[_Case]:
+def cases(
+    rule: object, *, trees: object = True, sampled: object = None, seed: object = 0
+) -> Iterator[tuple[_Case, Callable[[], float]]]:
+    """The cases of `check_rule`, each with a function to run it: it returns the mean number of appended tokens.
+
+    Raises:
+      ValueError, TypeError: an invalid argument.
+    """
+    allowed, seed = check_flag("trees", trees), check_int("seed", seed, least=0, most=2**31 - 1)
+    kinds = (True, False) if sampled is None else (check_flag("sampled", sampled),)
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r}: must be one of {', '.join(RULES)}, or a function")
+        allowed, rule = allowed and not (rule in NEEDS and NEEDS[rule].chains), RULES[rule]
+    if not callable(rule):
+        raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
+    run: Callable[..., Any] = jax.jit(rule)
+    return ((case, partial(_check, run, case, seed)) for case in _cases(allowed, kinds, seed))
+
+
+def _cases(trees: bool, sampled: Sequence[bool], seed: int) -> Iterator[_Case]:
     for number, (shape, parents) in enumerate(SHAPES.items()):
         if parents is not None and not trees:
             continue
@@ -131,13 +146,12 @@ def _cases(trees: bool, sampled: bool | None, seed: int) -> Iterator[_Case]:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        for index, kind in enumerate(KINDS):
+        # Cases of one program follow each other.
+        for samples, (index, kind) in itertools.product(sampled, enumerate(KINDS)):
             rng = np.random.default_rng([seed, number, index])
             pairs = [[_pair(rng, kind) for _ in range(VOCABULARY**size)] for size in range(max(depths) + 1)]
             p, q = ([np.array([pair[i] for pair in of_size]) for of_size in pairs] for i in (0, 1))
-            for samples in (False, True):
-                if sampled in (None, samples):
-                    yield _Case(shape, kind, parents, depths, chain, samples, p, q)
+            yield _Case(shape, kind, parents, depths, chain, samples, p, q)
 
 
 def _pair(rng: np.random.Generator, kind: str) -> tuple[np.ndarray, np.ndarray]:

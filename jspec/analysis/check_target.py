@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, hidden, in_float32, report, require, run_checks
+from jspec.analysis.contract import (
+    Case,
+    Cases,
+    Outcome,
+    abstract_prompts,
+    hidden,
+    in_float32,
+    report,
+    require,
+    run_cases,
+)
 from jspec.analysis.target_case import (
     CAPACITY,
     CHUNK,
@@ -76,14 +86,14 @@ def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progre
     tolerance = check_number("tolerance", tolerance, above=0, most=1)
     disable = hidden(progress)
     name, case = type(model.target).__name__, TargetCase(in_float32(model), seed, tolerance)
-    passed = run_checks("check_target", name, case, _CHECKS, disable)
+    passed = run_cases("check_target", name, cases(case), disable)
     return TargetReport(name, max(case.differences), passed)
 
 
 # The interface
 
 
-def _check_interface(case: TargetCase) -> str:
+def _check_interface(case: TargetCase) -> None:
     target = case.target
     if missing := [name for name in TARGET_PARTS if not hasattr(target, name)]:
         raise AssertionError(f"it is no target: it has no {', '.join(missing)}")
@@ -101,10 +111,9 @@ def _check_interface(case: TargetCase) -> str:
         raise AssertionError(
             "it is hashed by identity, so each new object compiles its programs again: make it a frozen dataclass"
         )
-    return "it has the attributes and methods of a target, and is hashed by value"
 
 
-def _check_shapes(case: TargetCase) -> str:
+def _check_shapes(case: TargetCase) -> None:
     batch, target = len(LENGTHS), case.target
     count = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tokens: Any = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
@@ -119,7 +128,6 @@ def _check_shapes(case: TargetCase) -> str:
             path = None if drafted.parents is None else tokens
             after = jax.eval_shape(lambda cache, *args: cache.commit(*args), cache, out.rows, count, path, count)
             require(returned.check_same_form, "commit", cache, after)
-    return "forward and commit return the right shapes and dtypes, and forward leaves the cache alone"
 
 
 def _forward_alone(target: Any, params: PyTree, drafted: DraftTree, cache: Any, start: Any) -> ForwardOutput:
@@ -147,7 +155,7 @@ def _check_output(out: object, shape: tuple[int, ...]) -> None:
 # Whole texts
 
 
-def _check_finite(case: TargetCase) -> str:
+def _check_finite(case: TargetCase) -> None:
     wrong = ~(case.whole < np.inf)
     if wrong.any():
         sequence, position, token = np.argwhere(wrong)[0]
@@ -158,19 +166,17 @@ def _check_finite(case: TargetCase) -> str:
         )
     if (case.whole == case.whole[:1, :1]).all():
         raise AssertionError("the logits of all tokens are equal: they do not depend on the text")
-    return "logits are finite or -inf, and depend on the text"
 
 
-def _check_causal(case: TargetCase) -> str:
+def _check_causal(case: TargetCase) -> None:
     other = case.random(case.text.shape, 1)
     for position in range(1, WIDTH, 3):
         changed = np.where(np.arange(WIDTH) < position, case.text, other)
         got = case.read_whole(changed)[:, :position]
         case.compare(got, case.whole[:, :position], f"with other tokens from position {position} on")
-    return "logits do not depend on later tokens"
 
 
-def _check_batch(case: TargetCase) -> str:
+def _check_batch(case: TargetCase) -> None:
     others, moved, alone = case.random(case.text.shape, 2), [], []
     for sequence in range(len(LENGTHS)):
         text, place = others.copy(), len(LENGTHS) - 1 - sequence
@@ -179,7 +185,6 @@ def _check_batch(case: TargetCase) -> str:
         alone.append(case.read_whole(case.text[[sequence]])[0])
     case.compare(np.stack(moved), case.whole, "among other sequences in another order")
     case.compare(np.stack(alone), case.whole, "in a batch of its own")
-    return "a sequence does not depend on the others of its batch"
 
 
 # Texts in pieces
@@ -203,9 +208,8 @@ def _step(case: TargetCase, cache: Any, steps: int, how: str, text: np.ndarray |
     return cache
 
 
-def _check_steps(case: TargetCase) -> str:
+def _check_steps(case: TargetCase) -> None:
     _step(case, case.empty(), WIDTH + 4, "read token by token")
-    return "token by token, with sequences at different positions"
 
 
 def _prefill(case: TargetCase, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
@@ -221,7 +225,7 @@ def _prefill(case: TargetCase, size: int, cache: Any, how: str, lengths: Any = L
     return cache
 
 
-def _check_chunks(case: TargetCase) -> str:
+def _check_chunks(case: TargetCase) -> None:
     for size in (CHUNK, WIDTH):
         before = np.array(LENGTHS) - 1
         cache = _prefill(case, size, case.empty(), f"read in chunks of {size}", before)
@@ -229,10 +233,9 @@ def _check_chunks(case: TargetCase) -> str:
         out, _ = case.read(last, cache, before, before * 0)
         how = f"after the text before it was read in chunks of {size}"
         case.compare(out.logits, case.whole_at(before[:, None]), how, first=before)
-    return "in chunks, with sequences that end in earlier ones"
 
 
-def _check_trees(case: TargetCase) -> str:
+def _check_trees(case: TargetCase) -> None:
     start, rng = np.array([5, 1, 3]), np.random.default_rng([case.seed, 3])
     cache = _prefill(case, CHUNK, case.empty(), f"read in chunks of {CHUNK}", start)
     for number in range(ROUNDS):
@@ -243,7 +246,6 @@ def _check_trees(case: TargetCase) -> str:
         out, cache = case.read(tokens, cache, start, count, **options)
         _compare_nodes(case, out.logits, tokens, parents, start, f"round {number} of trees")
         start = start + count
-    return "in trees, of which a path is committed"
 
 
 def _draft(case: TargetCase, start: Int[np.ndarray, " B"], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -287,7 +289,7 @@ def _compare_nodes(
 # Old contents of a cache
 
 
-def _check_uncommitted(case: TargetCase) -> str:
+def _check_uncommitted(case: TargetCase) -> None:
     steps = WIDTH // 2
     old = case.random(case.text.shape, 5)
     _, used = case.read(old, case.empty(), None, np.full(len(LENGTHS), WIDTH))
@@ -298,19 +300,17 @@ def _check_uncommitted(case: TargetCase) -> str:
 
     unused = jax.tree.map(with_nan, case.empty())
     _step(case, unused, steps, "in a cache whose uncommitted rows are NaN (select with where; NaN times 0 is NaN)")
-    return "old contents of a cache do not matter, even NaN"
 
 
-def _check_pages(case: TargetCase) -> str:
+def _check_pages(case: TargetCase) -> None:
     for size in OTHER_PAGE_SIZES:
         _prefill(case, CHUNK, case.empty(size), f"read in chunks of {CHUNK} with page_size={size}")
-    return "page sizes do not matter"
 
 
 # Options of a forward
 
 
-def _check_select(case: TargetCase) -> str:
+def _check_select(case: TargetCase) -> None:
     nodes = np.array([CHUNK - 1, 0, 2])
     tokens, none = case.text[:, :CHUNK], np.zeros(len(LENGTHS), np.int32)
     for start in (None, none):
@@ -321,16 +321,15 @@ def _check_select(case: TargetCase) -> str:
                 f"[{len(LENGTHS)}, 1, {case.target.vocab_size}]"
             )
         case.compare(out.logits, case.whole_at(nodes[:, None]), "selected", first=nodes)
-    return "a selected node has its logits"
 
 
-def _check_hidden(case: TargetCase) -> str:
+def _check_hidden(case: TargetCase) -> Outcome | None:
     layers = (0, case.target.num_layers) if case.target.num_layers else (0,)
     none = np.zeros(len(LENGTHS), np.int32)
     try:
         whole, _ = case.read(case.text, case.empty(), None, none, capture=layers)
     except ValueError:
-        return "it has no hidden states to capture: drafters that read them refuse it"
+        return Outcome("passed", 0, "it has no hidden states to capture: drafters that read them refuse it")
     shape = (len(LENGTHS), WIDTH, len(layers) * case.target.hidden_size)
     if whole.hidden is None or whole.hidden.shape != shape:
         actual = "None" if whole.hidden is None else returned.describe(whole.hidden)
@@ -346,10 +345,10 @@ def _check_hidden(case: TargetCase) -> str:
     expected = np.take_along_axis(np.asarray(whole.hidden), at[:, :, None], axis=1)
     how, what = f"read in chunks of {CHUNK}", f"hidden states {layers}"
     case.compare(out.hidden, expected, how, first=start, what=what)
-    return "hidden states are those of the text read at once"
+    return None
 
 
-def _check_round(case: TargetCase) -> str:
+def _check_round(case: TargetCase) -> None:
     drafter, batch = Ngram(), len(LENGTHS)
     method = Method(case.target, drafter, accept.greedy)
     read = partial(prefill, method=method, capacity=CAPACITY, page_size=PAGE_SIZE)
@@ -357,21 +356,26 @@ def _check_round(case: TargetCase) -> str:
     s = jax.eval_shape(read, case.model.params, prompts)
     until = jax.ShapeDtypeStruct((), jnp.int32)
     jax.eval_shape(partial(run_rounds, method=method), case.model.params, s, until)
-    return "the loop takes it"
 
 
-_CHECKS = (
-    _check_interface,
-    _check_shapes,
-    _check_finite,
-    _check_causal,
-    _check_batch,
-    _check_steps,
-    _check_chunks,
-    _check_trees,
-    _check_uncommitted,
-    _check_pages,
-    _check_select,
-    _check_hidden,
-    _check_round,
-)
+_CHECKS = {
+    "it has the attributes and methods of a target, and is hashed by value": _check_interface,
+    "forward and commit return the right shapes and dtypes, and forward leaves the cache alone": _check_shapes,
+    "logits are finite or -inf, and depend on the text": _check_finite,
+    "logits do not depend on later tokens": _check_causal,
+    "a sequence does not depend on the others of its batch": _check_batch,
+    "token by token, with sequences at different positions": _check_steps,
+    "in chunks, with sequences that end in earlier ones": _check_chunks,
+    "in trees, of which a path is committed": _check_trees,
+    "old contents of a cache do not matter, even NaN": _check_uncommitted,
+    "page sizes do not matter": _check_pages,
+    "a selected node has its logits": _check_select,
+    "hidden states are those of the text read at once": _check_hidden,
+    "the loop takes it": _check_round,
+}
+
+
+def cases(case: TargetCase) -> Cases:
+    """The cases of `check_target`, also of `verify`."""
+    for words, check in _CHECKS.items():
+        yield Case(words, partial(check, case))

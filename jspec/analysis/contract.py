@@ -2,8 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,37 +12,58 @@ from tqdm.auto import tqdm
 from jspec.core import stopping
 from jspec.core.checks import check_flag
 from jspec.core.types import Prompts, RowSampling
-from jspec.generation.result import Generation
 from jspec.loading.model import Model
 
-Case = TypeVar("Case")
 Out = TypeVar("Out")
 
 
-def run_checks(
-    function: str, name: str, case: Case, checks: Sequence[Callable[[Case], str]], disable: bool | None
-) -> tuple[str, ...]:
-    """Run the checks of a case in order; returns what each has shown.
+class Outcome(NamedTuple):
+    """The verdict of a case, what was compared, and a message; see `jspec.analysis.verify.Finding`."""
+
+    verdict: Any
+    compared: int = 0
+    message: str = ""
+
+
+class Case(NamedTuple):
+    """What a check runs: its name, and the function; it may raise AssertionError, and None means passed.
+
+    quick: whether it runs the programs of the case before it, so that it is better run at once.
+    """
+
+    name: str
+    run: Callable[[], Outcome | None]
+    quick: bool = False
+
+
+Cases = Iterator[Case]
+
+
+def run_cases(function: str, name: str, cases: Iterable[Case], disable: bool | None) -> tuple[str, ...]:
+    """Run cases in order; returns their names, or their messages.
 
     function: the public function, for the notes of errors.
     name: what is checked, for messages.
     disable: the result of `hidden`.
 
     Raises:
-      AssertionError: the first failed check.
+      AssertionError: the first case that has not passed.
     """
     shown = []
-    with tqdm(checks, unit="check", disable=disable) as bar:
-        for check in bar:
+    with tqdm(list(cases), unit="check", disable=disable) as bar:
+        for case in bar:
             try:
-                shown.append(check(case))
-                if not bar.disable:
-                    bar.write(f"  ok  {shown[-1]}", file=sys.stderr)
+                outcome = case.run() or Outcome("passed")
+                if outcome.verdict != "passed":
+                    raise AssertionError(outcome.message)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
             except Exception as error:
-                error.add_note(f"raised in {function}({name}(...)), by {check.__name__}")
+                error.add_note(f"raised in {function}({name}(...)): {case.name}")
                 raise
+            shown.append(outcome.message or case.name)
+            if not bar.disable:
+                bar.write(f"  ok  {shown[-1]}", file=sys.stderr)
     return tuple(shown)
 
 
@@ -66,11 +87,6 @@ def difference(one: Sequence[object], other: Sequence[object]) -> int | None:
         return None
     shared = min(len(one), len(other))
     return next((i for i in range(shared) if one[i] != other[i]), shared)
-
-
-def same_rounds(one: Generation, other: Generation) -> bool:
-    """Whether two generations have the same tokens in the same rounds."""
-    return one.tokens == other.tokens and one.tokens_per_round == other.tokens_per_round
 
 
 def require(check: Callable[..., Out], *args: Any) -> Out:

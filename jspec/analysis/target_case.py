@@ -49,7 +49,7 @@ class TargetCase:
 
     model: Model
     seed: int
-    tolerance: float
+    tolerance: float = 1e-4
     differences: list[float] = dataclasses.field(default_factory=lambda: [0.0])
 
     @property

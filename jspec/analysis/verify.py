@@ -4,16 +4,17 @@ import collections
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from typing import Literal, TypeAlias
 
 import jax
 from tqdm.auto import tqdm
 
 from jspec import drafters
-from jspec.analysis import verify_checks
-from jspec.analysis.contract import hidden
-from jspec.analysis.verify_subject import Cases, Outcome, Subject, default_prompts
+from jspec.analysis import check_drafter, check_target, verify_checks
+from jspec.analysis.contract import Case, Cases, Outcome, hidden
+from jspec.analysis.verify_subject import Subject, default_prompts
 from jspec.core import package
 from jspec.core.checks import check_int, check_number
 from jspec.core.types import Accept, Drafter
@@ -25,6 +26,14 @@ from jspec.loading.model import Model, refuse_split
 Verdict: TypeAlias = Literal["passed", "near-tie", "warning", "failed", "not run"]
 VERDICTS: tuple[Verdict, ...] = ("failed", "warning", "near-tie", "passed", "not run")
 """From the most important one."""
+WORKERS = 4
+"""Cases that run side by side."""
+CHECKS: Mapping[str, Callable[[Subject], Cases]] = {
+    **verify_checks.CHECKS,
+    "proposals": check_drafter.proposals,
+    "forwards": lambda subject: check_target.cases(check_target.TargetCase(subject.wide, subject.seed)),
+}
+"""What finds most faults in the least time comes first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +149,7 @@ def verify(
       drafter, accept, seed: as in `jspec.generate`.
       prompts: None: eight of different lengths.
       max_new_tokens: new tokens of each sequence, at least 16.
-      minutes: time after which no further case begins, beyond the first of each check.
+      minutes: time after which no further case begins.
       progress: whether to show a progress bar; None: in a terminal.
 
     Raises:
@@ -152,48 +161,61 @@ def verify(
     check_int("seed", seed, least=0, most=MAX_SEED)
     ids = default_prompts(model, max_new_tokens) if prompts is None else [*map(list, encode_prompts(model, prompts)[1])]
     subject = Subject(model, drafter, ids, accept, max_new_tokens, seed)
-    checks = {name: check(subject) for name, check in verify_checks.CHECKS.items()}
-    return certify(_described(subject), checks, minutes=minutes, progress=progress)
+    checks = {name: check(subject) for name, check in CHECKS.items()}
+    return certify(_described(subject), checks, minutes=minutes, workers=WORKERS, progress=progress)
 
 
 def certify(
-    subject: dict[str, str], checks: Mapping[str, Cases], *, minutes: float, progress: bool | None
+    subject: dict[str, str],
+    checks: Mapping[str, Cases],
+    *,
+    minutes: float,
+    workers: int = 1,
+    progress: bool | None = None,
 ) -> Certificate:
-    """Runs the cases of all checks in turns, until all have run or the time has passed; the first of each runs always.
+    """Runs the cases of all checks in turns, until all have run, or the time has passed.
+
+    workers: how many cases run side by side, as most of their time is that of compilers.
 
     Raises:
       ValueError, TypeError: invalid `minutes` or `progress`.
     """
     minutes, disable = check_number("minutes", minutes, least=0.0), hidden(progress)
-    began = time.monotonic()
-    findings, unfinished = [], ()
-    turns, first = collections.deque(checks.items()), len(checks)
-    with tqdm(unit="case", disable=disable) as bar:
-        while turns:
-            if first <= 0 and time.monotonic() - began > 60 * minutes:
-                unfinished = tuple(name for name, _ in turns)
+    began, findings = time.monotonic(), []
+    turns = collections.deque((name, check, case) for name, check in checks.items() if (case := next(check, None)))
+    running: dict[futures.Future[Finding], tuple[str, Cases]] = {}
+    with futures.ThreadPoolExecutor(workers) as pool, tqdm(unit="case", disable=disable) as bar:
+        while True:
+            while turns and len(running) < workers and time.monotonic() - began < 60 * minutes:
+                name, check, case = turns.popleft()
+                bar.set_description(name)
+                running[pool.submit(_run, name, case)] = name, check
+            if not running:
                 break
-            first -= 1
-            name, cases = turns.popleft()
-            bar.set_description(name)
-            case = next(cases, None)
-            if case is not None:
-                findings.append(_run(name, *case))
-                turns.append((name, cases))
-            bar.update()
+            for done in futures.wait(running, return_when=futures.FIRST_COMPLETED).done:
+                name, check = running.pop(done)
+                findings.append(done.result())
+                bar.update()
+                if following := next(check, None):
+                    (turns.appendleft if following.quick else turns.append)((name, check, following))
+    begun = {finding.check for finding in findings}
+    unfinished = tuple(name for name, *_ in turns if name in begun)
+    findings += [Finding(name, case.name, "not run", 0, "time was up") for name, _, case in turns if name not in begun]
     return Certificate(subject, _environment(), tuple(findings), unfinished, time.monotonic() - began)
 
 
-def _run(check: str, case: str, run: Any) -> Finding:
+def _run(check: str, case: Case) -> Finding:
     """Runs a case. Refused combinations are not run; any other error is a failure."""
     began = time.monotonic()
     try:
-        outcome: Outcome = run()
+        outcome = case.run() or Outcome("passed")
+    except AssertionError as error:
+        outcome = Outcome("failed", 0, str(error))
     except Exception as error:  # A fault may raise anything.
         # Errors of JAX are subclasses of ValueError, too.
         refused = type(error) is ValueError
         outcome = Outcome("not run" if refused else "failed", 0, f"{type(error).__name__}: {error}".splitlines()[0])
-    return Finding(check, case, *outcome, time.monotonic() - began)
+    return Finding(check, case.name, *outcome, time.monotonic() - began)
 
 
 def _described(subject: Subject) -> dict[str, str]:

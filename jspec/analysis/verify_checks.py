@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from jspec.analysis import poison, verify_statistics
-from jspec.analysis.contract import difference, same_rounds
-from jspec.analysis.verify_subject import Cases, Outcome, Subject, reshaped
+from jspec.analysis.contract import Case, Cases, Outcome, difference
+from jspec.analysis.verify_subject import Subject, reshaped
 from jspec.core.optional import as_branching
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.engine import Engine
-from jspec.generation.result import Generations
+from jspec.generation.result import Generation, Generations
 from jspec.generation.run import Run
 from jspec.generation.score import score
 from jspec.loading.model import probe_draft
@@ -34,17 +34,18 @@ SAMPLINGS = (
     Sampling(temperature=0.9, logit_bias={1: 3.0, 2: -3.0}, min_new_tokens=8),
     Sampling(temperature=0.0),
 )
-TOLERANCE = 5e-3
-"""Largest difference of log-probabilities from those of a single forward."""
+TOP, TOLERANCE = 3, 5e-3
+"""Most probable tokens to record; largest difference of log-probabilities from those of a single forward."""
 PATTERN = r"[a-z]{2,8}( [a-z]{2,8}){1,4}"
+GRAMMARS = tuple(Sampling(temperature=t, grammar=Grammar.regex(PATTERN)) for t in (0.0, 1.0, 0.7, 1.3))
 
 
 # Greedy tokens
 
 
-def _same(subject: Subject, **changes: Any) -> Outcome:
+def same_output(subject: Subject, **changes: Any) -> Outcome:
     """Greedy tokens equal those of plain decoding, and the counters fit them."""
-    out = subject.run(**changes)
+    out = subject.run(**changes) if changes else subject.drafted()
     outcome, counted = subject.compare(out.tokens, subject.plain().tokens), _counted(out)
     return counted if outcome.verdict == "passed" and counted.verdict == "failed" else outcome
 
@@ -66,23 +67,23 @@ def _counted(out: Generations) -> Outcome:
 
 
 def _chains(subject: Subject) -> Cases:
-    yield "as given", partial(_same, subject)
+    yield Case("as given", partial(same_output, subject))
     for depth in DEPTHS:
         drafter = reshaped(subject.drafter, depth)
         if drafter is not None:
-            yield f"depth {depth}", partial(_same, subject, drafter=drafter)
+            yield Case(f"depth {depth}", partial(same_output, subject, drafter=drafter))
 
 
 def _trees(subject: Subject) -> Cases:
     for depth, width, nodes in TREES:
         drafter = reshaped(subject.drafter, depth, width, nodes)
         if drafter is not None:
-            yield f"depth {depth}, width {width}, {nodes} nodes", partial(_same, subject, drafter=drafter)
+            yield Case(f"depth {depth}, width {width}, {nodes} nodes", partial(same_output, subject, drafter=drafter))
 
 
 def _pages(subject: Subject) -> Cases:
     for size in (5, 1, 16, 64, 128):
-        yield f"{size} rows", partial(_same, subject, page_size=size)
+        yield Case(f"{size} rows", partial(same_output, subject, page_size=size))
 
 
 # Ends of texts
@@ -90,21 +91,23 @@ def _pages(subject: Subject) -> Cases:
 
 def _limits(subject: Subject) -> Outcome:
     limits = [1 + index % (subject.new // 2) for index in range(len(subject.prompts))]
-    whole = subject.plain(subject.precise, ignore_eos=True).tokens
+    whole = subject.plain(subject.precise).tokens
     cut = [ids[:limit] for ids, limit in zip(whole, limits, strict=True)]
-    out = subject.run(subject.precise, max_new_tokens=limits, ignore_eos=True)
+    # The longest one keeps the program of other checks.
+    limits[subject.longest], cut[subject.longest] = subject.new, whole[subject.longest]
+    out = subject.run(subject.precise, max_new_tokens=limits)
     outcome = subject.compare(out.tokens, cut, subject.precise)
     return outcome if outcome.verdict == "failed" else _counted(out)
 
 
 def _ends_at(subject: Subject, kind: str) -> Outcome:
     """Texts end with the first of some of their own tokens."""
-    whole = subject.plain(subject.precise, ignore_eos=True).tokens
+    whole = subject.plain(subject.precise).tokens
     ends = tuple(dict.fromkeys(ids[(3 + 2 * index) % len(ids)] for index, ids in enumerate(whole)))[:6]
     if kind == "stop":
-        out = subject.run(subject.precise, stop=ends, ignore_eos=True)
+        out = subject.run(subject.precise, stop=ends)
     else:
-        out = subject.run(dataclasses.replace(subject.precise, eos=ends))
+        out = subject.run(dataclasses.replace(subject.precise, eos=(*subject.precise.eos, *ends)))
     cut = [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in whole]
     return subject.compare(out.tokens, cut, subject.precise)
 
@@ -113,12 +116,13 @@ def _stop_text(subject: Subject) -> Outcome:
     """Texts end before the first of a string from the middle of each."""
     if subject.model.tokenizer is None:
         raise ValueError("the model has no tokenizer")
-    whole = subject.plain(subject.precise, ignore_eos=True).text or []
-    stops = tuple(dict.fromkeys(text[len(text) // 2 :][:12] for text in whole if len(text) > 24))
-    out = subject.run(subject.precise, stop=stops, ignore_eos=True)
-    for index, (item, text) in enumerate(zip(out, whole, strict=True)):
+    plain = subject.plain(subject.precise)
+    stops = tuple(dict.fromkeys(text[len(text) // 2 :][:12] for text in plain.text or [] if len(text) > 24))
+    out = subject.run(subject.precise, stop=stops)
+    for index, (item, whole) in enumerate(zip(out, plain, strict=True)):
+        text = whole.text or ""
         ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-        right, reason = text[: min(ends, default=len(text))], "stop" if ends else "length"
+        right, reason = text[: min(ends, default=len(text))], "stop" if ends else whole.finish_reason
         if item.text != right:
             what = f"the text ends with {(item.text or '')[-20:]!r} instead of {right[-20:]!r}"
             return Outcome("failed", 0, f"sequence {index}: {what}")
@@ -130,25 +134,43 @@ def _stop_text(subject: Subject) -> Outcome:
 
 
 def _ends(subject: Subject) -> Cases:
-    yield "limits of 1, 2, 3, ... tokens", partial(_limits, subject)
-    yield "ids of the end of the text", partial(_ends_at, subject, "eos")
-    yield "stop tokens", partial(_ends_at, subject, "stop")
-    yield "stop strings", partial(_stop_text, subject)
+    yield Case("limits of 1, 2, 3, ... tokens", partial(_limits, subject))
+    for kind in ("eos", "stop"):
+        yield Case(f"ids as {kind}", partial(_ends_at, subject, kind), quick=True)
+
+
+def _stop_strings(subject: Subject) -> Cases:
+    yield Case("from the middle of each text", partial(_stop_text, subject))
 
 
 # Rounds
 
 
-def _rounds(subject: Subject, run: Callable[[], Generations], where: str) -> Outcome:
-    """The rounds are those of one call for all prompts."""
-    for index, (item, right) in enumerate(zip(run(), subject.drafted, strict=True)):
-        if not same_rounds(item, right):
-            what = "rounds" if item.tokens == right.tokens else "tokens"
-            return Outcome("failed", 0, f"sequence {index} has other {what} {where}")
-    return Outcome("passed", sum(map(len, subject.drafted)))
+def same_rounds(
+    subject: Subject,
+    run: Callable[[], Sequence[Generation]],
+    where: str,
+    indices: Sequence[int] | None = None,
+    *,
+    only: bool = False,
+) -> Outcome:
+    """The rounds of a run are those of one call for all prompts.
+
+    where: the difference of the run, for messages.
+    indices: prompts of the run; None: all.
+    only: whether just tokens are compared, as a batch shares the choice of a drafter.
+    """
+    indices = range(len(subject.prompts)) if indices is None else indices
+    compared = 0
+    for index, item in zip(indices, run(), strict=True):
+        right = subject.drafted(subject.precise)[index]
+        same, compared = item.tokens == right.tokens, compared + len(right.tokens)
+        if not (same and (only or item.tokens_per_round == right.tokens_per_round)):
+            return Outcome("failed", 0, f"sequence {index} has other {'rounds' if same else 'tokens'} {where}")
+    return Outcome("passed", compared)
 
 
-def _poisoned(subject: Subject) -> Generations:
+def poisoned(subject: Subject) -> Generations:
     """A generation in which all rows without a committed token are NaN before each round."""
     run = Run(subject.precise, subject.prompts, subject.options())
     defaults = {"window": None, "keep_first": 0}
@@ -166,82 +188,128 @@ def _poisoned(subject: Subject) -> Generations:
     return run.result()
 
 
-def _in_pieces(subject: Subject, chunk: int | None) -> Generations:
+def in_pieces(subject: Subject, chunk: int | None) -> Generations:
+    """A generation of one call per round, whose prompts are read in chunks of this width."""
     run = Run(subject.precise, subject.prompts, subject.options(), chunk=chunk)
     while not run.advance(1):
         pass
     return run.result()
 
 
-def _each_alone(subject: Subject) -> Generations:
-    items = [subject.run(subject.precise, [ids], seed=[(subject.seed, i)]) for i, ids in enumerate(subject.prompts)]
-    return Generations([item[0] for item in items], items[0].stats)
+def each_alone(subject: Subject, indices: Sequence[int]) -> list[Generation]:
+    """Generations of some of the prompts, each in a batch of its own."""
+    items = []
+    for i in indices:
+        sampling = None if subject.sampling is None else [subject.sampling[i]]
+        options: dict[str, Any] = {"seed": [(subject.seed, i)], "sampling": sampling}
+        items += subject.run(subject.precise, [subject.prompts[i]], **options)
+    return items
 
 
-def _alone(subject: Subject) -> Outcome:
-    if as_branching(subject.drafter.bind(subject.model.target, subject.model.draft)) is None:
-        return _rounds(subject, partial(_each_alone, subject), "alone than in a batch")
-    # The sequences of a batch share the choice of a drafter.
-    return subject.compare(_each_alone(subject).tokens, subject.plain(subject.precise).tokens, subject.precise)
+def alone(subject: Subject, indices: Sequence[int]) -> Outcome:
+    """Some of the sequences take the same rounds alone as in the batch."""
+    branches = as_branching(subject.drafter.bind(subject.model.target, subject.model.draft)) is not None
+    return same_rounds(subject, partial(each_alone, subject, indices), "alone than in a batch", indices, only=branches)
+
+
+def _batches(subject: Subject) -> Cases:
+    # The shortest prompts share a program.
+    order = sorted(range(len(subject.prompts)), key=lambda index: len(subject.prompts[index]))
+    half = len(order) // 2
+    for name, indices in {"each short prompt alone": order[:half], "each long prompt alone": order[half:]}.items():
+        if indices:
+            yield Case(name, partial(alone, subject, indices))
 
 
 def _pieces(subject: Subject) -> Cases:
-    yield "each prompt alone", partial(_alone, subject)
-    runs = partial(_rounds, subject)
-    yield "NaN in free rows", partial(runs, partial(_poisoned, subject), "with NaN in rows without committed tokens")
-    yield "prompts in chunks of 2", partial(runs, partial(_in_pieces, subject, 2), "if prompts are read in chunks of 2")
-    yield "round by round", partial(runs, partial(_in_pieces, subject, None), "if the host calls each round")
+    run = partial(same_rounds, subject)
+    yield Case("round by round", partial(run, partial(in_pieces, subject, None), "if the host calls each round"))
+    spoiled = partial(poisoned, subject)
+    yield Case("NaN in free rows", partial(run, spoiled, "with NaN in rows without committed tokens"), quick=True)
+
+
+def _chunks(subject: Subject) -> Cases:
+    for size in (2, 5, 16):
+        where = f"if prompts are read in chunks of {size}"
+        yield Case(f"chunks of {size}", partial(same_rounds, subject, partial(in_pieces, subject, size), where))
 
 
 # Options of requests
 
 
-def _options(subject: Subject, drafter: Drafter | None, sampling: Sequence[Sampling], what: str) -> Outcome:
-    """Tokens equal those of plain decoding with the same options and seed, each sequence with its own."""
+def _sampled(subject: Subject, samplings: Sequence[Sampling], drafter: Drafter | None) -> Generations:
+    """A generation of every prompt with every kind of sampling; recorded, so that one program serves several checks."""
+    count = max(len(subject.prompts), len(samplings))
+    prompts = [subject.prompts[i % len(subject.prompts)] for i in range(count)]
+    cycled = [samplings[i % len(samplings)] for i in range(count)]
+    options = {"drafter": drafter, "sampling": cycled, "logprobs": TOP, **({} if drafter else {"accept": None})}
+    return subject.once((repr(samplings), drafter), partial(subject.run, subject.precise, prompts, **options))
+
+
+def _options(
+    subject: Subject, samplings: Sequence[Sampling], drafter: Drafter | None = None, *, grammars: bool = False
+) -> Outcome:
+    """Tokens equal those of plain decoding with the same options and seed, each sequence with its own.
+
+    grammars: whether the sequences with a grammar, or the others, are compared.
+    """
     if not subject.repeats_plain:
         raise ValueError(f"accept={subject.accept}: samples differ from those of plain decoding")
-    # Every prompt, and every kind of sampling.
-    count = max(len(subject.prompts), len(sampling))
-    samplings = [sampling[i % len(sampling)] for i in range(count)]
-    prompts = [subject.prompts[i % len(subject.prompts)] for i in range(count)]
-    expected = subject.run(subject.precise, prompts, sampling=samplings, drafter=None, accept=None)
-    out = subject.run(subject.precise, prompts, sampling=samplings, drafter=drafter or subject.drafter)
-    for index, (item, right) in enumerate(zip(out, expected, strict=True)):
-        at = difference(item.tokens, right.tokens)
+    if grammars and subject.model.tokenizer is None:
+        raise ValueError("the model has no tokenizer")
+    # Checks that run side by side begin with different ones.
+    drafter, compared = drafter or subject.drafter, 0
+    first, second = (_sampled(subject, samplings, one) for one in ((drafter, None) if grammars else (None, drafter)))
+    drafted, expected = (first, second) if grammars else (second, first)
+    for index, item in enumerate(drafted):
+        sampling = samplings[index % len(samplings)]
+        if grammars != (sampling.grammar is not None):
+            continue
+        at, compared = difference(item.tokens, expected[index].tokens), compared + len(item.tokens)
         if at is not None:
-            what = what.format(samplings[index])
-            return Outcome("failed", 0, f"sequence {index} differs from plain decoding at new token {at} {what}")
-        text = item.text or ""
-        if sampling[0].grammar is not None and item.finish_reason == "eos" and not re.fullmatch(PATTERN, text):
-            return Outcome("failed", 0, f"sequence {index}: {text!r} is not in the language of the grammar")
-    return Outcome("passed", sum(map(len, out)))
+            what = f"a grammar at temperature {sampling.temperature}" if grammars else str(sampling)
+            return Outcome("failed", 0, f"sequence {index} differs from plain decoding at new token {at} with {what}")
+        if grammars and item.finish_reason == "eos" and not re.fullmatch(PATTERN, item.text or ""):
+            return Outcome("failed", 0, f"sequence {index}: {item.text!r} is not in the language of the grammar")
+    return Outcome("passed", compared)
+
+
+def _mixed(subject: Subject) -> tuple[Sampling, ...]:
+    """All kinds of sampling in one batch, with grammars if there is a tokenizer."""
+    return SAMPLINGS if subject.model.tokenizer is None else (*SAMPLINGS, *GRAMMARS)
 
 
 def _samplings(subject: Subject) -> Cases:
-    tree = reshaped(subject.drafter, 4, 3, 16)
-    yield "eight kinds of sampling", partial(_options, subject, None, SAMPLINGS, "with {}")
+    mixed, tree = _mixed(subject), reshaped(subject.drafter, 4, 3, 16)
+    yield Case("eight kinds of sampling", partial(_options, subject, mixed))
     if tree is not None:
-        yield "the same in trees", partial(_options, subject, tree, SAMPLINGS, "with {} in a tree")
-    yield "temperature 1", partial(_options, subject, None, SAMPLINGS[:1], "with {}")
+        yield Case("the same in trees", partial(_options, subject, mixed, tree))
+    yield Case("temperature 1", partial(_options, subject, SAMPLINGS[:1]))
 
 
 def _grammars(subject: Subject) -> Cases:
-    tree = reshaped(subject.drafter, 4, 3, 16)
-    for name, drafter, temperature in (("greedy", None, 0.0), ("sampled", None, 1.0), ("sampled in trees", tree, 1.0)):
-        if drafter is not None or "trees" not in name:
-            sampling = [Sampling(temperature=temperature, grammar=Grammar.regex(PATTERN))]
-            yield name, partial(_options, subject, drafter, sampling, "with a grammar")
+    mixed, tree = _mixed(subject), reshaped(subject.drafter, 4, 3, 16)
+    yield Case("among other requests", partial(_options, subject, mixed, grammars=True))
+    if tree is not None:
+        yield Case("the same in trees", partial(_options, subject, mixed, tree, grammars=True))
+    yield Case("greedy", partial(_options, subject, GRAMMARS[:1], grammars=True))
 
 
-def _logprobs(subject: Subject, sampling: Sampling | None) -> Outcome:
+def _logprobs(subject: Subject, samplings: Sequence[Sampling] | None) -> Outcome:
     """Log-probabilities of new tokens, and the highest three, are those of one forward over the whole text."""
-    out = subject.run(subject.precise, logprobs=3, sampling=sampling)
-    forwards = score(subject.precise, [[*item.prompt, *item.tokens] for item in out], top_k=3)
-    for index, (item, forward) in enumerate(zip(out, forwards, strict=True)):
-        first = len(item.prompt)
-        tops = item.top_logprobs or [], forward.top[first:]
-        pairs = [(item.logprobs or [], forward.logprobs[first:])]
-        pairs += [([top[rank][1] for top in tops[0]], [top[rank][1] for top in tops[1]]) for rank in range(3)]
+    if samplings is None:
+        items = subject.run(subject.precise, logprobs=TOP).items
+    else:
+        items = _sampled(subject, samplings, subject.drafter)[: len(SAMPLINGS)]
+    # Texts of one length share a program.
+    texts = [[*item.prompt, *item.tokens] for item in items]
+    longest = max(map(len, texts))
+    forwards = score(subject.precise, [[*text, *text[:1] * (longest - len(text))] for text in texts], top_k=TOP)
+    for index, (item, forward) in enumerate(zip(items, forwards, strict=True)):
+        new = slice(len(item.prompt), len(texts[index]))
+        tops = item.top_logprobs or [], forward.top[new]
+        pairs = [(item.logprobs or [], forward.logprobs[new])]
+        pairs += [([top[rank][1] for top in tops[0]], [top[rank][1] for top in tops[1]]) for rank in range(TOP)]
         for rank, (ours, theirs) in enumerate(pairs):
             recorded, right = np.array(ours, float), np.array(theirs, float)
             error = np.abs(recorded - right)
@@ -249,12 +317,12 @@ def _logprobs(subject: Subject, sampling: Sampling | None) -> Outcome:
                 at, name = int(error.argmax()), f"{rank}. highest log-probability" if rank else "log-probability"
                 where = f"sequence {index}: the {name} at new token {at} is {recorded[at]:.4f}"
                 return Outcome("failed", 0, f"{where}, but {right[at]:.4f} in one forward over the whole text")
-    return Outcome("passed", sum(map(len, out)))
+    return Outcome("passed", sum(map(len, items)))
 
 
 def _records(subject: Subject) -> Cases:
-    yield "greedy", partial(_logprobs, subject, None)
-    yield "sampled", partial(_logprobs, subject, Sampling(temperature=1.0))
+    yield Case("among other requests", partial(_logprobs, subject, _mixed(subject)))
+    yield Case("greedy", partial(_logprobs, subject, None))
 
 
 # The engine
@@ -262,18 +330,24 @@ def _records(subject: Subject) -> Cases:
 
 def _served(subject: Subject, preempts: bool, sampling: Sampling | None) -> Outcome:
     """Requests with shared beginnings, in turns and perhaps with preemption, get the tokens of plain decoding."""
-    new, shared = min(subject.new, 32), max(subject.prompts, key=len)
-    prompts = [*subject.prompts, [*shared, 1], [*shared, 2], shared[:-1] or shared, shared]
-    plain = subject.run(subject.precise, prompts, drafter=None, accept=None, max_new_tokens=new, sampling=sampling)
+    new, shared = subject.new, subject.prompts[subject.longest]
+    # The same tokens but for the last one, the first one, and none.
+    others = [[*shared[:-1], 1], [1, *shared[1:]], shared[:-1] or shared, shared]
+    prompts = [*subject.prompts, *others]
+    # Two batches of one program, which other checks have compiled.
+    batch = [*others, *subject.prompts[len(others) :]]
+    options: dict[str, Any] = {"drafter": None, "accept": None, "sampling": sampling}
+    plain = [*(subject.plain(subject.precise) if sampling is None else subject.run(subject.precise, **options))]
+    seeds = [(subject.seed, len(plain) + index) for index in range(len(batch))]
+    plain += subject.run(subject.precise, batch, seed=seeds, **options)[: len(others)]
     context, size = max(map(len, prompts)) + new, 8
     sizes: dict[str, Any] = {"slots": 3, "context": context, "page_size": size, "prefill_tokens": 16}
     if preempts:
         # One and a half of the longest sequence, and what drafts write beyond it.
         sizes["pages"] = 2 + -(-3 * (context + 40) // (2 * size))
     with Engine(subject.precise, drafter=subject.drafter, accept=subject.accept, **sizes) as engine:
-        seeds = [[(subject.seed, index)] for index in range(len(prompts))]
-        options: dict[str, Any] = {"max_new_tokens": new, "sampling": sampling}
-        handles = [engine.submit(ids, seed=seed, **options) for ids, seed in zip(prompts, seeds, strict=True)]
+        options = {"max_new_tokens": new, "sampling": sampling}
+        handles = [engine.submit(ids, seed=[(subject.seed, i)], **options) for i, ids in enumerate(prompts)]
         results = [handle.result() for handle in handles]
         metrics = engine.metrics()
     for index, (item, right) in enumerate(zip(results, plain, strict=True)):
@@ -286,10 +360,10 @@ def _served(subject: Subject, preempts: bool, sampling: Sampling | None) -> Outc
 
 
 def _engine(subject: Subject) -> Cases:
-    yield "shared beginnings", partial(_served, subject, False, None)
-    yield "preemption", partial(_served, subject, True, None)
+    yield Case("shared beginnings", partial(_served, subject, False, None))
+    yield Case("preemption", partial(_served, subject, True, None))
     if subject.repeats_plain:
-        yield "preemption, sampled", partial(_served, subject, True, Sampling(temperature=1.0))
+        yield Case("preemption, sampled", partial(_served, subject, True, Sampling(temperature=1.0)))
 
 
 # The draft
@@ -304,7 +378,7 @@ def _fit(subject: Subject) -> Outcome:
 
 def _accepted(subject: Subject) -> Outcome:
     """Some drafts are accepted and some are not: otherwise the other checks show little."""
-    stats = subject.drafted.stats
+    stats = subject.drafted(subject.precise).stats
     text = f"accept length {stats.accept_length:.2f}, {stats.accept_rate:.0%} of drafts accepted"
     if not 0.02 < stats.accept_rate < 0.98:
         return Outcome("warning", stats.drafted, f"{text}: too few of either kind for the other checks")
@@ -312,22 +386,26 @@ def _accepted(subject: Subject) -> Outcome:
 
 
 def _draft(subject: Subject) -> Cases:
-    yield "acceptance", partial(_accepted, subject)
+    yield Case("acceptance", partial(_accepted, subject))
     if subject.model.draft is not None:
-        yield "readings", partial(_fit, subject)
+        yield Case("readings", partial(_fit, subject))
 
 
 CHECKS: Mapping[str, Callable[[Subject], Cases]] = {
     "chains": _chains,
-    "trees": _trees,
     "ends of texts": _ends,
     "rounds": _pieces,
+    "rules": verify_statistics.rules,
+    "trees": _trees,
+    "batches": _batches,
+    "chunks": _chunks,
     "pages": _pages,
+    "stop strings": _stop_strings,
     "sampling": _samplings,
     "grammars": _grammars,
     "log-probabilities": _records,
-    "engine": _engine,
     "distributions": verify_statistics.samples,
-    "rules": verify_statistics.rules,
+    "engine": _engine,
     "draft": _draft,
 }
+"""What finds most faults in the least time comes first; each check adds few programs to those of the checks above."""

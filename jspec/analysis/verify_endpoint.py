@@ -5,18 +5,18 @@ import dataclasses
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from scipy import stats
 
-from jspec.analysis.contract import difference
+from jspec.analysis.contract import Case, Cases, Outcome, difference
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.analysis.verify import Certificate, certify
 from jspec.analysis.verify_statistics import ALPHA
-from jspec.analysis.verify_subject import NEAR_TIE_ELSEWHERE, Cases, Outcome
+from jspec.analysis.verify_subject import NEAR_TIE_ELSEWHERE
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate
 from jspec.generation.result import Generation
@@ -93,17 +93,11 @@ class Server:
         """The answer to a request."""
         return json.loads(self.request("completions", {"model": self.model, **fields}))
 
-    def stream(self, **fields: Any) -> list[dict[str, Any]]:
-        """The events of a streamed answer.
-
-        Raises:
-          AssertionError: the stream has no end.
-        """
+    def stream(self, **fields: Any) -> list[Any]:
+        """The events of a streamed answer; the last one is None if it ends with [DONE]."""
         text = self.request("completions", {"model": self.model, **fields, "stream": True}).decode()
         events = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
-        if not events or events[-1] != "[DONE]":
-            raise AssertionError("a stream ends without [DONE]")
-        return [json.loads(event) for event in events[:-1]]
+        return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,28 +138,46 @@ class Pair:
     new: int
 
 
+def _part(answer: Mapping[str, Any], name: str) -> Any:
+    """A part of an answer, which some servers leave out.
+
+    Raises:
+      ValueError: it is not there.
+    """
+    if not answer.get(name):
+        raise ValueError(f"not checked: the server does not return {name}")
+    return answer[name]
+
+
 def _greedy(pair: Pair, prompt: str) -> Outcome:
-    """Greedy tokens are equal; where they differ, both are near-ties under the reference."""
+    """Greedy texts are equal; where they differ, both tokens are near-ties under the reference."""
     fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0, "logprobs": TOP}
     ours, theirs = (side.complete(**fields)["choices"][0] for side in (pair.server, pair.reference))
-    records = ours.get("logprobs"), theirs.get("logprobs")
-    if not all(record and record.get("tokens") for record in records):
-        return _equal(ours["text"], theirs["text"], "the text")
-    tokens, right = (record["tokens"] for record in records)
-    at = difference(tokens, right)
+    text, right, record = ours["text"], theirs["text"], theirs.get("logprobs") or {}
+    at = difference(text, right)
     if at is None:
-        gap = np.abs(np.subtract(records[0]["token_logprobs"], records[1]["token_logprobs"])).max()
+        values = [(choice.get("logprobs") or {}).get("token_logprobs") for choice in (ours, theirs)]
+        if not all(values) or len(values[0]) != len(values[1]):
+            return Outcome("passed", 1, "the text only: log-probabilities are not checked, as a server returns none")
+        gap = np.abs(np.subtract(*values)).max()
         problem = f"log-probabilities of equal tokens differ by {gap:.2g}" if gap > NEAR_TIE_ELSEWHERE else ""
-        return Outcome("failed" if problem else "passed", len(right), problem)
-    if at == min(len(tokens), len(right)):
-        return Outcome("failed", at, f"the text has {len(tokens)} tokens instead of {len(right)}")
-    top = (records[1].get("top_logprobs") or [{}] * (at + 1))[at]
-    where = f"new token {at} is {tokens[at]!r} instead of {right[at]!r}"
-    if tokens[at] not in top:
-        return Outcome("failed", at, f"{where}, and not among the {len(top)} most probable tokens of the reference")
-    gap = abs(records[1]["token_logprobs"][at] - top[tokens[at]])
-    verdict = "near-tie" if gap < NEAR_TIE_ELSEWHERE else "failed"
-    return Outcome(verdict, at, f"{where}; their log-probabilities under the reference differ by {gap:.2g}")
+        return Outcome("failed" if problem else "passed", len(values[1]), problem)
+    where = f"the text differs at character {at}: {text[at:][:12]!r} instead of {right[at:][:12]!r}"
+    if not record.get("top_logprobs"):
+        unknown = "whether this is a near-tie is not checked, as the reference returns no log-probabilities"
+        return Outcome("warning", at, f"{where}; {unknown}")
+    # The first token of the reference that the text does not have.
+    begin = 0
+    for token, value, top in zip(record["tokens"], record["token_logprobs"], record["top_logprobs"], strict=True):
+        if not text.startswith(token, begin):
+            gaps = [value - other for name, other in top.items() if name and text.startswith(name, begin)]
+            if not gaps or begin == len(text):
+                break
+            verdict = "near-tie" if min(gaps) < NEAR_TIE_ELSEWHERE else "failed"
+            likely = f"log-probabilities of both tokens under the reference differ by {min(gaps):.2g}"
+            return Outcome(verdict, at, f"{where}; {likely}")
+        begin += len(token)
+    return Outcome("failed", at, f"{where}, and not one of the {TOP} most probable tokens of the reference")
 
 
 def _equal(value: object, right: object, what: str) -> Outcome:
@@ -183,16 +195,18 @@ def _first_failed(*outcomes: Outcome) -> Outcome:
 def _streamed(pair: Pair, prompt: str) -> Outcome:
     """The pieces of a stream make the whole answer."""
     fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0}
-    try:
-        events = [event["choices"][0] for event in pair.server.stream(**fields) if event.get("choices")]
-    except AssertionError as error:
-        return Outcome("failed", 0, str(error))
+    events = pair.server.stream(**fields)
+    choices = [event["choices"][0] for event in events if event != "[DONE]" and event.get("choices")]
     whole = pair.server.complete(**fields)["choices"][0]
-    text = "".join(event.get("text") or "" for event in events)
-    reasons = [event["finish_reason"] for event in events if event.get("finish_reason")]
+    text = "".join(choice.get("text") or "" for choice in choices)
+    reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    end = Outcome("passed", 1)
+    if "[DONE]" not in events[-1:]:
+        end = Outcome("warning" if reasons else "failed", 1, "a stream ends without [DONE]")
     return _first_failed(
         _equal(text, whole["text"], "the end of a stream"),
         _equal(reasons, [whole["finish_reason"]], "finish_reason of a stream"),
+        end,
     )
 
 
@@ -210,20 +224,19 @@ def _stopped(pair: Pair, prompt: str) -> Outcome:
     )
 
 
-def _counted(pair: Pair, prompt: str) -> Outcome:
-    """Usage counts the tokens of the answer, of one and of two choices."""
+def _counted(pair: Pair, prompt: str, n: int) -> Outcome:
+    """Usage counts the tokens of the answer, of all choices."""
     fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0, "logprobs": 0}
-    right = pair.reference.complete(**{**fields, "max_tokens": 1})["usage"]["prompt_tokens"]
-    outcomes = []
-    for n in (1, 2):
-        answer = pair.server.complete(**fields, n=n)
-        choices, usage = answer["choices"], answer["usage"]
-        outcomes.append(_equal(sorted(choice["index"] for choice in choices), list(range(n)), f"the choices of n={n}"))
-        records = [(choice.get("logprobs") or {}).get("tokens") for choice in choices]
-        if all(records):
-            total = sum(map(len, filter(None, records)))
-            outcomes.append(_equal(usage["completion_tokens"], total, f"completion_tokens of n={n}"))
-        outcomes.append(_equal(usage["prompt_tokens"], right, "prompt_tokens"))
+    right = _part(pair.reference.complete(**{**fields, "max_tokens": 1}), "usage")["prompt_tokens"]
+    answer = pair.server.complete(**fields, n=n)
+    choices, usage = answer["choices"], _part(answer, "usage")
+    if len(choices) == 1 < n:
+        raise ValueError(f"not checked: the server does not return n={n} choices")
+    outcomes = [_equal(sorted(choice["index"] for choice in choices), list(range(n)), f"the choices of n={n}")]
+    outcomes.append(_equal(usage["prompt_tokens"], right, "prompt_tokens"))
+    records = [(choice.get("logprobs") or {}).get("tokens") for choice in choices]
+    if all(records):
+        outcomes.append(_equal(usage["completion_tokens"], sum(map(len, records)), f"completion_tokens of n={n}"))
     return _first_failed(*outcomes)
 
 
@@ -236,44 +249,45 @@ def _seeded(pair: Pair, prompt: str) -> Outcome:
 
 def _sampled(pair: Pair, prompt: str, part: int, counts: dict[bool, collections.Counter[str]]) -> Outcome:
     """Samples of three tokens have the same distribution on both sides: chi-squared of two samples."""
-    for index in range(0, _DRAWS, _PER_REQUEST):
+    fields = {"prompt": prompt, "max_tokens": 3, "temperature": 1.0, "n": _PER_REQUEST, "logprobs": 0}
+    for index in range(_DRAWS // _PER_REQUEST):
         seed = part * _DRAWS + index
-        fields = {"prompt": prompt, "max_tokens": 3, "temperature": 1.0, "n": _PER_REQUEST, "logprobs": 0}
         for is_server, side in ((True, pair.server), (False, pair.reference)):
             # Different seeds make the samples of both independent.
             answer = side.complete(**fields, seed=seed if is_server else 10**6 + seed)
             counts[is_server].update(choice["text"] for choice in answer["choices"])
-    total = sum(counts[True].values())
+    totals = np.array([counts[side].total() for side in (True, False)], float)
     texts = [text for text, count in (counts[True] + counts[False]).items() if count >= 10]
-    table = np.array([[counts[side][text] for text in texts] for side in (True, False)], float)
-    table = np.append(table, total - table.sum(1, keepdims=True), axis=1)
+    table = np.array([[counts[side][text] for text in texts] for side in (True, False)], float).reshape(2, -1)
+    table = np.append(table, totals[:, None] - table.sum(1, keepdims=True), axis=1)
     table = table[:, table.sum(0) > 0]
     if table.shape[1] < 2:
-        raise ValueError("the samples are all equal, or all different")
-    p = float(stats.chi2_contingency(table)[1])  # pyright: ignore[reportArgumentType]
+        raise ValueError("not checked: the samples are all equal, or all different")
+    p, total = float(stats.chi2_contingency(table)[1]), int(totals[0])  # pyright: ignore[reportArgumentType]
     if p < ALPHA:
-        worst = int(np.abs(table[0] - table[1])[: len(texts)].argmax())
+        worst = int(np.abs(table[0] / totals[0] - table[1] / totals[1])[: len(texts)].argmax())
         where = f"{texts[worst]!r} came {table[0, worst]:.0f} times, from the reference {table[1, worst]:.0f} times"
         return Outcome("failed", total, f"{total} samples have another distribution (p = {p:.1g}): {where}")
-    return Outcome("passed", _DRAWS, f"p = {p:.2g}, {table.shape[1]} kinds of texts")
+    return Outcome("passed", total, f"p = {p:.2g}, {table.shape[1]} kinds of texts")
 
 
 def _each(run: Callable[[Pair, str], Outcome], pair: Pair) -> Cases:
     for index, prompt in enumerate(pair.prompts):
-        yield f"prompt {index}", partial(run, pair, prompt)
+        yield Case(f"prompt {index}", partial(run, pair, prompt))
 
 
-def _draws(pair: Pair) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _draws(pair: Pair) -> Cases:
     counts = {side: collections.Counter[str]() for side in (True, False)}
     for part in range(8):
-        yield f"{(part + 1) * _DRAWS:,} samples", partial(_sampled, pair, pair.prompts[0], part, counts)
+        yield Case(f"part {part + 1}", partial(_sampled, pair, pair.prompts[0], part, counts))
 
 
 CHECKS: Mapping[str, Callable[[Pair], Cases]] = {
     "greedy": partial(_each, _greedy),
     "streams": partial(_each, _streamed),
     "stop strings": partial(_each, _stopped),
-    "usage": partial(_each, _counted),
+    "usage": partial(_each, partial(_counted, n=1)),
+    "n": partial(_each, partial(_counted, n=2)),
     "seeds": partial(_each, _seeded),
     "distributions": _draws,
 }

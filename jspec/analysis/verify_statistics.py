@@ -1,6 +1,6 @@
 """The checks of `verify` that compare distributions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,8 @@ import numpy as np
 from scipy import stats
 
 from jspec.analysis import check_rule
-from jspec.analysis.verify_subject import Cases, Outcome, Subject
+from jspec.analysis.contract import Case, Cases, Outcome
+from jspec.analysis.verify_subject import Subject
 from jspec.core.accept import FOR_SAMPLES
 from jspec.core.sampling import Sampling
 from jspec.generation.score import score
@@ -23,7 +24,7 @@ def samples(subject: Subject) -> Cases:
         counts: Mapping[tuple[int, ...], int] = {}
         for part in range(8):
             name = f"{rule}, {(part + 1) * SAMPLES:,} samples"
-            yield name, partial(_sampled, subject, rule, part, counts)
+            yield Case(name, partial(_sampled, subject, rule, part, counts))
 
 
 def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...], int]) -> Outcome:
@@ -75,12 +76,13 @@ def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, 
     """All texts of three tokens from the most probable ones, and their probabilities."""
     texts: list[tuple[int, ...]] = [()]
     logs = [0.0]
-    for _ in range(3):
-        # Scores of a token more: the candidates after it are those in its place.
-        scores = score(subject.precise, [[*prompt, *text, 0] for text in texts], top_k=BRANCHES)
+    for size in range(3):
+        # The candidates after a text are those in place of its next token. All have the shape of the last ones.
+        padded = [[*prompt, *text, *[0] * (3 - size)] for text in texts]
+        scores = score(subject.precise, padded + padded[:1] * (BRANCHES**2 - len(padded)), top_k=BRANCHES)
         longer, sums = [], []
-        for text, log, one in zip(texts, logs, scores, strict=True):
-            top = one.top[-1]
+        for text, log, one in zip(texts, logs, scores, strict=False):
+            top = one.top[len(prompt) + size]
             mass = np.logaddexp.reduce([value for _, value in top])
             longer += [(*text, token) for token, _ in top]
             sums += [log + value - mass for _, value in top]
@@ -88,16 +90,13 @@ def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, 
     return texts, np.exp(logs)
 
 
-def _enumerated(rule: str) -> Outcome:
-    try:
-        report = check_rule.check_rule(rule, progress=False)
-    except AssertionError as error:
-        return Outcome("failed", 0, str(error))
-    return Outcome("passed", check_rule.ROWS * len(report.tokens_per_round))
-
-
 def rules(subject: Subject) -> Cases:
     """Each rule on its own, over a small vocabulary."""
     for rule in FOR_SAMPLES:
         if subject.accept in (None, rule):
-            yield rule, partial(_enumerated, rule)
+            for case, run in check_rule.cases(rule):
+                yield Case(f"{rule}, {case.title}", partial(_enumerated, run), quick=case.kind != "any")
+
+
+def _enumerated(run: Callable[[], float]) -> Outcome:
+    return Outcome("passed", check_rule.ROWS, f"{run():.2f} tokens per round")

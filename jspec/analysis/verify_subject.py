@@ -1,18 +1,21 @@
 """What `verify` compares: a model with a drafter beside plain decoding."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.analysis.contract import difference, in_float32
+from jspec.analysis.contract import Outcome, difference, in_float32
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.core.accept import REPEATING
+from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.generation.method import choose_drafter
 from jspec.generation.options import GenerateOptions
@@ -22,28 +25,23 @@ from jspec.generation.score import score
 from jspec.loading.model import Model
 from pallas_kernels import platform
 
-LENGTHS = (1, 40, 3, 17, 8, 64, 33, 5)
+Out = TypeVar("Out")
+LENGTHS = (1, 40, 3, 16, 8, 64, 33, 5)
 """Tokens of the default prompts."""
 NEAR_TIE = {"float32": 2e-3}
 """Largest difference of two logits for rounding to turn around, by dtype."""
 NEAR_TIE_ELSEWHERE = 0.25
 
 
-class Outcome(NamedTuple):
-    """The verdict of a case, what was compared, and a message; see `jspec.analysis.verify.Finding`."""
-
-    verdict: Any
-    compared: int = 0
-    message: str = ""
-
-
 Texts = Sequence[Sequence[int]]
-Cases = Iterator[tuple[str, Callable[[], Outcome]]]
 
 
 @dataclasses.dataclass
 class Subject:
-    """A model with a drafter, prompts as ids, and the options of all generations."""
+    """A model with a drafter, prompts as ids, and the options of all generations.
+
+    sampling: of each prompt; None: greedy.
+    """
 
     model: Model
     drafter: Any
@@ -51,10 +49,12 @@ class Subject:
     accept: str | Accept | None
     new: int
     seed: int
-    plain_runs: dict[tuple[bool, bool], Generations] = dataclasses.field(default_factory=dict)
+    sampling: Sequence[Sampling] | None = None
 
     def __post_init__(self):
         self.drafter = choose_drafter(self.drafter, self.model)
+        self._results: dict[Any, Any] = {}
+        self._locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)
 
     @property
     def exact(self) -> bool:
@@ -66,15 +66,27 @@ class Subject:
         """Dtype of the target's first weights."""
         return jax.tree.leaves(self.model.params.target)[0].dtype
 
-    @functools.cached_property
+    def once(self, key: Any, make: Callable[[], Out]) -> Out:
+        """The result of the first call with the key; cases of other threads wait for it."""
+        with self._locks[key]:
+            if key not in self._results:
+                self._results[key] = make()
+        return self._results[key]
+
+    @property
     def wide(self) -> Model:
         """The model in float32."""
-        return self.model if self.dtype == jnp.float32 else in_float32(self.model)
+        return self.model if self.dtype == jnp.float32 else self.once("wide", partial(in_float32, self.model))
 
     @property
     def precise(self) -> Model:
         """The model for checks without near-ties."""
         return self.model if self.exact else self.wide
+
+    @property
+    def longest(self) -> int:
+        """The index of the longest prompt, whose sequence decides about the program."""
+        return max(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
 
     @property
     def repeats_plain(self) -> bool:
@@ -83,25 +95,23 @@ class Subject:
 
     def options(self, **changes: Any) -> GenerateOptions:
         """Options of a generation; the rule is for samples."""
-        rule = {"accept": self.accept} if changes.get("sampling") is not None else {}
-        values = {"drafter": self.drafter, "max_new_tokens": self.new, "seed": self.seed, **rule, **changes}
-        return GenerateOptions(**values)
+        values = {"drafter": self.drafter, "max_new_tokens": self.new, "seed": self.seed, "sampling": self.sampling}
+        rule = {} if {**values, **changes}["sampling"] is None else {"accept": self.accept}
+        return GenerateOptions(**{**values, **rule, **changes})
 
     def run(self, model: Model | None = None, texts: list[list[int]] | None = None, **changes: Any) -> Generations:
         """A generation of all prompts, or of other ones, in one batch."""
         return Run(model or self.model, texts or self.prompts, self.options(**changes)).finish()
 
-    def plain(self, model: Model | None = None, *, ignore_eos: bool = False) -> Generations:
+    def plain(self, model: Model | None = None) -> Generations:
         """The same by plain decoding, greedy; runs once for each model."""
-        key = (model is None or model is self.model, ignore_eos)
-        if key not in self.plain_runs:
-            self.plain_runs[key] = self.run(model, drafter=None, ignore_eos=ignore_eos)
-        return self.plain_runs[key]
+        model = model or self.model
+        return self.once(("plain", id(model)), partial(self.run, model, drafter=None))
 
-    @functools.cached_property
-    def drafted(self) -> Generations:
-        """A greedy generation of all prompts in `precise`, whose rounds other ways must repeat."""
-        return self.run(self.precise)
+    def drafted(self, model: Model | None = None) -> Generations:
+        """The same with drafts, whose rounds other ways must repeat."""
+        model = model or self.model
+        return self.once(("drafted", id(model)), partial(self.run, model))
 
     def compare(self, new: Texts, right: Texts, model: Model | None = None) -> Outcome:
         """Compares greedy tokens of all prompts with the right ones; tells near-ties from other differences."""
@@ -112,12 +122,14 @@ class Subject:
                 continue
             if at == min(len(ours), len(theirs)):
                 return Outcome("failed", compared, f"sequence {index} has {len(ours)} tokens instead of {len(theirs)}")
-            ids = [*self.prompts[index], *theirs[:at]]
-            scores = score(self.wide, [[*ids, ours[at]], [*ids, theirs[at]]])
-            gap = float(scores[1].logprobs[-1] or 0.0) - float(scores[0].logprobs[-1] or 0.0)
             where = (
                 f"sequence {index} differs from plain decoding at new token {at}: {ours[at]} instead of {theirs[at]}"
             )
+            if self.sampling is not None and self.sampling[index].temperature:
+                return Outcome("failed", compared, f"{where}, sampled with the same seed")
+            ids = [*self.prompts[index], *theirs[:at]]
+            scores = score(self.wide, [[*ids, ours[at]], [*ids, theirs[at]]])
+            gap = float(scores[1].logprobs[-1] or 0.0) - float(scores[0].logprobs[-1] or 0.0)
             where += f", whose logit in float32 is {gap:.2g} higher"
             dtype = "float32" if model is self.wide else str(self.dtype)
             # On a CPU, float32 rounds alike for any number of tokens, up to the last bits.

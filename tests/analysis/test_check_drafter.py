@@ -44,7 +44,7 @@ NAMES = ("adaptive", "block", "eagle_tree", "frozen_kv_mtp_tree", "mtp", "ngram"
 def test_the_drafters_of_this_package_satisfy_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name in ("ngram", "suffix") else FITTED_PROMPTS)
-    assert len(report.checks) == 8
+    assert len(report.checks) == 9
     assert 1 <= report.accept_length <= drafter.depth + 1
     assert (report.accept_length > 1) == (name != "plain")
     lines = repr(report).splitlines()
@@ -230,9 +230,7 @@ def test_greedy_output_is_compared_with_plain_decoding():
     chain_target = ChainTarget(**{field.name: getattr(toy.NEAR, field.name) for field in dataclasses.fields(toy.NEAR)})
     drafter = Siblings()
     model = dataclasses.replace(model_for(drafter), target=chain_target)
-    with pytest.raises(
-        AssertionError, match="Siblings: greedy output of sequence . differs from plain decoding at new token"
-    ):
+    with pytest.raises(AssertionError, match="Siblings: sequence . differs from plain decoding at new token"):
         check_drafter(drafter, model, IDS, max_new_tokens=20)
 
 
@@ -243,7 +241,7 @@ def test_sampled_output_is_compared_with_plain_sampling(monkeypatch):
 
     monkeypatch.setitem(accept.RULES, "coupled", other_noise)
     with pytest.raises(
-        AssertionError, match="Ngram: sampled output of sequence 2 differs from plain decoding at new token 1"
+        AssertionError, match="Ngram: sequence 2 differs from plain decoding at new token 1.*sampled with the same seed"
     ):
         check(Ngram())
 
@@ -311,9 +309,9 @@ NUMBERS = itertools.count()
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (Impure(), "takes different rounds in a single call than round by round"),
-        (ChangedByEmptyChunks(), "takes different rounds if its prompt is read in chunks"),
-        (SharedDraft(), "sequence 1 takes different rounds alone than in a batch"),
+        (Impure(), "has other (rounds|tokens) in a single call than round by round"),
+        (ChangedByEmptyChunks(), "has other rounds if its prompt is read in chunks"),
+        (SharedDraft(), "sequence 1 has other rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],
     ids=("impure", "changed_by_empty_chunks", "shared_draft", "never_equal"),
