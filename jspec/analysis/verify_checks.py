@@ -126,7 +126,7 @@ def _stop_text(subject: Subject) -> Outcome:
         if item.text != right:
             what = f"the text ends with {(item.text or '')[-20:]!r} instead of {right[-20:]!r}"
             return Outcome("failed", 0, f"sequence {index}: {what}")
-        # The device stops, too, with the token that completes the string.
+        # The device stops, too, with the token completing the string.
         beyond = subject.model.tokenizer.decode(item.tokens[:-1])
         if item.finish_reason != reason or any(stop in beyond for stop in stops):
             return Outcome("failed", 0, f"sequence {index} goes on after a stop string, to {item.finish_reason!r}")
@@ -137,10 +137,6 @@ def _ends(subject: Subject) -> Cases:
     yield Case("limits of 1, 2, 3, ... tokens", partial(_limits, subject))
     for kind in ("eos", "stop"):
         yield Case(f"ids as {kind}", partial(_ends_at, subject, kind), quick=True)
-
-
-def _stop_strings(subject: Subject) -> Cases:
-    yield Case("from the middle of each text", partial(_stop_text, subject))
 
 
 # Rounds
@@ -170,20 +166,24 @@ def same_rounds(
     return Outcome("passed", compared)
 
 
-def poisoned(subject: Subject) -> Generations:
-    """A generation in which all rows without a committed token are NaN before each round."""
-    run = Run(subject.precise, subject.prompts, subject.options())
+def poisoned(subject: Subject, *, chunk: int | None = None, spare: int = 0, **options: Any) -> Generations:
+    """A generation in which all rows without a committed token are NaN before each round.
+
+    chunk: columns of each prefill. spare: pages of NaN to add, with all pages shuffled.
+    """
+    run = Run(subject.precise, subject.prompts, subject.options(**options), chunk=chunk)
     defaults = {"window": None, "keep_first": 0}
     window = {name: getattr(subject.drafter, name, default) for name, default in defaults.items()}
     finished = run.advance(0)
     while not finished:
         s = run.state
         rows = np.where(s.done, 0, s.length - 1)
-        changes: dict[str, Any] = {"cache": poison.spoil(s.cache, rows)}
+        changes: dict[str, Any] = {"cache": poison.spoil(s.cache, rows, spare=spare)}
         if hasattr(s.draft, "cache"):
             drafted = np.where(s.done, 0, getattr(s.draft, "length", rows))
-            changes["draft"] = dataclasses.replace(s.draft, cache=poison.spoil(s.draft.cache, drafted, **window))
-        run.state = dataclasses.replace(s, **changes)
+            cache = poison.spoil(s.draft.cache, drafted, spare=spare, **window)
+            changes["draft"] = dataclasses.replace(s.draft, cache=cache)
+        run.state, spare = dataclasses.replace(s, **changes), 0
         finished = run.advance(1)
     return run.result()
 
@@ -238,7 +238,7 @@ def _chunks(subject: Subject) -> Cases:
 
 
 def _sampled(subject: Subject, samplings: Sequence[Sampling], drafter: Drafter | None) -> Generations:
-    """A generation of every prompt with every kind of sampling; recorded, so that one program serves several checks."""
+    """A generation of every prompt with every kind of sampling; recorded, one program serves several checks."""
     count = max(len(subject.prompts), len(samplings))
     prompts = [subject.prompts[i % len(subject.prompts)] for i in range(count)]
     cycled = [samplings[i % len(samplings)] for i in range(count)]
@@ -257,7 +257,7 @@ def _options(
         raise ValueError(f"accept={subject.accept}: samples differ from those of plain decoding")
     if grammars and subject.model.tokenizer is None:
         raise ValueError("the model has no tokenizer")
-    # Checks that run side by side begin with different ones.
+    # Grammars and samplings run side by side, and begin with different ones.
     drafter, compared = drafter or subject.drafter, 0
     first, second = (_sampled(subject, samplings, one) for one in ((drafter, None) if grammars else (None, drafter)))
     drafted, expected = (first, second) if grammars else (second, first)
@@ -279,20 +279,12 @@ def _mixed(subject: Subject) -> tuple[Sampling, ...]:
     return SAMPLINGS if subject.model.tokenizer is None else (*SAMPLINGS, *GRAMMARS)
 
 
-def _samplings(subject: Subject) -> Cases:
-    mixed, tree = _mixed(subject), reshaped(subject.drafter, 4, 3, 16)
-    yield Case("eight kinds of sampling", partial(_options, subject, mixed))
+def _requests(subject: Subject, *, grammars: bool) -> Cases:
+    run, mixed, tree = partial(_options, grammars=grammars), _mixed(subject), reshaped(subject.drafter, 4, 3, 16)
+    yield Case("all kinds in a batch", partial(run, subject, mixed))
     if tree is not None:
-        yield Case("the same in trees", partial(_options, subject, mixed, tree))
-    yield Case("temperature 1", partial(_options, subject, SAMPLINGS[:1]))
-
-
-def _grammars(subject: Subject) -> Cases:
-    mixed, tree = _mixed(subject), reshaped(subject.drafter, 4, 3, 16)
-    yield Case("among other requests", partial(_options, subject, mixed, grammars=True))
-    if tree is not None:
-        yield Case("the same in trees", partial(_options, subject, mixed, tree, grammars=True))
-    yield Case("greedy", partial(_options, subject, GRAMMARS[:1], grammars=True))
+        yield Case("the same in trees", partial(run, subject, mixed, tree))
+    yield Case("one kind", partial(run, subject, (GRAMMARS if grammars else SAMPLINGS)[:1]))
 
 
 def _logprobs(subject: Subject, samplings: Sequence[Sampling] | None) -> Outcome:
@@ -321,7 +313,7 @@ def _logprobs(subject: Subject, samplings: Sequence[Sampling] | None) -> Outcome
 
 
 def _records(subject: Subject) -> Cases:
-    yield Case("among other requests", partial(_logprobs, subject, _mixed(subject)))
+    yield Case("all kinds of sampling", partial(_logprobs, subject, _mixed(subject)))
     yield Case("greedy", partial(_logprobs, subject, None))
 
 
@@ -334,7 +326,7 @@ def _served(subject: Subject, preempts: bool, sampling: Sampling | None) -> Outc
     # The same tokens but for the last one, the first one, and none.
     others = [[*shared[:-1], 1], [1, *shared[1:]], shared[:-1] or shared, shared]
     prompts = [*subject.prompts, *others]
-    # Two batches of one program, which other checks have compiled.
+    # Two batches of one program, compiled by other checks.
     batch = [*others, *subject.prompts[len(others) :]]
     options: dict[str, Any] = {"drafter": None, "accept": None, "sampling": sampling}
     plain = [*(subject.plain(subject.precise) if sampling is None else subject.run(subject.precise, **options))]
@@ -400,9 +392,9 @@ CHECKS: Mapping[str, Callable[[Subject], Cases]] = {
     "batches": _batches,
     "chunks": _chunks,
     "pages": _pages,
-    "stop strings": _stop_strings,
-    "sampling": _samplings,
-    "grammars": _grammars,
+    "stop strings": lambda subject: iter([Case("from the middle of each text", partial(_stop_text, subject))]),
+    "sampling": partial(_requests, grammars=False),
+    "grammars": partial(_requests, grammars=True),
     "log-probabilities": _records,
     "distributions": verify_statistics.samples,
     "engine": _engine,

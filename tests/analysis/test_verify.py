@@ -344,6 +344,12 @@ class Stub:
                     choice.update(text=choice["text"].split(word)[0], finish_reason="stop")
         if self.fault == "usage":
             out["usage"]["completion_tokens"] += 1
+        if self.fault == "no log-probabilities":
+            out["choices"] = [{**choice, "logprobs": None} for choice in out["choices"]]
+        if self.fault == "one choice":
+            out["choices"] = out["choices"][:1]
+        if self.fault == "no usage":
+            del out["usage"]
         return out
 
     def stream(self, **fields):
@@ -352,7 +358,9 @@ class Stub:
         parts = [{"text": part, "finish_reason": None} for part in (text[:5], text[5:])]
         last = {"text": "", "finish_reason": choice["finish_reason"]}
         events = [{"choices": [part]} for part in [*parts, last]]
-        return events[:-1] if self.fault == "no end" else [*events, "[DONE]"]
+        if self.fault == "no end":
+            return events[:-1]
+        return events if self.fault == "no [DONE]" else [*events, "[DONE]"]
 
 
 SERVER_FAULTS = {
@@ -381,6 +389,36 @@ def test_a_fault_of_a_server_is_found(model, fault):
         assert failed and re.search(SERVER_FAULTS[fault][1], failed[0].message), out.findings
     else:
         assert out.passed and not failed, out
+
+
+LACKING = {
+    "no log-probabilities": ("greedy", "passed", "log-probabilities are not checked"),
+    "one choice": ("n", "not run", "the server does not return n=2 choices"),
+    "no usage": ("usage", "not run", "the server does not return usage"),
+    "no [DONE]": ("streams", "warning", "a stream ends without [DONE]"),
+}
+
+
+@pytest.mark.slow(unless=["no usage"])
+@pytest.mark.parametrize("fault", LACKING)
+def test_what_a_server_lacks_is_no_failure(model, fault):
+    plain, (check, verdict, message) = verify_endpoint.Plain(model), LACKING[fault]
+    pair = verify_endpoint.Pair(Stub(plain, fault), plain, ["def mean(values):\n    "], 12)
+    checks = {name: itertools.islice(cases(pair), 1) for name, cases in verify_endpoint.CHECKS.items()}
+    out = verify.certify({}, checks, minutes=30, progress=False)
+    assert "failed" not in {finding.verdict for finding in out.findings}, out.findings
+    assert [(one.verdict, message in one.message) for one in out.findings if one.check == check] == [(verdict, True)]
+
+
+@pytest.mark.slow
+def test_texts_that_differ_are_judged_by_the_reference(model):
+    """By its log-probabilities; without them, the difference is shown and not judged."""
+    plain, prompt = verify_endpoint.Plain(model), "def mean(values):\n    "
+    lossy = Stub(plain, "lossy")
+    assert verify_endpoint._greedy(verify_endpoint.Pair(lossy, plain, [prompt], 12), prompt).verdict == "failed"
+    bare = Stub(plain, "no log-probabilities")
+    outcome = verify_endpoint._greedy(verify_endpoint.Pair(lossy, bare, [prompt], 12), prompt)
+    assert outcome.verdict == "warning" and "whether this is a near-tie is not checked" in outcome.message
 
 
 @pytest.mark.slow

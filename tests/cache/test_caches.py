@@ -3,7 +3,6 @@
 Add a new kind of cache to `KINDS`.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -20,12 +19,11 @@ import qwen
 import toy
 from planted import RandomTree
 
-from jspec.analysis import poison
-from jspec.core import accept, stopping, tree
-from jspec.core.loop import decode
-from jspec.core.method import Method
-from jspec.core.prefill import jitted_prefill
-from jspec.core.types import Params, Prompts
+import jspec
+from jspec.analysis import poison, verify_checks
+from jspec.analysis.verify_subject import Subject
+from jspec.core import tree
+from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
 from jspec.models.decoder import Decoder
 
@@ -105,15 +103,6 @@ def weights_of(kind: str, drafter: Any) -> Params:
     return Params(weights(0), off)
 
 
-def spoiled(s, spare: int = 0):
-    """The state with NaN in all unused parts of both caches; finished sequences use nothing."""
-    cache = poison.spoil(s.cache, np.where(s.done, 0, s.length - 1), spare=spare)
-    if not hasattr(s.draft, "cache"):
-        return dataclasses.replace(s, cache=cache)
-    draft = poison.spoil(s.draft.cache, np.where(s.done, 0, s.draft.length), spare=spare)
-    return dataclasses.replace(s, cache=cache, draft=dataclasses.replace(s.draft, cache=draft))
-
-
 @pytest.mark.slow(unless="mla-random_tree")
 @pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
 def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
@@ -121,14 +110,11 @@ def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypat
     wanted, target = plain_tokens(kind), TARGETS[kind][0]
     empty = Decoder.init_cache
     monkeypatch.setattr(Decoder, "init_cache", lambda *given: poison.fill(empty(*given)))
-    bound, weights = DRAFTERS[drafter].bind(target, target), weights_of(kind, DRAFTERS[drafter])
-    length = jnp.asarray(toy.LENGTHS)
-    keys = jax.vmap(jax.random.key)(np.arange(3, dtype=np.uint32))
-    prompts = Prompts(jnp.asarray(toy.IDS), length, length + NEW, keys, stopping.init(None, 3))
-    method = Method(target, bound, accept.greedy)
-    shape = dict(capacity=CAPACITY, page_size=page_size, chunk=chunk)
-    s = spoiled(jitted_prefill(weights, prompts, method=method, **shape), spare=5)
-    while not s.done.all():
-        s = spoiled(decode(weights, s, s.round_index + 1, method=method))
-    assert toy.generated(s) == [list(row[:n]) for row, n in zip(wanted, toy.LENGTHS + NEW, strict=True)]
-    assert drafter == "ngram" or np.array(s.stats.accept_counts)[:, 1:].any(), "nothing was ever accepted"
+    params, draft = weights_of(kind, DRAFTERS[drafter]), target if drafter in ("chain", "tree") else None
+    model = jspec.Model(kind, target, params, None, (), draft)
+    prompts = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+    subject = Subject(model, DRAFTERS[drafter], prompts, None, max(NEW), 0)
+    out = verify_checks.poisoned(subject, chunk=chunk, spare=5, page_size=page_size, max_new_tokens=NEW.tolist())
+    ends = zip(wanted, toy.LENGTHS, NEW, strict=True)
+    assert out.tokens == [row[length : length + new].tolist() for row, length, new in ends]
+    assert drafter == "ngram" or out.stats.accept_counts[:, 1:].any(), "nothing was ever accepted"
