@@ -157,4 +157,7 @@ def reshaped(drafter: Drafter, depth: int, width: int = 1, num_nodes: int | None
     if "depth" not in names or (width > 1 and "width" not in names):
         return None
     shape = {"depth": depth, "width": width, "num_nodes": num_nodes}
-    return dataclasses.replace(drafter, **{name: shape[name] for name in shape.keys() & names})  # pyright: ignore[reportArgumentType, reportCallIssue]
+    try:
+        return dataclasses.replace(drafter, **{name: shape[name] for name in shape.keys() & names})  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except ValueError:
+        return None

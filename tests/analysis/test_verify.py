@@ -15,7 +15,7 @@ from jspec import cli
 from jspec.analysis import verify, verify_checks, verify_statistics
 from jspec.analysis.contract import Case, Outcome, difference
 from jspec.analysis.verify import Certificate, Finding
-from jspec.analysis.verify_subject import Subject, default_prompts
+from jspec.analysis.verify_subject import Subject, default_prompts, reshaped
 from jspec.cache import pages
 from jspec.core import accept, logprobs, round, sampling, stopping, tree
 from jspec.drafters import Standalone
@@ -300,6 +300,11 @@ def test_near_ties_are_told_from_faults(model, monkeypatch):
     monkeypatch.setattr("jspec.analysis.verify_subject.NEAR_TIE", {"float32": 1e9})
     assert subject.compare(wrong, right).verdict == "near-tie"
     assert subject.compare([ids[:-1] for ids in right], right).message == "sequence 0 has 23 tokens instead of 24"
+
+
+def test_a_shape_that_a_drafter_cannot_have_is_left_out():
+    assert reshaped(jspec.Suffix(depth=4, width=2, num_nodes=9), 4, 3, 16) is None
+    assert reshaped(Standalone(), 4, 3, 16) == Standalone(4, 3, 16) and reshaped(jspec.Ngram(), 4, 3) is None
 
 
 def test_the_power_of_a_test_grows_with_its_samples():
