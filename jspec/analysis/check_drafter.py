@@ -104,7 +104,7 @@ def check_drafter(
     check_int("max_new_tokens", max_new_tokens, least=1)
     disable = hidden(progress)
     sampling = [Sampling(temperature=t) for t in (0.0, temperature) for _ in ids]
-    subject = Subject(in_float32(model), _wrap(tested), ids * 2, None, max_new_tokens, seed, sampling)
+    subject = Subject(in_float32(model), _wrap(tested), [*map(list, ids)] * 2, None, max_new_tokens, seed, sampling)
     _ = subject.options()
     name = type(tested.bind(model.target, model.draft)).__name__
     passed = run_cases("check_drafter", name, _cases(subject), disable)
