@@ -156,7 +156,7 @@ def _greedy(pair: Pair, prompt: str) -> Outcome:
     text, right, record = ours["text"], theirs["text"], theirs.get("logprobs") or {}
     at = difference(text, right)
     if at is None:
-        values = [(choice.get("logprobs") or {}).get("token_logprobs") for choice in (ours, theirs)]
+        values: Any = [(choice.get("logprobs") or {}).get("token_logprobs") for choice in (ours, theirs)]
         if not all(values) or len(values[0]) != len(values[1]):
             return Outcome("passed", 1, "the text only: log-probabilities are not checked, as a server returns none")
         gap = np.abs(np.subtract(*values)).max()
@@ -234,7 +234,7 @@ def _counted(pair: Pair, prompt: str, n: int) -> Outcome:
         raise ValueError(f"not checked: the server does not return n={n} choices")
     outcomes = [_equal(sorted(choice["index"] for choice in choices), list(range(n)), f"the choices of n={n}")]
     outcomes.append(_equal(usage["prompt_tokens"], right, "prompt_tokens"))
-    records = [(choice.get("logprobs") or {}).get("tokens") for choice in choices]
+    records: Any = [(choice.get("logprobs") or {}).get("tokens") for choice in choices]
     if all(records):
         outcomes.append(_equal(usage["completion_tokens"], sum(map(len, records)), f"completion_tokens of n={n}"))
     return _first_failed(*outcomes)
