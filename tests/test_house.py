@@ -212,6 +212,12 @@ def test_nothing_exceeds_its_limit_by_more_than_is_listed(what):
     assert not smaller, f"{what}: house.json lists more than there is: run python tests/test_house.py"
 
 
+def test_modules_of_tests_have_different_names():
+    """pytest collects no two modules of one name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_a_round_and_its_five_verbs_fit_on_one_screen():
     """Within 60 lines, which come first in their file."""
     functions = [node for node in tree(ROOT / "jspec/core/round.py").body if isinstance(node, ast.FunctionDef)]

@@ -70,6 +70,7 @@ COUNTS = (
     "batch", "batch_tokens", "length", "max_new_tokens", "rows", "stop_after", "log_every", "eval_every",
     "checkpoint_every", "heldout_prompts", "own_prompts", "prompts", "anchors", "intermediate_size", "num_heads",
     "num_kv_heads", "head_dim", "num_layers", "markov_rank", "draft_vocab_size", "max_length", "width",
+    "conv_group_size",
 )  # fmt: skip
 BAD = {
     **dict.fromkeys(COUNTS, COUNT),
@@ -77,7 +78,10 @@ BAD = {
     **dict.fromkeys(("learning_rate", "clip", "minutes", "reach"), (0, *RATE)),
     **dict.fromkeys(("rows_share", "sampled_share", "decay"), (1.5, *RATE)),
     **dict.fromkeys(("weight_decay", "temperature", "distance", "confidence", "cross_entropy"), RATE),
-    **dict.fromkeys(("ttt_steps", "depth", "block_size"), (*COUNT, 65)),
+    **dict.fromkeys(("divergence", "selector"), RATE),
+    **dict.fromkeys(("ttt_steps", "depth", "block_size", "selector_top_k"), (*COUNT, 65)),
+    "conv_kernel_size": (-1, 65),
+    "selector_rank": SIGNED,
     "hidden_size": (*COUNT, 10**9),
     "vocab_size": (*COUNT, 257, 10**9),
     "processes": (*COUNT, 10**6),
