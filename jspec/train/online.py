@@ -22,10 +22,12 @@ from jspec.core.options import option
 from jspec.core.struct import struct
 from jspec.core.types import DecodeState
 from jspec.core.watch import Watched
+from jspec.generation.embeds import embeds_dtype
 from jspec.loading.model import Model, refuse_split
 from jspec.train import trainer
 from jspec.train.kinds import KINDS
 from jspec.train.learner import Batch, DraftState, Learner
+from jspec.train.model import cast
 from jspec.train.recipe import Options, Recipe
 
 CHUNK_BYTES = 2**30
@@ -127,18 +129,19 @@ class Learning:
         self.accept_lengths: list[float] = []
         self.stopped, self.error = False, None
         # The ring, with the dtype of the residual stream, and the optimizer's state.
-        embed = jax.eval_shape(model.target.embed, model.params.target, np.zeros((1, 1), np.int32))
         width = model.target.hidden_size * len(with_last(model.target, learner.capture_layers))
         places, columns = options.sequences, options.window
         self._ring = Ring(
             jnp.zeros((places, columns), jnp.int32),
             jnp.zeros((places, columns), jnp.float32),
-            jnp.zeros((places, columns, width), embed.dtype),
+            jnp.zeros((places, columns, width), embeds_dtype(model.target, model.params.target)),
             jnp.zeros((), jnp.int32),
         )
         self._served = self._best = model.params.draft
         self._state = _begin(model.params.draft, learner=learner)
-        self._best_length, self._stale, self._counts = 0.0, 0, [0]
+        self._best_length, self._stale = 0.0, 0
+        self._counts: np.ndarray | None = None
+        """Rounds by accepted drafts at the last judgement; None: those of the next turn."""
         self._kept, self._seconds, self._spent, self._step_seconds = 0, 0.0, 0.0, float("inf")
         self._compiled = threading.Event()
         threading.Thread(target=self._compile, args=(model.params.target,), name="jspec learn", daemon=True).start()
@@ -150,7 +153,7 @@ class Learning:
 
     def keep(self, s: DecodeState, slots: Sequence[int]) -> None:
         """Copies the sequences of slots to the ring, if they have anything to learn."""
-        if self.error is not None or self.stopped:
+        if self.stopped:
             return
         # Few programs: slots out of range are padding, up to a power of two.
         size = 1 << (len(slots) - 1).bit_length()
@@ -171,8 +174,10 @@ class Learning:
         """
         # A step needs texts, its program, and time.
         self._seconds += seconds
+        if self._counts is None:
+            self._counts = np.array(accept_counts)
         enough = self._kept >= min(self.options.batch, self.options.sequences)
-        if self.stopped or not enough or not self._compiled.is_set() or self.error is not None:
+        if self.stopped or not enough or not self._compiled.is_set():
             return None
         if self._spent > self.options.share * self._seconds:
             return None
@@ -193,8 +198,8 @@ class Learning:
             self._state = _begin(draft, learner=self.learner)
         self._served = self._best = draft
         self._best_length, self._stale, self.stopped = 0.0, 0, self.error is not None
-        # States of the old target teach nothing about the new one.
-        self._kept = 0
+        # States and rounds of the old target teach nothing about the new one.
+        self._kept, self._counts = 0, None
         self._ring = dataclasses.replace(self._ring, count=jnp.zeros((), jnp.int32))
 
     def _step(self, target: PyTree, s: DecodeState) -> None:
@@ -214,10 +219,9 @@ class Learning:
     def _serve(self, accept_counts: Sequence[int]) -> PyTree:
         """The next draft to serve, after the judgement of the last one."""
         # The accept length of the served draft, since the last judgement.
-        counts = np.pad(self._counts, (0, len(accept_counts) - len(self._counts)))
-        rounds = np.array(accept_counts) - counts
+        rounds = np.array(accept_counts) - self._counts
         if rounds.sum() >= LEAST_ROUNDS:
-            self._counts = list(accept_counts)
+            self._counts = np.array(accept_counts)
             length = float(rounds @ np.arange(1, len(rounds) + 1) / rounds.sum())
             self.accept_lengths.append(length)
             if length > self._best_length * (1 + GAIN):
@@ -257,7 +261,7 @@ def _without_ids(draft: PyTree) -> PyTree:
 @partial(jax.jit, static_argnames=("learner",))
 def _begin(draft: PyTree, *, learner: Learner) -> DraftState:
     """The state before the first step, from the weights of a draft."""
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), _without_ids(draft))
+    params = cast(_without_ids(draft), jnp.float32)
     return trainer.begin(DraftState, learner, params, ids=getattr(draft, "ids", None))
 
 

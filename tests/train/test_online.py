@@ -189,6 +189,11 @@ def test_learning_stops_without_gain_and_serves_the_best(monkeypatch):
         counts[length - 1] += rounds
         served.append(learning.turn(None, None, list(counts), 10.0))
 
+    # Rounds before the first turn count for no draft.
+    learning._kept = 0
+    turn(4)
+    assert served.pop() is None and not learning.steps
+    learning._kept = 100
     turn(2)
     turn(3)
     turn(1, rounds=2)
@@ -200,9 +205,14 @@ def test_learning_stops_without_gain_and_serves_the_best(monkeypatch):
     # The second draft was served while the accept length was 3: it comes from the first turn.
     assert served[-1] is served[0] is not first
     assert learning.turn(None, None, list(counts), 10.0) is None
-    # A new target begins anew.
+    # A new target begins anew, with the rounds after the change alone.
     learning.replace(served[-1])
     assert not learning.stopped and learning.steps == 6
+    learning._kept = 100
+    counts[3] += 10 * LEAST_ROUNDS
+    turn(1, rounds=0)
+    turn(2)
+    assert learning.accept_lengths[-1] == learning._best_length == 2.0
 
 
 def test_update_goes_on_with_the_same_draft_and_begins_anew_with_another():
