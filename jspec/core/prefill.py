@@ -53,8 +53,7 @@ def prefill(
         count = jnp.minimum(s.prompt_length - begin, size)
         ends = (count > 0) & (begin + count == s.prompt_length)
         column = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        take = jax.vmap(lambda row, at: jnp.take(row, at, axis=0, mode="clip"))
-        embeds = jax.tree.map(lambda x: take(x, column), prompts.embeds)
+        embeds = jax.tree.map(lambda x: tree.take_path(x, column), prompts.embeds)
         chunk = Chunk(begin, count, ends, embeds)
         return read_columns(params, s, chunk, method=method, size=size, first=start is None)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jspec.core.grow import grow
+from jspec.core.tree import take_path
 from jspec.core.types import DecodeState, DraftTree, Frontier, Proposal
 from jspec.drafters.base import ModelDrafter
 
@@ -29,7 +30,7 @@ def append_masks(
 def take_predictions(x: Float[Array, "B U E"], count: Int[Array, " B"], depth: int) -> Float[Array, "B depth E"]:
     """The outputs of the last of `count[b]` committed tokens and of the masks after it."""
     row = jnp.maximum(count - 1, 0)[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]
-    return jnp.take_along_axis(x, row[:, :, None], axis=1, mode="clip")
+    return take_path(x, row)
 
 
 def propose_for_all(

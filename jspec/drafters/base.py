@@ -130,11 +130,15 @@ class ModelDrafter(Generic[M]):
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: with these options, and at least as wide."""
+        """Whether `draft` works with the state of another one: with these options, and at least as wide.
+
+        If one forward drafts all tokens, the state has as many outputs as the other one is deep.
+        """
         if not isinstance(other, type(self)):
             return False
         alike = all(getattr(self, name) == getattr(other, name) for name in self.shared_options)
-        return alike and self.width <= other.width
+        deep = self.depth <= other.depth or not getattr(self.model, "at_once", False)
+        return alike and deep and self.width <= other.width
 
     def resume(self, state: PyTree, slots: Int[Array, " n"], length: Int[Array, " n"]) -> PyTree:
         """Itself: the next `extend` sets all but the cache."""

@@ -17,7 +17,6 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
-    Drafter,
     DraftTree,
     Frontier,
     Params,
@@ -73,10 +72,6 @@ class Eagle(WindowedDrafter[FeatureHead]):
         draft = self.check_kind(draft, FeatureHead, "an EAGLE head as draft")
         self.check_features(draft, target, "head")
         return dataclasses.replace(self, target=target, model=draft)
-
-    def shares(self, other: Drafter) -> bool:
-        """As of `ModelDrafter`; outputs for masks must be as many."""
-        return super().shares(other) and (self._masked is None or self.depth <= other.depth)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> EagleState:
         """An empty cache."""
@@ -143,8 +138,8 @@ class Eagle(WindowedDrafter[FeatureHead]):
 
     @property
     def _masked(self) -> EagleHead | None:
-        """The head, if one forward of it proposes all tokens; None before `bind`."""
-        head = self.model
+        """The head, if one forward of it proposes all tokens."""
+        head = self._model
         return head if isinstance(head, EagleHead) and head.at_once else None
 
     def _extend_with_masks(self, head: EagleHead, params: Params, s: DecodeState, committed: Committed) -> EagleState:

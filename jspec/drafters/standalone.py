@@ -16,7 +16,6 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
-    Drafter,
     DraftTree,
     Frontier,
     Params,
@@ -74,10 +73,6 @@ class Standalone(WindowedDrafter[Decoder]):
         self.check_width(min(draft.vocab_size, target.vocab_size), "the vocabulary")
         self.check_windowed(draft)
         return dataclasses.replace(self, target=target, model=draft)
-
-    def shares(self, other: Drafter) -> bool:
-        """As of `ModelDrafter`; outputs for masks must be as many."""
-        return super().shares(other) and (not self._model.at_once or self.depth <= other.depth)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""

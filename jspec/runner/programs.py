@@ -181,7 +181,7 @@ class ReadPlan:
     """The chunk of each of R slots in `read`: `count` tokens from `begin` on.
 
     ends: whether prefill ends there, so that the sequence runs rounds afterwards.
-    resumed: whether the next token is known from before a preemption, so none is adapter.
+    resumed: whether the next token is known from before a preemption, so none is chosen.
     """
 
     begin: Int[Array, " R"]

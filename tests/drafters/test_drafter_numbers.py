@@ -8,7 +8,7 @@ import pytest
 
 from jspec.bench import measure, weights
 from jspec.core import optional
-from jspec.drafters import DRAFTERS, Adaptive, Block, Eagle, Mtp, Ngram, Suffix, policy
+from jspec.drafters import DRAFTERS, Adaptive, Block, Eagle, Mtp, Ngram, Standalone, Suffix, policy
 from jspec.generation.method import choose_drafter
 
 CHOICES = policy.Choices(
@@ -110,6 +110,7 @@ def mtp(depth, **changes):
         (Eagle(depth=4), Eagle(depth=1), True),
         (Eagle(width=3), Eagle(width=2), False),
         (Eagle(width=2), Eagle(width=3), True),
+        (Standalone(depth=4), Standalone(depth=1), True),
         (Ngram(depth=2), Ngram(depth=3), True),
         (Ngram(depth=3), Ngram(depth=2), False),
         (Ngram(n=2, depth=2), Ngram(n=3, depth=2), False),
