@@ -35,7 +35,7 @@ from jspec.models.layers import ForwardBatch
 class EagleState:
     """The head's cache, its output at the last committed row, and its proposal there.
 
-    A head with masks: its outputs at this row and at the masks after it, which are in no cache, and no proposal.
+    A head with masks: its outputs at this row and at the masks after it (in no cache), and no proposal.
 
     Row p of the cache belongs to the target's feature at position p and the token at p + 1; like the target's cache, it
     has a row for every committed token but the last.
