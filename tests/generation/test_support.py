@@ -64,6 +64,18 @@ def assert_replayed(model, out, samplings):
             assert [entry.ids for entry in item.support] == np.sort(best).tolist()
 
 
+@pytest.mark.parametrize("bound", [6, 7, 8])
+def test_sets_around_the_bound(bound):
+    """Seven tokens are listed if as many may be; otherwise none are, as the others are more."""
+    sampling = SAMPLINGS[0]
+    out = jspec.generate(standalone(), PROMPTS[:2], max_new_tokens=4, sampling=sampling, seed=3, support=bound)
+    assert all(entry.size == 7 for item in out for entry in item.support)
+    if bound < 7:
+        assert all(entry.ids is None for item in out for entry in item.support)
+    else:
+        assert_replayed(standalone(), out, [sampling] * 2)
+
+
 @one_name_of_each
 def test_every_drafter_records_the_sets_of_plain_decoding(name):
     drafter = toy.bound_drafters()[name]
