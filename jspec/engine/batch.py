@@ -17,9 +17,13 @@ def run(
     *,
     progress: bool = False,
 ) -> Generations:
-    """Runs all requests on groups of an engine, whose queues take them by `enqueue`, and waits for them."""
-    began = clock(groups)
-    handles = enqueue(requests)
+    """Runs all requests on groups of an engine, whose queues take them by `enqueue`, and waits for them.
+
+    Those with the most new tokens start first, since the last one to start decides when a batch ends.
+    """
+    began, order = clock(groups), sorted(range(len(requests)), key=lambda index: -requests[index].max_new_tokens)
+    started = dict(zip(order, enqueue([requests[index] for index in order]), strict=True))
+    handles = [started[index] for index in range(len(requests))]
     try:
         with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
             for handle in handles:

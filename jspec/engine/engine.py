@@ -211,7 +211,7 @@ class Engine:
         progress: bool = False,
         **keywords: Unpack[BatchKeywords],
     ) -> Generation | Generations:
-        """Continues any number of prompts and waits for all of them.
+        """Continues any number of prompts and waits for all of them. Those with the most new tokens start first.
 
         Args:
           prompts: one prompt or a list of prompts, each as text or as token ids.

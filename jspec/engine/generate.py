@@ -66,7 +66,7 @@ def generate(
     sampling with the same seed, for any drafter, tree shape, batch and page size.
 
     Of more than 64 prompts, 64 run at a time in each group of devices: the next starts when one ends, as in
-    `jspec.Engine`. Over several processes, batches take turns.
+    `jspec.Engine`, and those with the most new tokens start first. Over several processes, batches take turns.
 
     Args:
       model: from `jspec.load`.

@@ -24,6 +24,7 @@ from jspec.generation.options import GenerateOptions
 from jspec.generation.run import Run
 from jspec.loading.model import Model
 from jspec.runner import runner
+from jspec.runner.device import Device
 from jspec.runner.plan import Output
 from jspec.runner.request import Request
 from jspec.runner.runner import Runner
@@ -70,6 +71,27 @@ def test_prompts_that_take_turns_give_what_one_batch_gives(options):
     assert (got.logprobs is None) == (wanted.logprobs is None)
     for ours, theirs in zip(got.logprobs or [], wanted.logprobs or [], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_the_longest_start_first_where_all_are_known(monkeypatch):
+    """Equal ones in the order of the prompts, and before what comes later; results have the order of the prompts."""
+    limits, admitted, admit = [3, 9, 5, 9, 1, 12, 5], [], Device.admit
+
+    def record(device, requests):
+        admitted.extend(request.max_new_tokens for request in requests)
+        admit(device, requests)
+
+    monkeypatch.setattr(Device, "admit", record)
+    alone = Run(model(), PROMPTS, GenerateOptions(max_new_tokens=limits, drafter=None)).finish()
+    check_same(jspec.generate(model(), PROMPTS, max_new_tokens=limits, drafter=None), alone)
+    assert admitted == sorted(limits, reverse=True)
+    with Engine(model(), drafter=None, slots=1, context=32) as engine:
+        admitted.clear()
+        handles = [engine.submit(prompt, max_new_tokens=new) for prompt, new in zip(PROMPTS, limits, strict=True)]
+        later = engine.generate(PROMPTS[:3], max_new_tokens=[2, 14, 7])
+        assert [handle.result().tokens for handle in handles] == alone.tokens
+    assert admitted == [*limits, 14, 7, 2]
+    assert [len(tokens) for tokens in later.tokens] == [2, 14, 7]
 
 
 @pytest.mark.parametrize(("count", "debug", "shapes"), ((3, False, [3]), (7, True, [3, 3, 3])), ids=("few", "debug"))
