@@ -20,6 +20,7 @@ from jspec.engine.group import Group, choose_group
 from jspec.engine.handle import Handle
 from jspec.engine.keywords import KeywordsOfOne, KeywordsOfSeveral, StreamKeywords
 from jspec.engine.metrics import Metrics
+from jspec.engine.versions import Versions
 from jspec.generation.learning import Learning
 from jspec.generation.options import (
     DEFAULT_PAGE_SIZE,
@@ -135,11 +136,8 @@ class Engine:
             raise
         self.groups: list[Group] = []
         if self._follower is None:
-            burst_seconds = options.burst_ms / 1e3
-            self.groups = [
-                Group(group_model, device, scheduler, burst_seconds=burst_seconds, fail=self._fail)
-                for group_model, (device, scheduler) in zip(models, parts, strict=True)
-            ]
+            make = partial(Group, burst_seconds=options.burst_ms / 1e3, versions=Versions(), fail=self._fail)
+            self.groups = [make(group_model, *part) for group_model, part in zip(models, parts, strict=True)]
         self._start([device for device, _ in parts])
 
     def _start(self, devices: Sequence[Device]) -> None:

@@ -18,6 +18,7 @@ from jspec.engine.balance import cached_tokens, choose
 from jspec.engine.handle import Handle, Waiter, wake
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
+from jspec.engine.versions import Versions
 from jspec.generation.learning import Learning
 from jspec.generation.result import FINISH_REASONS
 from jspec.loading.model import Model
@@ -37,6 +38,7 @@ class Group:
 
     model: on these devices alone.
     burst_seconds: target duration of a burst.
+    versions: acceptance by version, of all groups.
     fail: called in the group's thread with an error of the devices; calls `stop`.
 
     Attributes:
@@ -51,13 +53,16 @@ class Group:
         scheduler: Scheduler,
         *,
         burst_seconds: float,
+        versions: Versions,
         fail: Callable[[BaseException], None],
     ):
         self.model, self.device, self.scheduler = model, device, scheduler
         self.load = self.assigned = 0
         self._last: Request | None = None
         self._burst_seconds = self._round_seconds = burst_seconds
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[tuple[int, InFlight]] = deque()
+        """Dispatched programs, each with the version of its weights."""
+        self._versions, self._version = versions, 0
         self._reported_at: float | None = None
         self._handles: dict[Request, Handle] = {}
         self._counters = Counters(scheduler.depth)
@@ -172,6 +177,7 @@ class Group:
             prefix_queries=pages.queries,
             prefix_hits=pages.hits,
             preemptions=scheduler.preemptions,
+            acceptance_by_version=self._versions.report(),
             **self._counters.fields(),
         )
 
@@ -199,6 +205,7 @@ class Group:
     def replace(self, params: Params) -> None:
         """Swaps the weights, and empties the prefix cache."""
         self.device.replace(params)
+        self._version += 1
         self.scheduler.forget()
         if self._learning is not None:
             self._learning.replace(params.draft)
@@ -260,8 +267,11 @@ class Group:
         for request in plan.admissions:
             self._count_admission(request, now)
         # Outputs, and one wake-up for all of them.
-        waiters = self._refuse()
-        for request, output in results:
+        waiters, counted = self._refuse(), self._version
+        for version, request, output in results:
+            if version != counted:
+                self._versions.observe(counted, *self._counters.news())
+                counted = version
             handle = self._handles[request]
             self._count_tokens(handle, output, now)
             # One turn may bring several outputs of a request; `request` already reflects the last one.
@@ -269,6 +279,7 @@ class Group:
                 self._end(handle)
             waiters += handle.deliver(output, now, self.device.runner.compile_seconds)
         wake(waiters)
+        self._versions.observe(counted, *self._counters.news())
         if self._learning is not None:
             self._learn(self._learning, began)
 
@@ -303,21 +314,23 @@ class Group:
         if plan.admissions:
             self.device.admit(plan.admissions)
         if plan.read is not None:
-            self._in_flight.append(self.device.read(plan.read))
+            self._in_flight.append((self._version, self.device.read(plan.read)))
         if plan.burst is not None:
-            self._in_flight.append(self.device.burst(plan.burst))
+            self._in_flight.append((self._version, self.device.burst(plan.burst)))
 
-    def _collect(self, *, news: bool) -> list[tuple[Request, Output]]:
-        """Waits for reports until a read and a burst have space in flight; returns the outputs of their requests.
+    def _collect(self, *, news: bool) -> list[tuple[int, Request, Output]]:
+        """Waits for reports until a read and a burst have space in flight; returns the outputs of their requests, each
+        with the version of the weights.
 
         news: whether the plan had anything; otherwise only a report helps.
         """
         results, most = [], self.scheduler.max_in_flight
         while self._in_flight:
-            bursts = sum(isinstance(program.plan, Burst) for program in self._in_flight)
+            bursts = sum(isinstance(program.plan, Burst) for _, program in self._in_flight)
             if news and bursts < most and len(self._in_flight) - bursts < most:
                 break
-            results += self._receive(self._in_flight.popleft())
+            version, program = self._in_flight.popleft()
+            results += [(version, *result) for result in self._receive(program)]
             news = True
         if not self._in_flight:
             self._reported_at = None
@@ -367,8 +380,7 @@ class Group:
         for sign, part in ((1, output), (-1, before)):
             rounds = [part.rounds] if part.branch_counts is None else map(sum, part.branch_counts)
             for count, limit in zip(rounds, handle.draft_limits, strict=False):
-                total["drafted"] += sign * count * limit
-                total["drafting_rounds"] += sign * count * (limit > 0)
+                counters.limit_counts[limit] += sign * count
         if not output.tokens:
             return
         if not times.arrivals:

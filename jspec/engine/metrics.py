@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jspec.engine.versions import VersionAcceptance
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKENS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0)
 """Upper bounds of the buckets of histograms, in seconds and in tokens; the last bucket has none."""
@@ -49,6 +51,7 @@ class Metrics:
     accepted_by_position: accepted draft tokens at each position of the chain; `accepted` is their sum.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
     accept_length: tokens per round of each ended request, as `GenerationStats.accept_length`.
+    acceptance_by_version: moving averages by version of the weights, of all groups together; the latest 32 versions.
     """
 
     running: int
@@ -76,6 +79,7 @@ class Metrics:
     queue_time: Histogram
     end_to_end: Histogram
     accept_length: Histogram
+    acceptance_by_version: tuple[VersionAcceptance, ...]
 
     @classmethod
     def total_of(cls, parts: "Sequence[Metrics]") -> "Metrics":
@@ -86,6 +90,7 @@ class Metrics:
         }
         totals = {"requests_finished": _by_reason, "accepted_by_position": _by_position}
         totals |= dict.fromkeys(_HISTOGRAMS, Histogram.total_of)
+        totals["acceptance_by_version"] = lambda column: column[0]  # already of all groups
         return cls(**{name: totals.get(name, sum)(column) for name, column in columns.items()})
 
 
@@ -104,13 +109,14 @@ class Counters:
       total: fields of `Metrics` that are sums.
       finished: requests by finish reason.
       accept_counts: rounds of sequences by accepted drafts.
+      limit_counts: the same rounds by drafts of the longest chain.
     """
 
     def __init__(self, depth: int):
-        names = "prompt_tokens", "new_tokens", "rounds", "device_rounds", "drafting_rounds", "drafted"
-        self.total = dict.fromkeys(names, 0)
+        self.total = dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "device_rounds"), 0)
         self.finished: Counter[str] = Counter()
-        self.accept_counts = [0] * (depth + 1)
+        self.accept_counts, self.limit_counts = [0] * (depth + 1), [0] * (depth + 1)
+        self._reported = [self.accept_counts[:], self.limit_counts[:]]
         self._values = {name: ([0] * (len(bounds) + 1), [0.0]) for name, bounds in _HISTOGRAMS.items()}
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
@@ -119,16 +125,30 @@ class Counters:
         counts[bisect.bisect_left(_HISTOGRAMS[name], value)] += times
         total[0] += value * times
 
+    def news(self) -> tuple[list[int], list[int]]:
+        """What `accept_counts` and `limit_counts` have grown by since the last call."""
+        (accepted, limits), self._reported = self._reported, [self.accept_counts[:], self.limit_counts[:]]
+        return (
+            [now - before for now, before in zip(self.accept_counts, accepted, strict=True)],
+            [now - before for now, before in zip(self.limit_counts, limits, strict=True)],
+        )
+
     def fields(self) -> dict[str, Any]:
         """The fields of `Metrics` that are counted here."""
-        counts = self.accept_counts
+        counts, limits = self.accept_counts, self.limit_counts
         accepted = tuple(sum(counts[position:]) for position in range(1, len(counts)))
         histograms = {
             name: Histogram(tuple(counts), total[0], _HISTOGRAMS[name])
             for name, (counts, total) in self._values.items()
         }
         finished = {"requests_finished": dict(self.finished)}
-        return {**self.total, **finished, "accepted": sum(accepted), "accepted_by_position": accepted, **histograms}
+        drafts = {
+            "drafting_rounds": sum(limits[1:]),
+            "drafted": sum(limit * count for limit, count in enumerate(limits)),
+            "accepted": sum(accepted),
+            "accepted_by_position": accepted,
+        }
+        return {**self.total, **finished, **drafts, **histograms}
 
 
 _HISTOGRAMS = {

@@ -21,6 +21,7 @@ from jspec.core.types import Drafter, Params, Prompts
 from jspec.engine.group import Group
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
+from jspec.engine.versions import Versions
 from jspec.loading.model import Model
 from jspec.runner import slot_state
 from jspec.runner.device import Device
@@ -196,7 +197,7 @@ def start(setup: Setup, storm: Storm, given: list[Request]) -> Group:
         prefill_tokens=2 * CHUNK,
         max_in_flight=storm.max_in_flight,
     )
-    return Group(model, device, scheduler, burst_seconds=1.0, fail=lambda error: None)
+    return Group(model, device, scheduler, burst_seconds=1.0, versions=Versions(), fail=lambda error: None)
 
 
 def spoil(group: Group, setup: Setup, storm: Storm) -> None:

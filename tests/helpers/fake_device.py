@@ -9,6 +9,7 @@ from jspec.drafters import Adaptive, Ngram
 from jspec.engine.group import Group
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
+from jspec.engine.versions import Versions
 from jspec.runner.plan import Burst, Output
 from jspec.runner.request import Request
 
@@ -86,7 +87,8 @@ class FakeGroup:
         sizes = dict(context=64, extra_rows=0, read_shapes=[(2, 16)], prefill_tokens=32)
         self.scheduler = Scheduler(slots=slots, pages=pages, depth=drafter.depth, **{**sizes, **changes})
         model = SimpleNamespace(tokenizer=None, placement=None)
-        self.group = Group(model, self.device, self.scheduler, burst_seconds=burst_seconds, fail=lambda error: None)
+        options = {"burst_seconds": burst_seconds, "versions": Versions(), "fail": lambda error: None}
+        self.group = Group(model, self.device, self.scheduler, **options)
         monkeypatch.setattr("time.monotonic", lambda: self.device.now)
 
     def submit(self, prompt, new, text=None):
