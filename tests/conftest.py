@@ -10,6 +10,7 @@ import itertools
 import os
 import pathlib
 
+import optional
 import pytest
 import tiers
 
@@ -104,23 +105,6 @@ def pytest_plugin_registered(plugin_name, manager):
 def pytest_terminal_summary(terminalreporter, config):
     if config.stash[UNSELECTED]:
         terminalreporter.write_line(f"{config.stash[UNSELECTED]} tests not selected (-m {config.option.markexpr!r})")
-
-
-EXTRAS = {
-    "torch": "parity",
-    "transformers": "parity",
-    "ipykernel": "notebooks",
-    "matplotlib": "notebooks",
-    "nbclient": "notebooks",
-    "mkdocs": "docs",
-    "flax": "train",
-    "optax": "train",
-    "jsonschema": "test",
-    "libtpu": "tpu",
-    "msgspec": "serve",
-    "starlette": "serve",
-    "uvicorn": "serve",
-}
 
 
 CACHE_BYTES = 2**30
@@ -228,8 +212,4 @@ def without_jaxtyping():
 @pytest.fixture
 def needs():
     """A function that skips a test whose optional package is not installed, and names the extra that brings it."""
-
-    def check(package: str):
-        return pytest.importorskip(package, reason=f'needs {package}: pip install -e ".[{EXTRAS[package]}]"')
-
-    return check
+    return optional.needed

@@ -432,8 +432,8 @@ def test_a_reader_may_stop_before_the_end():
     assert process.returncode == 0 and b"pipe" not in errors.lower() and b"Traceback" not in errors
 
 
-def test_train_has_its_own_help(capsys):
-    pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+def test_train_has_its_own_help(needs, capsys):
+    needs("optax")
     for arguments, shown in ((["--help"], "train a draft"), (["eagle3", "--help"], "--steps")):
         with pytest.raises(SystemExit) as end:
             cli.main(["train", *arguments])

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from scipy import stats
 
 from jspec.analysis.contract import Case, Cases, Outcome, difference
 from jspec.analysis.evaluate import heldout_prompts
@@ -263,6 +262,8 @@ def _sampled(pair: Pair, prompt: str, part: int, counts: dict[bool, collections.
     table = table[:, table.sum(0) > 0]
     if table.shape[1] < 2:
         raise ValueError("not checked: the samples are all equal, or all different")
+    from scipy import stats  # takes as long to import as all of jspec
+
     p, total = float(stats.chi2_contingency(table)[1]), int(totals[0])  # pyright: ignore[reportArgumentType]
     if p < ALPHA:
         worst = int(np.abs(table[0] / totals[0] - table[1] / totals[1])[: len(texts)].argmax())

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from jspec.analysis import check_rule
 from jspec.analysis.contract import Case, Cases, Outcome
@@ -23,8 +22,7 @@ def samples(subject: Subject) -> Cases:
     for rule in FOR_SAMPLES if subject.accept is None else (subject.accept,):
         counts: Mapping[tuple[int, ...], int] = {}
         for part in range(8):
-            name = f"{rule}, {(part + 1) * SAMPLES:,} samples"
-            yield Case(name, partial(_sampled, subject, rule, part, counts))
+            yield Case(f"{rule}, {(part + 1) * SAMPLES:,} samples", partial(_sampled, subject, rule, part, counts))
 
 
 def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...], int]) -> Outcome:
@@ -37,8 +35,9 @@ def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...
         options = {"sampling": sampling, "accept": rule, "max_new_tokens": 3, "ignore_eos": True, "seed": seeds}
         for tokens in subject.run(subject.precise, [prompt] * batch, **options).tokens:
             counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
-    total = sum(counts.values())
-    observed = np.array([counts.get(text, 0) for text in texts], float)
+    from scipy import stats  # takes as long to import as all of jspec
+
+    total, observed = sum(counts.values()), np.array([counts.get(text, 0) for text in texts], float)
     if total != observed.sum():
         others = total - int(observed.sum())
         return Outcome("failed", total, f"{others} of {total} texts have a token that top_k excludes")
@@ -65,6 +64,8 @@ def detectable(total: int, freedom: int) -> float:
 
     The noncentrality of the statistic is at least 4 total d^2 for a total variation of d, by Cauchy and Schwarz.
     """
+    from scipy import stats
+
     limit, low, high = stats.chi2.isf(ALPHA, freedom), 0.0, 4.0 * total
     while high - low > 1e-3:
         middle = (low + high) / 2

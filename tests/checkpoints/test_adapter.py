@@ -6,7 +6,6 @@ import lora_files
 import numpy as np
 import parity
 import pytest
-import torch
 
 import jspec
 
@@ -49,10 +48,10 @@ def test_logits_and_texts_are_those_of_peft(built, case):
     base, adapter, oracle = built(case)
     model = jspec.load(base, adapter=adapter, dtype="float32")
     ids = np.random.default_rng(1).integers(0, 97, (2, 40)).astype(np.int32)
-    with torch.no_grad():
-        expected = oracle(input_ids=torch.tensor(ids.astype(np.int64))).logits.numpy()
+    with lora.torch.no_grad():
+        expected = oracle(input_ids=lora.torch.tensor(ids.astype(np.int64))).logits.numpy()
         oracle.disable_adapter_layers()
-        plain = oracle(input_ids=torch.tensor(ids.astype(np.int64))).logits.numpy()
+        plain = oracle(input_ids=lora.torch.tensor(ids.astype(np.int64))).logits.numpy()
         oracle.enable_adapter_layers()
     logits = parity.read(model.target, model.params.target, ids).logits
     np.testing.assert_allclose(logits, expected, atol=1e-5 * max(1, np.abs(expected).max()), rtol=0)

@@ -5,6 +5,7 @@ import re
 
 import lora_files
 import numpy as np
+import optional
 import pytest
 import toy
 from safetensors.numpy import load_file, save_file
@@ -47,7 +48,7 @@ def test_weights_are_those_of_the_merged_checkpoint_in_all_formats(base, adapter
 
 
 def test_a_torch_file_is_read(base, adapter):
-    torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
+    torch = optional.needed("torch")
     expected = jspec.load(base, adapter=adapter).params
     tensors = load_file(adapter / lora_files.WEIGHTS)
     torch.save({name: torch.tensor(array) for name, array in tensors.items()}, adapter / "adapter_model.bin")

@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+import optional
 import oss
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -117,8 +118,8 @@ def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
 
 @pytest.mark.slow
 def test_transformers_reads_the_same_weights(stored):
-    torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+    torch = optional.needed("torch")
+    transformers = optional.needed("transformers")
     method = transformers.Mxfp4Config(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         stored / "narrow", dtype=torch.float32, quantization_config=method

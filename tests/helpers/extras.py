@@ -1,6 +1,5 @@
 """Imported by tests that train: skips them where a package of the extra `train` is missing."""
 
-import pytest
+import optional
 
-for _name in ("flax", "optax", "orbax.checkpoint"):
-    pytest.importorskip(_name, reason=f'needs {_name}: pip install -e ".[train]"')
+optional.lazy("flax", "optax", "orbax.checkpoint")

@@ -3,11 +3,10 @@
 import warnings
 
 import hf
-import pytest
+import optional
 from lora_files import ATTENTION, MLP
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-peft = pytest.importorskip("peft", reason='needs peft: pip install -e ".[parity]"')
+torch, peft = optional.lazy("torch", "peft")
 
 
 def adapt(model, directory, *, seed=1, **options):

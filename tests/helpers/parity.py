@@ -12,6 +12,7 @@ from typing import Any
 import hf
 import jax
 import numpy as np
+import optional
 import pytest
 import toy
 from safetensors.numpy import load_file, save_file
@@ -23,8 +24,7 @@ from jspec.core import tree
 from jspec.core.types import Params
 from jspec.generation import run
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+torch, transformers = optional.lazy("torch", "transformers")
 
 NEW_TOKENS = 24
 LENGTHS = (1, 9, 30, 75)

@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import optional
 import pytest
 
 import jspec
@@ -40,8 +41,8 @@ def test_the_eagle_head_is_the_default_draft():
 
 @pytest.fixture(scope="module")
 def oracle():
-    pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+    optional.needed("torch")
+    transformers = optional.needed("transformers")
     import torch
 
     # Models this small are faster with one thread.

@@ -7,6 +7,7 @@ import hf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optional
 import pytest
 import toy
 from parity import check_logits, check_saved, edit, transformers
@@ -214,7 +215,7 @@ FLIPS = {
 @pytest.mark.parametrize("family", ("qwen3_next", "qwen3_5", "qwen3_5_moe"))
 def test_a_changed_key_changes_what_it_changes_in_transformers(tmp_path, family, key):
     """One key of a config.json is another: the logits are those of `transformers` with it, or it is refused by name."""
-    torch, ids = pytest.importorskip("torch"), toy.IDS[:1, :16]
+    torch, ids = optional.needed("torch"), toy.IDS[:1, :16]
     hf.save(hf.build(family), tmp_path)
     name = key if key in ("mlp_bias", "attention_bias") or "_" in key else "rope_parameters"
     edit(tmp_path, lambda raw: raw | {name: FLIPS[key]})

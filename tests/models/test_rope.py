@@ -4,14 +4,12 @@ import hf
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parity import check_logits
+from parity import check_logits, transformers
 
 from jspec.checkpoints import language_model
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.rope import describe_rope, parse_rope
-
-transformers = pytest.importorskip("transformers")
 
 DIM = 16
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -2,14 +2,14 @@
 
 import hf
 import numpy as np
+import optional
 import pytest
 
 import jspec
 from jspec.checkpoints import language_model
 from jspec.core.types import Params
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+torch, transformers = optional.lazy("torch", "transformers")
 
 FAMILIES = (
     *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"),

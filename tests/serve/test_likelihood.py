@@ -4,13 +4,13 @@ from operator import itemgetter
 
 import http_server
 import numpy as np
+import optional
 import pytest
 
 import jspec
 from jspec.core.package import ASSETS
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+torch, transformers = optional.lazy("torch", "transformers")
 
 TEXTS = (
     ("def add(a, b):\n    return", " a + b"),

@@ -7,6 +7,7 @@ import os
 from email.message import Message
 
 import numpy as np
+import optional
 import pytest
 import tokenizers
 
@@ -234,7 +235,7 @@ def test_an_indentation_is_one_token(built):
 
 
 def test_transformers_reads_the_tokenizer(built):
-    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+    transformers = optional.needed("transformers")
     fast = transformers.AutoTokenizer.from_pretrained(built[0])
     assert fast.eos_token == tokenizer.END_OF_TEXT and fast.eos_token_id == 0
     text = FUNCTION.format(name="other")
