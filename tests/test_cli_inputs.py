@@ -26,12 +26,7 @@ from jspec.core.options import kind_of, option_of, options_of
 from jspec.generation import run
 
 TINY = "bundled:python-tiny"
-OPTIONS = {
-    "generate": generate.Options,
-    "evaluate": evaluate.Options,
-    "bench": BenchOptions,
-    "serve": serve.Options,
-}
+OPTIONS = {"generate": generate.Options, "evaluate": evaluate.Options, "bench": BenchOptions, "serve": serve.Options}
 BASE = {
     "generate": ["x", "--model", TINY, "--max-new-tokens", "4"],
     "evaluate": ["--model", TINY, "--limit", "2", "--max-new-tokens", "4"],
@@ -302,13 +297,7 @@ def test_a_prompt_is_refused_by_name_or_the_work_begins(capsys, prompt):
 
 
 @pytest.mark.parametrize(
-    "command, option",
-    [
-        ("evaluate", "--json"),
-        ("evaluate", "--plot"),
-        ("bench", "--json"),
-        ("bench", "--plot"),
-    ],
+    "command, option", [("evaluate", "--json"), ("evaluate", "--plot"), ("bench", "--json"), ("bench", "--plot")]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, command, option):
     ending = ".png" if option == "--plot" else ""

@@ -244,11 +244,5 @@ def table(config: Deepseek, names: Set[str]) -> ModelParams:
 
 
 FAMILY = Family(
-    Deepseek,
-    ARCHITECTURES,
-    parse_config,
-    describe,
-    table=table,
-    open_tensors=scaled.open_tensors,
-    with_mtp=with_mtp,
+    Deepseek, ARCHITECTURES, parse_config, describe, table=table, open_tensors=scaled.open_tensors, with_mtp=with_mtp
 )

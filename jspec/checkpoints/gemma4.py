@@ -19,11 +19,7 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.rope import describe_rope, parse_section
 from jspec.models.decoder import Decoder
-from jspec.models.gemma4 import (
-    Attention,
-    Gemma4,
-    Gemma4Params,
-)
+from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
 from jspec.models.moe import Routed
 from jspec.models.rope import Rope
 from jspec.models.router import Router
@@ -72,11 +68,7 @@ def _parse_text(config: Fields, text: Fields) -> Gemma4:
 def _refuse_options(config: Fields, text: Fields) -> None:
     # Options of the layers.
     wrong = text.unsupported(
-        {
-            "attention_bias": (False,),
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "tie_word_embeddings": (True,),
-        }
+        {"attention_bias": (False,), "hidden_activation": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True,)}
     )
     wrong += config.unsupported({"tie_word_embeddings": (True,)})
     if config.section("quantization_config").keys() or text.section("quantization_config").keys():

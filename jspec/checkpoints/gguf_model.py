@@ -135,10 +135,7 @@ ARCHITECTURES = {
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
         keys=_WINDOWS,
-        tensors={
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        tensors={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
         implied=_olmo,
     ),
     "phi3": Architecture(

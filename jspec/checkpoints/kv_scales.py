@@ -19,11 +19,7 @@ from jspec.checkpoints.tensors import Tensors
 from jspec.core.struct import Leaf
 from jspec.models.weights import Stored
 
-_NAMES = (
-    ("k_scale", "v_scale"),
-    ("k_proj.k_scale", "v_proj.v_scale"),
-    ("k_proj.output_scale", "v_proj.output_scale"),
-)
+_NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale"))
 _SPARE = ("q_scale", "q_proj.q_scale", "q_proj.output_scale")
 """Scales of queries, which have the precision of the weights here."""
 

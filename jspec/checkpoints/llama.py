@@ -112,10 +112,7 @@ ROWS = {
     "qwen3": Row("Qwen3ForCausalLM", {"qk_norm": True}, {"head_dim": 128}, config=Llama),
     "qwen3_moe": Row("Qwen3MoeForCausalLM", {"qk_norm": True}, config=Llama, experts=True),
     "qwen2": Row(
-        "Qwen2ForCausalLM",
-        defaults={"sliding_window": 4096, "max_window_layers": 28},
-        bias=True,
-        windows=_last_windows,
+        "Qwen2ForCausalLM", defaults={"sliding_window": 4096, "max_window_layers": 28}, bias=True, windows=_last_windows
     ),
     "mistral": Row(
         "MistralForCausalLM",

@@ -25,9 +25,7 @@ from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import ModelParams
 from jspec.models.moe import Routed
-from jspec.models.qwen3_next import (
-    Qwen3Next,
-)
+from jspec.models.qwen3_next import Qwen3Next
 
 ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",

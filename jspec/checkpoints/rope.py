@@ -12,16 +12,7 @@ from typing import Any
 from jspec.checkpoints.config import FULL, SLIDING
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.models.rope import (
-    DynamicRope,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    ProportionalRope,
-    Rope,
-    Scaling,
-    YarnRope,
-)
+from jspec.models.rope import DynamicRope, LinearRope, Llama3Rope, LongRope, ProportionalRope, Rope, Scaling, YarnRope
 
 # Sections of several positions of a token differ in images only.
 _ALWAYS = "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"
@@ -33,12 +24,7 @@ _RENAMED = {"original_length": _ORIGINAL, "share": "partial_rotary_factor"}
 
 
 def parse_rope(
-    config: Fields,
-    head_dim: int,
-    theta: float | None = 10_000.0,
-    *,
-    share: float | None = None,
-    draft: bool = False,
+    config: Fields, head_dim: int, theta: float | None = 10_000.0, *, share: float | None = None, draft: bool = False
 ) -> Rope:
     """The rotary positions of a config.json of either generation.
 

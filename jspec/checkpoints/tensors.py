@@ -17,14 +17,7 @@ from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.threads import each_block
 from jspec.core.sharding import Placement, side_by_side
 from jspec.core.struct import Leaf, map_leaves
-from jspec.models.quantized import (
-    FORMATS,
-    PACKED,
-    check_whole_groups,
-    largest_matrix,
-    quantize,
-    quantize_shapes,
-)
+from jspec.models.quantized import FORMATS, PACKED, check_whole_groups, largest_matrix, quantize, quantize_shapes
 from pallas_kernels.packed_matmul import BLOCK
 
 FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}

@@ -107,10 +107,7 @@ def _describe(
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
     local = on_one_device(subject.placement, params)
     # Bytes of the parts of a round.
-    streamed = {
-        "target": target.forward_bytes(local.target),
-        "kv_token": target.kv_bytes(1, itemsize),
-    }
+    streamed = {"target": target.forward_bytes(local.target), "kv_token": target.kv_bytes(1, itemsize)}
     if draft is not None:
         streamed["draft_step"], streamed["extend"] = draft.step_bytes(local), draft.extend_bytes(local)
         streamed["draft_kv_token"] = draft.kv_bytes(1, itemsize, target)

@@ -107,12 +107,7 @@ def add_command(commands: Commands) -> None:
         run,
         help="continue a prompt, or the prompts of a file",
         description="Continues a prompt and streams the text; or continues each prompt of a file.",
-        groups={
-            **SHAPE_GROUP,
-            **SAMPLING_GROUP,
-            "many prompts": ("prompts", "batch"),
-            **PROCESS_GROUP,
-        },
+        groups={**SHAPE_GROUP, **SAMPLING_GROUP, "many prompts": ("prompts", "batch"), **PROCESS_GROUP},
     )
 
 

@@ -87,9 +87,7 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
         None, "how the model writes calls of tools (default: as its chat template tells)", choices=tuple(FORMATS)
     )
     thinking_format: str | None = option(
-        None,
-        "how the model writes its thinking (default: as its chat template tells)",
-        choices=(*THINKING, "none"),
+        None, "how the model writes its thinking (default: as its chat template tells)", choices=(*THINKING, "none")
     )
     generation_config: bool = option(
         True, "do not sample with the temperature, top_p, top_k, min_p and repetition penalty of generation_config.json"
@@ -97,11 +95,7 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
     ignore_unknown_fields: bool = option(False, "log unknown fields of requests, instead of an answer with an error")
     page: bool = option(True, "do not serve the page at / to chat with the model")
     grace: float = option(
-        30.0,
-        "time that running requests have to end after SIGTERM",
-        metavar="SECONDS",
-        least=0.0,
-        most=_MAX_GRACE,
+        30.0, "time that running requests have to end after SIGTERM", metavar="SECONDS", least=0.0, most=_MAX_GRACE
     )
 
     def __post_init__(self):

@@ -14,15 +14,7 @@ from jspec.analysis.verify import Certificate, verify
 from jspec.analysis.verify_endpoint import Server, verify_endpoint
 from jspec.cli import arguments
 from jspec.cli.arguments import Commands, check_output
-from jspec.cli.common import (
-    ACCEPT_HELP,
-    DRAFTER_HELP,
-    DRAFTERS,
-    SHAPE_GROUP,
-    ModelOptions,
-    load_model,
-    make_drafter,
-)
+from jspec.cli.common import ACCEPT_HELP, DRAFTER_HELP, DRAFTERS, SHAPE_GROUP, ModelOptions, load_model, make_drafter
 from jspec.core.accept import RULES
 from jspec.core.options import option, typed
 from jspec.generation.options import MAX_SEED

@@ -31,14 +31,7 @@ from jspec.serve import metrics, openai, page, prompts
 from jspec.serve.access import POLLED
 from jspec.serve.answer import Answer, TokenNames, stops_of
 from jspec.serve.anthropic import Messages
-from jspec.serve.errors import (
-    CLIENT_LEFT,
-    answer_error,
-    engine_errors,
-    json_answer,
-    queue_is_full,
-    shutting_down,
-)
+from jspec.serve.errors import CLIENT_LEFT, answer_error, engine_errors, json_answer, queue_is_full, shutting_down
 from jspec.serve.fields import ApiError
 from jspec.serve.openai import Call, Limits
 from jspec.serve.responses import Responses

@@ -156,10 +156,7 @@ _TOKENIZE = {
     "add_special_tokens": row(check_flag, True),
     "return_token_strs": row(check_flag),
 }
-_DETOKENIZE = {
-    "model": row(check_text),
-    "tokens": row(check_ids, REQUIRED, vocab_size="vocab_size", most="context"),
-}
+_DETOKENIZE = {"model": row(check_text), "tokens": row(check_ids, REQUIRED, vocab_size="vocab_size", most="context")}
 
 
 @dataclasses.dataclass(frozen=True)

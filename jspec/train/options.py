@@ -76,9 +76,7 @@ class DraftRun(Run):
     target: str = option(help="bundled:NAME, a Hugging Face directory or a hub id")
     depth: int = option(5, "drafts per round in evaluations", least=1, most=64)
     prompts: int | None = option(
-        None,
-        f"held-out prompts in each evaluation (default: {DEFAULT_PROMPTS}, or all if there are fewer)",
-        least=1,
+        None, f"held-out prompts in each evaluation (default: {DEFAULT_PROMPTS}, or all if there are fewer)", least=1
     )
     minutes: float | None = option(
         None, "end the run, with its schedule, after about this time, fewer steps than --steps if need be", above=0

@@ -81,12 +81,7 @@ class UnrolledLearner(Learner):
         return self.total(metrics.loss), texts.tokens.size, metrics
 
     def unroll(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        observed: PyTree,
-        targets: Targets,
-        mask: Float[Array, "B T"],
+        self, params: Params, tokens: Int[Array, "B T"], observed: PyTree, targets: Targets, mask: Float[Array, "B T"]
     ) -> StepMetrics:
         """Unrolls over the recipe's steps and compares each with the target; differentiable in `params.draft`.
 

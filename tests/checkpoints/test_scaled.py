@@ -34,11 +34,7 @@ COMPRESSED = {
     "ignore": ["lm_head"],
     "kv_cache_scheme": None,
 }
-INT8 = {
-    **COMPRESSED,
-    "format": "int-quantized",
-    "config_groups": {"group_0": {"weights": {**WEIGHTS, "type": "int"}}},
-}
+INT8 = {**COMPRESSED, "format": "int-quantized", "config_groups": {"group_0": {"weights": {**WEIGHTS, "type": "int"}}}}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 16], "activation_scheme": "dynamic"}
 FORMATS = {"blocks": BLOCKS, "channels": COMPRESSED, "tensors": COMPRESSED, "int8": INT8}
 

@@ -10,20 +10,7 @@ import pytest
 import qwen
 from eagle_files import TARGET, V
 from spelling_tables import OTHER, SAME
-from spellings import (
-    BASES,
-    IDS,
-    both,
-    inside,
-    padded,
-    proposals,
-    speculators,
-    tensors,
-    top,
-    vocabulary,
-    without,
-    write,
-)
+from spellings import BASES, IDS, both, inside, padded, proposals, speculators, tensors, top, vocabulary, without, write
 
 from jspec.checkpoints import drafts
 from jspec.checkpoints.files import CheckpointError

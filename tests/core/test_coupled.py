@@ -105,13 +105,7 @@ def test_drafted_sampling_equals_plain_sampling(name):
 
 @pytest.mark.slow(unless="plain-1")
 @pytest.mark.parametrize(
-    ("name", "page_size"),
-    (
-        ("plain", 1),
-        ("ngram", 16),
-        ("standalone", 16),
-        ("standalone_tree", 1),
-    ),
+    ("name", "page_size"), (("plain", 1), ("ngram", 16), ("standalone", 16), ("standalone_tree", 1))
 )
 def test_a_sequence_alone_on_other_pages_gets_the_same_tokens_as_in_a_batch(name, page_size):
     for row in range(BATCH):

@@ -201,15 +201,7 @@ def exact_distribution(ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "width"),
-    [
-        ("rejection", 1),
-        ("rejection", 3),
-        ("block", 1),
-        ("coupled", 3),
-    ],
-)
+@pytest.mark.parametrize(("rule", "width"), [("rejection", 1), ("rejection", 3), ("block", 1), ("coupled", 3)])
 def test_the_distribution_is_the_constrained_one(rule, width):
     """Chi-square against the exact probabilities of all texts."""
     drafter = Standalone(depth=2, width=width).bind(toy.TARGET, toy.NEAR)

@@ -47,11 +47,7 @@ SCHEMAS = [
 DOCUMENT = jspec.Grammar.json_schema(SCHEMA)
 WORD = jspec.Grammar.choice(["return x", "for i in range", "é漢"])
 PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
-MIXED = [
-    jspec.Sampling(temperature=0.8, grammar=DOCUMENT),
-    None,
-    jspec.Sampling(temperature=0, grammar=WORD),
-]
+MIXED = [jspec.Sampling(temperature=0.8, grammar=DOCUMENT), None, jspec.Sampling(temperature=0, grammar=WORD)]
 
 
 @pytest.fixture(scope="module")

@@ -94,22 +94,7 @@ def measure(**options):
 
 # The tables
 
-NO_INT = (
-    2.5,
-    3.0,
-    math.nan,
-    math.inf,
-    "4",
-    "",
-    True,
-    b"1",
-    (1,),
-    {},
-    1 + 2j,
-    np.float32(2),
-    np.bool_(1),
-    object,
-)
+NO_INT = (2.5, 3.0, math.nan, math.inf, "4", "", True, b"1", (1,), {}, 1 + 2j, np.float32(2), np.bool_(1), object)
 NO_NUMBER = ("0.5", "", True, b"1", (0.5,), {}, [], 1 + 0j, np.bool_(1), np.ones(2), object, None)
 NO_FLAG = (0, 1, "yes", None, 1.0, [])
 HUGE = (2**31, 2**63, 2**70)

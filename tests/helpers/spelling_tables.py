@@ -208,9 +208,7 @@ SAME = {
             **{"tie_word_embeddings": False, "use_cache": True, "bos_token_id": 1, "eos_token_id": [2, 3]},
         ),
     },
-    "dflash embedding": {
-        "a mask among rows of padding": both(padded(3), mask_in(V + 1)),
-    },
+    "dflash embedding": {"a mask among rows of padding": both(padded(3), mask_in(V + 1))},
     "dflash reduced": {
         "ids by frequency": vocabulary("frequency"),
         "ids as they are": vocabulary("frequency", offsets=False),
@@ -289,16 +287,10 @@ SAME = {
         "rows of pairs": both(top(rope_is_neox_style=False), interleaved),
         "padded by 3": padded(3),
         "speculators, stated": speculators(
-            "dspark",
-            aux_hidden_state_layer_ids=INPUTS,
-            sample_from_anchor=True,
-            **CONFIDENCE,
+            "dspark", aux_hidden_state_layer_ids=INPUTS, sample_from_anchor=True, **CONFIDENCE
         ),
         "speculators, as many drafts as rows": speculators(
-            "dspark",
-            aux_hidden_state_layer_ids=INPUTS,
-            **CONFIDENCE,
-            **speculative_tokens(4),
+            "dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE, **speculative_tokens(4)
         ),
     },
     "dspark fill-in": {

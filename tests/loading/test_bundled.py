@@ -119,11 +119,7 @@ def test_greedy_output_equals_transformers(models, continued, drafter, page_size
 
 # Stop strings with every drafter are in test_generate.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafter",
-    [None, jspec.Standalone(depth=4)],
-    ids=str,
-)
+@pytest.mark.parametrize("drafter", [None, jspec.Standalone(depth=4)], ids=str)
 def test_stop_strings_end_the_text_where_transformers_does(model, continued, drafter):
     _, ids, whole, stops, stopped = continued
     out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, stop=stops)

@@ -123,8 +123,7 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
         engine.update(dataclasses.replace(model.params, target=target))
         new = one.with_params(jspec.from_named(config, arrays).params.target)
         split.assert_same(
-            engine.generate(tiny.PROMPTS, **options),
-            jspec.generate(new, tiny.PROMPTS, drafter=drafter, **options),
+            engine.generate(tiny.PROMPTS, **options), jspec.generate(new, tiny.PROMPTS, drafter=drafter, **options)
         )
         assert counts == traced
         with pytest.raises(ValueError, match="params.target.*: has the sharding .*; must have that of the model"):

@@ -588,8 +588,7 @@ def test_packed_weights_are_split_by_blocks_of_rows(directories):
 
 
 @pytest.mark.parametrize(
-    ("name", "format"),
-    [("experts", "int8"), ("blocks", "int4"), pytest.param("states and experts", "fp8", marks=slow)],
+    ("name", "format"), [("experts", "int8"), ("blocks", "int4"), pytest.param("states and experts", "fp8", marks=slow)]
 )
 def test_quantized_weights_from_arrays_are_those_of_files(directories, name, format):
     """They are quantized by the program that fuses them, which splits the scales as well."""

@@ -56,8 +56,7 @@ def test_what_a_configuration_leaves_out_has_the_defaults_of_transformers(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("options", "target"),
-    [({"exact": True}, oss.KINDS["sinks"].exactly()), ({"tensor": 1}, oss.KINDS["sinks"])],
+    ("options", "target"), [({"exact": True}, oss.KINDS["sinks"].exactly()), ({"tensor": 1}, oss.KINDS["sinks"])]
 )
 def test_a_model_is_loaded_with_options_of_the_family(tmp_path, options, target):
     language_model.save(tmp_path, oss.KINDS["sinks"], oss.params("sinks"), dtype="float32")

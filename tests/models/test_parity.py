@@ -125,8 +125,7 @@ OUTPUTS = [
     *(
         Case(*point, (None, 20, 7, 70)[(i + k) % 4], draft="llama" if k == 5 else None)
         for i, k, (*point, _) in turns(
-            RECURRENT,
-            (None, Ngram(depth=12), CHAIN, TREE, Standalone(2, width=4), CHAIN, Eagle(depth=4, width=3)),
+            RECURRENT, (None, Ngram(depth=12), CHAIN, TREE, Standalone(2, width=4), CHAIN, Eagle(depth=4, width=3))
         )
         if (i + k) % 3 == 0
     ),
@@ -283,9 +282,7 @@ MULTIMODAL = {
 
 
 @pytest.mark.parametrize(
-    ("family", "root"),
-    [("gemma3", None), ("gemma3", "model.language_model."), ("gemma4-shared", None)],
-    ids=str,
+    ("family", "root"), [("gemma3", None), ("gemma3", "model.language_model."), ("gemma4-shared", None)], ids=str
 )
 def test_the_text_model_of_a_multimodal_one(tmp_path, family, root):
     prefix, options = MULTIMODAL[family]

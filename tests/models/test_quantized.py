@@ -198,14 +198,7 @@ def small_model(weights, dtype="float32", widened=False):
     return jspec.Model("toy", toy.TARGET, params, None, (), toy.TARGET)
 
 
-@pytest.mark.parametrize(
-    ("weights", "drafter"),
-    [
-        ("fp8", CHAIN),
-        ("int8", TREE),
-        ("int4", TREE),
-    ],
-)
+@pytest.mark.parametrize(("weights", "drafter"), [("fp8", CHAIN), ("int8", TREE), ("int4", TREE)])
 @pytest.mark.slow
 def test_drafted_tokens_are_those_of_plain_decoding_and_rounds_those_of_the_widened_weights(weights, drafter):
     options = {"max_new_tokens": 20, "page_size": 16}

@@ -110,12 +110,7 @@ BAD = {
         "continue_final_message": [1, "yes"],
         "prompt": ["x"],
     },
-    "/tokenize": {
-        "prompt": [5, []],
-        "messages": [5, []],
-        "add_special_tokens": [1, "no"],
-        "tools": [5, [5]],
-    },
+    "/tokenize": {"prompt": [5, []], "messages": [5, []], "add_special_tokens": [1, "no"], "tools": [5, [5]]},
     "/detokenize": {"tokens": [None, "x", [-1], [10**9], [1.5], {}], "prompt": ["x"]},
 }
 REFUSED = ["guided_grammar", "use_beam_search", "reasoning_effort"]

@@ -46,8 +46,7 @@ def test_documents_of_the_schemas_of_clients_validate(needs):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["date", "time", "datetime", "timedelta", "UUID", "Decimal", "AnyUrl", "IPvAnyAddress", "open", "pet"],
+    "name", ["date", "time", "datetime", "timedelta", "UUID", "Decimal", "AnyUrl", "IPvAnyAddress", "open", "pet"]
 )
 def test_pydantic_takes_the_values(name):
     kind, rng = pydantic.TypeAdapter(client_models.TYPES[name]), np.random.default_rng(1)

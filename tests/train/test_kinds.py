@@ -87,9 +87,9 @@ def test_the_command_writes_a_draft_that_loads(data_directory, tmp_path, name):
         assert written["speculators_config"]["verifier"]["name_or_path"] == "small"
         assert loaded.params.draft.ids.tolist() == np.unique(loaded.params.draft.ids).tolist()
     elif kind == "dspark":
-        assert (loaded.draft.confidence, loaded.draft.method) == {
-            "dspark-z-lab": (None, "DFlash2"),
-        }.get(name, ("markov", "DSpark"))
+        assert (loaded.draft.confidence, loaded.draft.method) == {"dspark-z-lab": (None, "DFlash2")}.get(
+            name, ("markov", "DSpark")
+        )
     else:
         assert isinstance(loaded.draft, jspec.models.Assistant) and loaded.draft.target_layers == (1, 0, 1)
         assert loaded.draft.target_head and loaded.draft.num_heads == 2

@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
                 nats[k] += surprise
                 agreed[k], chained[k], counted[k] = agreed[k] + same, chained[k] + chain, counted[k] + 1
     expected = (sums / total) @ [
-        *(recipe.cross_entropy, recipe.distance, recipe.divergence, recipe.confidence, recipe.selector),
+        *(recipe.cross_entropy, recipe.distance, recipe.divergence, recipe.confidence, recipe.selector)
     ]
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
     np.testing.assert_allclose(loss_weight, total, rtol=2e-5)

@@ -348,11 +348,7 @@ class _Parser:
         return [value for i, value in enumerate(values) if not any(same(value, other) for other in values[:i])]
 
     def _number(
-        self,
-        schema: Schema,
-        where: str,
-        within: Callable[[Bound | None, Bound | None], Expression],
-        free: Expression,
+        self, schema: Schema, where: str, within: Callable[[Bound | None, Bound | None], Expression], free: Expression
     ) -> Expression:
         """A number; with bounds, one without an exponent."""
         low = [*keywords.limits(schema, "minimum", "exclusiveMinimum", where)]

@@ -30,8 +30,7 @@ def _unicode_escape() -> Expression:
 
 
 CHARACTER = e.either(
-    e.characters(e.complement(_ESCAPED)),
-    e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape())),
+    e.characters(e.complement(_ESCAPED)), e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape()))
 )
 """A character within a string, in any spelling."""
 COUNTED = e.either(e.characters(e.complement(_ESCAPED)), e.concat(_one_of("\\"), _one_of('"\\bfnrt')))
