@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from eagle_files import TARGET, V, random_weight, write_edited
+from eagle_files import TARGET, V, config_of_layers, random_weight, reduced_vocabulary, write_edited, write_layer
 
 from jspec.checkpoints import block
 from jspec.checkpoints.plan import Checkpoint
@@ -85,24 +85,11 @@ def random_draft(
     def weight(name: str, *shape: int):
         t[name] = random_weight(random, name, *shape)
 
-    heads, kv_heads, dim, mlp, rank = 4, 2, 8, 24, RANK if markov else 0
+    rank = RANK if markov else 0
     for n in range(num_layers):
         prefix = f"layers.{n}."
-        for name, out, reads in (
-            ("q", heads * dim, width),
-            ("k", kv_heads * dim, width),
-            ("v", kv_heads * dim, width),
-            ("o", width, heads * dim),
-        ):
-            weight(f"{prefix}self_attn.{name}_proj.weight", out, reads)
-            if attention_bias:
-                weight(f"{prefix}self_attn.{name}_proj.bias", out)
-            if name in "qk":
-                weight(f"{prefix}self_attn.{name}_norm.weight", dim)
-        for name, shape in (("gate", (mlp, width)), ("up", (mlp, width)), ("down", (width, mlp))):
-            weight(f"{prefix}mlp.{name}_proj.weight", *shape)
+        write_layer(weight, prefix, width, norms="qk", qkv_bias=attention_bias, o_bias=attention_bias)
         weight(prefix + "input_layernorm.weight", width)
-        weight(prefix + "post_attention_layernorm.weight", width)
     weight("fc.weight", width, 16 * (2 if target_layer_ids is None else len(target_layer_ids)))
     for name in ("hidden_norm.weight", "norm.weight"):
         weight(name, width)
@@ -114,22 +101,9 @@ def random_draft(
         weight("lm_head.weight", draft_vocab or V, width)
     write_heads(weight, markov, confidence, width, draft_vocab or V)
     if draft_vocab:
-        ids = np.sort(random.permutation(V)[:draft_vocab])
-        t["d2t"], t["t2d"] = ids - np.arange(draft_vocab), np.isin(np.arange(V), ids)
-    layers = {
-        "model_type": "qwen3",
-        "vocab_size": V,
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": attention_bias,
-        **(layer or {}),
-    }
+        t |= reduced_vocabulary(random, draft_vocab)
+    layers = {"model_type": "qwen3", **config_of_layers(width, num_layers), "attention_bias": attention_bias}
+    layers |= layer or {}
     method = {"block_size": block_size, "mask_token_id": V - 1}
     method_heads = {
         "markov_rank": rank,

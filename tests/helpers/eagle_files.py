@@ -97,6 +97,48 @@ def random_weight(random: np.random.Generator, name: str, *shape: int) -> np.nda
     return values.astype(np.float32)
 
 
+HEADS_OF_LAYER, KV_HEADS, DIM, MLP = 4, 2, 8, 24
+
+
+def write_layer(weight, prefix: str, width: int, reads: int | None = None, *, norms=(), qkv_bias=False, o_bias=False):
+    """Adds the tensors of a decoder layer with `weight(name, *shape)`, but for the norm of its attention.
+
+    reads: inputs of its attention; None: `width`. norms: which of q and k have one.
+    """
+    reads = width if reads is None else reads
+    shapes = {"q": (HEADS_OF_LAYER * DIM, reads), "k": (KV_HEADS * DIM, reads), "v": (KV_HEADS * DIM, reads)}
+    for name, shape in (shapes | {"o": (width, HEADS_OF_LAYER * DIM)}).items():
+        weight(f"{prefix}self_attn.{name}_proj.weight", *shape)
+        if o_bias if name == "o" else qkv_bias:
+            weight(f"{prefix}self_attn.{name}_proj.bias", shape[0])
+        if name in norms:
+            weight(f"{prefix}self_attn.{name}_norm.weight", DIM)
+    for name, shape in (("gate", (MLP, width)), ("up", (MLP, width)), ("down", (width, MLP))):
+        weight(f"{prefix}mlp.{name}_proj.weight", *shape)
+    weight(prefix + "post_attention_layernorm.weight", width)
+
+
+def config_of_layers(width: int, num_layers: int) -> dict:
+    """Their keys in config.json."""
+    return {
+        "vocab_size": V,
+        "hidden_size": width,
+        "intermediate_size": MLP,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS_OF_LAYER,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+    }
+
+
+def reduced_vocabulary(random: np.random.Generator, size: int) -> dict[str, np.ndarray]:
+    """The maps of a vocabulary of random tokens."""
+    ids = np.sort(random.permutation(V)[:size])
+    return {"d2t": ids - np.arange(size), "t2d": np.isin(np.arange(V), ids)}
+
+
 def random_head(
     layout: str = "eagle3",
     *,
@@ -128,22 +170,11 @@ def random_head(
     def weight(name: str, *shape: int):
         t[name] = random_weight(random, name, *shape)
 
-    heads, kv_heads, dim, mlp, three = 4, 2, 8, 24, layout != "eagle1"
+    three = layout != "eagle1"
     for n in range(num_layers):
         prefix = "midlayer." if layout == "eagle3" and n == 0 else f"layers.{n}."
-        reads = 2 * width if three and n == 0 else width
-        for name, out in (("q", heads * dim), ("k", kv_heads * dim), ("v", kv_heads * dim)):
-            weight(f"{prefix}self_attn.{name}_proj.weight", out, reads)
-            if qkv_bias:
-                weight(f"{prefix}self_attn.{name}_proj.bias", out)
-            if qk_norm and name != "v":
-                weight(f"{prefix}self_attn.{name}_norm.weight", dim)
-        weight(prefix + "self_attn.o_proj.weight", width, heads * dim)
-        if o_bias:
-            weight(prefix + "self_attn.o_proj.bias", width)
-        for name, shape in (("gate", (mlp, width)), ("up", (mlp, width)), ("down", (width, mlp))):
-            weight(f"{prefix}mlp.{name}_proj.weight", *shape)
-        weight(prefix + "post_attention_layernorm.weight", width)
+        options = dict(norms="qk" if qk_norm else (), qkv_bias=qkv_bias, o_bias=o_bias)
+        write_layer(weight, prefix, width, 2 * width if three and n == 0 else width, **options)
         if n or three:
             weight(f"{prefix}{later_norm if n else 'input_layernorm'}.weight", width)
         if n == 0 and three:
@@ -161,22 +192,10 @@ def random_head(
     if three and lm_head:
         weight("lm_head.weight", draft_vocab or V, width)
     if three and draft_vocab:
-        ids = np.sort(random.permutation(V)[:draft_vocab])
-        t["d2t"], t["t2d"] = ids - np.arange(draft_vocab), np.isin(np.arange(V), ids)
+        t |= reduced_vocabulary(random, draft_vocab)
     if embed:
         weight("embed_tokens.weight", V, width)
-    layer = {
-        "vocab_size": V,
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "model_type": "llama",
-    }
+    layer = config_of_layers(width, num_layers) | {"model_type": "llama"}
     if layout == "eagle1":
         return {"architectures": ["LlamaForCausalLM"], **layer, **top}, t
     flags = {"draft_vocab_size": draft_vocab, "norm_before_fc": norm_before_fc, "fc_norm": fc_norm is not None}
