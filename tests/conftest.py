@@ -78,6 +78,12 @@ def pytest_collection_modifyitems(config, items):
             config.hook.pytest_deselected(items=others)
 
 
+def pytest_collection_finish():
+    """Leaves modules and tests out of garbage collections: a full one would take half a second, in many modules."""
+    gc.collect()
+    gc.freeze()
+
+
 UNSELECTED = pytest.StashKey[int]()
 
 
@@ -170,15 +176,35 @@ def programs(request):
     with pytest.MonkeyPatch.context() as patch:
         if not (as_shipped or text):
             take_older_generator(patch)
+        PATCHED.clear()
         yield
-    tests = (item for item in request.session.items if getattr(item, "module", None) is request.module)
-    if as_shipped or text or any(PATCHES & set(item.fixturenames) for item in tests):
+    if as_shipped or text or not all(name.startswith(HOST) for name in PATCHED):
         forget_programs()
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-PATCHES = {"monkeypatch", "without_jaxtyping"}
-"""Fixtures with which a program may be traced that is another one than in other modules."""
+HOST = ("jspec.bench", "jspec.cli", "jspec.loading", "jspec.serve", "jspec.text", "os", "sys", "tools.")
+"""Beginnings of the names of modules of which nothing is traced."""
+PATCHED = set()
+"""Modules that tests of this module have patched: a program may be traced then that is another one elsewhere."""
+
+
+def note_patches(method):
+    """Makes a method of MonkeyPatch note in `PATCHED` whose attributes or items it changes."""
+    change = getattr(pytest.MonkeyPatch, method)
+
+    def noted(self, target, *rest, **options):
+        owner = target if isinstance(target, str) else getattr(target, "__module__", getattr(target, "__name__", ""))
+        PATCHED.add(str(owner))
+        change(self, target, *rest, **options)
+
+    setattr(pytest.MonkeyPatch, method, noted)
+
+
+for _method in ("setattr", "delattr", "setitem", "delitem"):
+    note_patches(_method)
+
+
 MAPS = pathlib.Path("/proc/self/maps")
 MOST_MAPS = 30_000
 """Each compiled program keeps memory mapped; Linux allows a process 65,530 maps and a compiler out of them crashes."""
@@ -205,6 +231,7 @@ def room_for_programs():
 def without_jaxtyping():
     """Turns off the checks of shapes and types that only tests have, so that those of the package run."""
     jaxtyping.config.update("jaxtyping_disable", True)
+    PATCHED.add("jaxtyping")
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
