@@ -36,28 +36,29 @@ _quantize = partial(jax.jit, static_argnames="weights")(quantize)
 
 
 class TensorFiles:
-    """The tensors in the files of a checkpoint, by name.
+    """The tensors in the files of a checkpoint, by name; by default those of other files, `stored`.
 
     All methods raise CheckpointError if a tensor or a file is missing or damaged.
     """
 
     directory: Path
+    stored: "TensorFiles"
 
     def names(self) -> set[str]:
         """The names of all tensors."""
-        raise NotImplementedError
+        return self.stored.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it."""
-        raise NotImplementedError
+        return self.stored.shape(name)
 
     def dtype(self, name: str) -> np.dtype:
         """The type of one tensor, without reading it."""
-        raise NotImplementedError
+        return self.stored.dtype(name)
 
     def get(self, name: str) -> np.ndarray:
         """A copy of one tensor as stored."""
-        raise NotImplementedError
+        return self.stored.get(name)
 
     def has_parts(self, name: str) -> bool:
         """Whether parts of this tensor can be read."""
@@ -65,7 +66,7 @@ class TensorFiles:
 
     def part(self, name: str, part: Part) -> np.ndarray:
         """A copy of a part of one tensor as stored, if it has parts."""
-        raise NotImplementedError
+        return self.stored.part(name, part)
 
 
 class DerivedFiles(TensorFiles):
@@ -83,25 +84,9 @@ class DerivedFiles(TensorFiles):
         """As in `TensorFiles`."""
         return self._names
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """As in `TensorFiles`."""
-        return self.stored.shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        """As in `TensorFiles`."""
-        return self.stored.dtype(name)
-
-    def get(self, name: str) -> np.ndarray:
-        """As in `TensorFiles`."""
-        return self.stored.get(name)
-
     def has_parts(self, name: str) -> bool:
         """As in `TensorFiles`."""
         return name not in self.derived and self.stored.has_parts(name)
-
-    def part(self, name: str, part: Part) -> np.ndarray:
-        """As in `TensorFiles`."""
-        return self.stored.part(name, part)
 
 
 class Tensors:

@@ -57,12 +57,13 @@ def test_a_rule_decides_as_for_a_tree_without_the_nodes_beyond_the_limit(rule, w
         shape = (None, None) if width == 1 else (generations, width)
         return RULES[rule](KEYS, DraftTree(tokens, above, *shape, probs, limit), logits, jnp.asarray(POSITION))
 
-    out = decide(tokens, probs, logits, limit, count=nodes, generations=depth)
+    out = jax.device_get(decide(tokens, probs, logits, limit, count=nodes, generations=depth))
     lengths = np.minimum(out.length, limit + 1)
     for most in range(depth + 1):
         count = sum(generation <= most for generation in depths)
         shorter = None if probs is None else probs[:, :count]
-        alone = decide(tokens[:, :count], shorter, logits[:, :count], None, count=count, generations=most)
+        arguments = tokens[:, :count], shorter, logits[:, :count], None
+        alone = jax.device_get(decide(*arguments, count=count, generations=most))
         for b in np.flatnonzero(limit == most):
             assert lengths[b] == alone.length[b]
             np.testing.assert_array_equal(out.tokens[b, : lengths[b]], alone.tokens[b, : lengths[b]])
@@ -168,11 +169,11 @@ def test_sequences_without_drafts_decode_in_the_plain_branch():
     s = jax.device_get(toy.start(drafter, toy.head_params()))
     evidence = policy.Evidence(np.full((3, 1, 3), 9, np.float32), np.full((3, 1, 3), 9, np.float32))
     s = dataclasses.replace(s, draft=dataclasses.replace(s.draft, evidence=evidence))
+    choose = jax.jit(lambda s: drafter.choose(None, s)[0])
 
     def choice(limits, round_index=0):
         limits = None if limits is None else np.array(limits, np.int32)
-        after = dataclasses.replace(s, draft_limits=limits, round_index=np.int32(round_index))
-        return int(drafter.choose(None, after)[0])
+        return int(choose(dataclasses.replace(s, draft_limits=limits, round_index=np.int32(round_index))))
 
     assert choice(None) == choice([[0, 1, 3]] * 3) == 2
     assert choice([[0, 1, 1]] * 3) == 1
