@@ -9,7 +9,7 @@ from typing import Any
 
 from jspec.checkpoints.config import family_of, read_eps, reading, unknown_family
 from jspec.checkpoints.draft import DraftKind
-from jspec.checkpoints.fields import MOST_LAYERS, Fields
+from jspec.checkpoints.fields import MOST_LAYERS, Fields, describe_fields
 from jspec.checkpoints.gemma4 import match_layers, parse_assistant
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
@@ -25,6 +25,11 @@ GEMMA4 = {
 OWN = ("FrozenKvAssistant", "frozen_kv_assistant")
 """Class and model_type of this package's own kind."""
 KINDS = {**GEMMA4, OWN[0]: OWN[1]}
+_SIZES = {
+    **{name: name for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    **{"backbone_hidden_size": "target_hidden_size", "num_attention_heads": "num_heads"},
+}
+"""Keys of this package's own kind -> fields of `Assistant`."""
 
 
 def matches(source: Source) -> bool:
@@ -45,11 +50,7 @@ def parse_config(config: Fields, target: Decoder) -> Assistant:
 
 def _parse_own(config: Fields) -> Assistant:
     return Assistant(
-        vocab_size=config.read_int("vocab_size"),
-        hidden_size=config.read_int("hidden_size"),
-        target_hidden_size=config.read_int("backbone_hidden_size"),
-        intermediate_size=config.read_int("intermediate_size"),
-        num_heads=config.read_int("num_attention_heads"),
+        **config.read_sizes(_SIZES),
         target_layers=config.read_ints("target_layers", count=MOST_LAYERS),
         head_dims=config.read_ints("head_dims", least=1, count=MOST_LAYERS),
         rms_norm_eps=read_eps(config),
@@ -94,11 +95,7 @@ def describe(config: Assistant) -> dict[str, Any]:
     raw = {
         "architectures": [OWN[0]],
         "model_type": OWN[1],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "backbone_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
+        **describe_fields(config, _SIZES),
         "target_layers": list(config.target_layers),
         "head_dims": list(config.head_dims),
         "rms_norm_eps": config.rms_norm_eps,

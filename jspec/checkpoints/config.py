@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, describe_fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed
@@ -13,6 +13,18 @@ from jspec.models.router import Router
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""
+_SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_attention_heads": "num_heads"}
+SHAPE = _SIZES | {
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "max_position_embeddings": "max_length",
+    "rms_norm_eps": "rms_norm_eps",
+}
+"""Keys of all families -> fields of their configurations."""
+HEADS = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
+TIED = {"tie_word_embeddings": "tie_embeddings"}
+BIASES = {"attention_bias": "attention_bias"}
+"""Keys of most families, likewise."""
 
 
 def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
@@ -64,9 +76,7 @@ def read_shape(config: Fields, rope: Rope | None = None) -> dict[str, Any]:
     """
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
     return {
-        "vocab_size": config.read_int("vocab_size"),
-        "hidden_size": config.read_int("hidden_size"),
-        "num_heads": config.read_int("num_attention_heads"),
+        **config.read_sizes(_SIZES),
         "max_length": length if rope is None else rope.limit(length),
         "rms_norm_eps": read_eps(config),
     }
@@ -167,12 +177,6 @@ def describe_shape(architecture: str, model_type: str, config: Decoder) -> dict[
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.rms_norm_eps,
+        **describe_fields(config, SHAPE),
         "bos_token_id": None,
     }

@@ -21,7 +21,7 @@ from jspec.checkpoints.config import (
     unknown_family,
 )
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, describe_fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.struct import Leaf
@@ -47,6 +47,12 @@ _SUPPORTED = {
 }
 """Optional or null keys -> their supported values, in all families."""
 _MOST_MTP = 64
+_LATENT = {
+    **{"kv_lora_rank": "kv_rank", "qk_nope_head_dim": "nope_dim"},
+    **{"qk_rope_head_dim": "rope_dim", "v_head_dim": "value_dim"},
+}
+"""Keys of latent attention -> fields of `Latent`."""
+_INDEXER = {"index_n_heads": "heads", "index_head_dim": "size", "index_topk": "top_k"}
 _SUPPORTED_OF = {
     "deepseek_v2": {
         "scoring_func": ("softmax",),
@@ -120,10 +126,7 @@ def _parse_latent(config: Fields) -> Latent:
         raise config.wrong("qk_rope_head_dim", rope_dim, "must be even")
     return Latent(
         q_rank=config.read_int("q_lora_rank", None),
-        kv_rank=config.read_int("kv_lora_rank"),
-        nope_dim=config.read_int("qk_nope_head_dim"),
-        rope_dim=rope_dim,
-        value_dim=config.read_int("v_head_dim"),
+        **config.read_sizes(_LATENT),
     )
 
 
@@ -154,10 +157,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
     raw = describe_shape(architecture, family, config) | {
         "num_key_value_heads": config.num_heads,
         "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
+        **describe_fields(latent, _LATENT),
         "first_k_dense_replace": config.dense_layers,
         "n_routed_experts": router.count,
         "n_shared_experts": config.experts.shared_width // config.experts.width,
@@ -177,8 +177,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
     if router.groups > 1 or router.sigmoid:
         raw |= {"n_group": router.groups, "topk_group": router.kept_groups}
     if config.indexer is not None:
-        sizes = config.indexer
-        raw |= {"index_n_heads": sizes.heads, "index_head_dim": sizes.size, "index_topk": sizes.top_k}
+        raw |= describe_fields(config.indexer, _INDEXER)
     return raw
 
 

@@ -10,6 +10,8 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
+    HEADS,
+    SHAPE,
     SLIDING,
     describe_windows,
     read_full_layers,
@@ -19,7 +21,7 @@ from jspec.checkpoints.config import (
     read_shape,
     reading,
 )
-from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, describe_fields
 from jspec.checkpoints.files import CheckpointError, resolve_dtype
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.rope import describe_rope, parse_rope
@@ -131,15 +133,7 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
     """Describe the decoder layers in the older format of `transformers`, for releases of any age."""
     return {
         "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.rms_norm_eps,
+        **describe_fields(config, SHAPE | HEADS),
         "rope_theta": config.rope.theta,
         "rope_scaling": None if config.rope.scaling is None else describe_rope(config.rope),
         **({"use_sliding_window": True, **describe_windows(config.windows)} if any(config.windows) else {}),

@@ -117,6 +117,10 @@ class Fields:
         """
         return self._read(key, default, partial(check_int, least=least, most=most))
 
+    def read_sizes(self, names: Mapping[str, str]) -> dict[str, int]:
+        """Sizes, by the names of a table: key -> name; see `describe_fields`."""
+        return {name: self.read_int(key) for key, name in names.items()}
+
     def read_number(
         self,
         key: str,
@@ -244,6 +248,11 @@ class Fields:
 
     def _missing(self, key: str) -> Any:
         raise CheckpointError(f"{self.where}: the key {self.name(key)!r} is missing")
+
+
+def describe_fields(value: object, names: Mapping[str, str]) -> dict[str, Any]:
+    """The attributes of a value, by the keys of a table: key -> name."""
+    return {key: getattr(value, name) for key, name in names.items()}
 
 
 def read_fields(path: Path) -> Fields:

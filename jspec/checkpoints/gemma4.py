@@ -93,10 +93,8 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text, default=text.read_int("head_dim"))
     values_are_keys = text.read_flag("attention_k_eq_v", False)
     full_heads, full_dim = heads, head_dim
-    global_dim, global_heads = (
-        read_head_dim(text, "global_head_dim", 512),
-        text.read_int("num_global_key_value_heads", None),
-    )
+    global_dim = read_head_dim(text, "global_head_dim", 512)
+    global_heads = text.read_int("num_global_key_value_heads", None)
     if not text.has("per_layer_config"):
         full_dim = global_dim
         full_heads = global_heads if values_are_keys and global_heads is not None else heads

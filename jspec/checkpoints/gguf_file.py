@@ -93,10 +93,8 @@ class GgufFile:
     def _parts(self) -> "Iterator[GgufFile]":
         """The other files of a set, whose first one has the metadata."""
         options = {"least": 0, "most": _MOST_FILES}
-        number, count = (
-            self.metadata.read_int("split.no", 0, **options),
-            self.metadata.read_int("split.count", 1, **options),
-        )
+        number = self.metadata.read_int("split.no", 0, **options)
+        count = self.metadata.read_int("split.count", 1, **options)
         if number or count < 2:
             return
         end = f"-of-{count:05}{self.path.suffix}"

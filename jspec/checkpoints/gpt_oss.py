@@ -4,6 +4,9 @@ from typing import Any
 
 from jspec.checkpoints import mxfp4
 from jspec.checkpoints.config import (
+    BIASES,
+    HEADS,
+    TIED,
     describe_shape,
     describe_windows,
     read_head_dim,
@@ -12,7 +15,7 @@ from jspec.checkpoints.config import (
     read_windows,
 )
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.fields import MOST_NUMBER, Fields, describe_fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.gpt_oss import GptOss
@@ -55,14 +58,11 @@ def describe(config: GptOss) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
     router = config.experts.router
     return describe_shape("GptOssForCausalLM", ARCHITECTURES["GptOssForCausalLM"], config) | {
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **describe_fields(config, HEADS | TIED | BIASES),
         **describe_windows(config.windows),
         "num_local_experts": router.count,
         "num_experts_per_tok": router.chosen,
         "rope_parameters": describe_rope(config.rope),
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
         "swiglu_limit": config.gate_limit,
         "swiglu_alpha": config.gate_slope,
         "hidden_act": "silu",

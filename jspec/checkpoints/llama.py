@@ -7,8 +7,11 @@ from typing import Any
 
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
+    BIASES,
     FULL,
+    HEADS,
     SLIDING,
+    TIED,
     describe_experts,
     describe_shape,
     describe_windows,
@@ -23,7 +26,7 @@ from jspec.checkpoints.config import (
     unknown_family,
 )
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, describe_fields, refuse
 from jspec.checkpoints.kv_scales import KvScales
 from jspec.checkpoints.rope import describe_rope, parse_layer_ropes, parse_rope
 from jspec.models.decoder import ModelParams
@@ -235,14 +238,11 @@ def describe(config: Llama) -> dict[str, Any]:
     kind = config.kind if isinstance(config, LlamaVariant) else kind
     row = ROWS[kind]
     raw = describe_shape(row.architecture, kind, config) | {
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **describe_fields(config, HEADS | TIED | BIASES),
         "rope_parameters": describe_rope(config.rope),
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
         "hidden_act": "silu",
         "pad_token_id": None,
-        **{key: getattr(config, name) for name, key in row.scales.items()},
+        **describe_fields(config, {key: name for name, key in row.scales.items()}),
     }
     if not isinstance(config, LlamaVariant):
         return raw | (describe_experts(config.experts, config.dense_layers) if config.experts else {})

@@ -10,6 +10,8 @@ from typing import Any
 from jspec.cache import RecurrentLayer
 from jspec.checkpoints.config import (
     FULL,
+    HEADS,
+    TIED,
     describe_experts,
     describe_shape,
     family_of,
@@ -20,7 +22,7 @@ from jspec.checkpoints.config import (
     read_shape,
 )
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import Fields, refuse
+from jspec.checkpoints.fields import Fields, describe_fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import ModelParams
@@ -37,6 +39,11 @@ ARCHITECTURES = {
 """Classes of `transformers` -> model_type."""
 _LINEAR = "linear_attention"
 """The kind of recurrent layers."""
+_STATE = {
+    **{"linear_num_key_heads": "key_heads", "linear_num_value_heads": "value_heads"},
+    **{"linear_key_head_dim": "key_dim", "linear_value_head_dim": "value_dim", "linear_conv_kernel_dim": "kernel"},
+}
+"""Keys of recurrent layers -> fields of `RecurrentLayer`."""
 
 
 def parse_config(config: Fields) -> Qwen3Next:
@@ -58,13 +65,7 @@ def parse_config(config: Fields) -> Qwen3Next:
         num_kv_heads=text.read_int("num_key_value_heads"),
         head_dim=head_dim,
         is_full_attention=read_full_layers(text, _LINEAR, text.read_int("full_attention_interval", 4)),
-        state=RecurrentLayer(
-            key_heads=text.read_int("linear_num_key_heads"),
-            value_heads=text.read_int("linear_num_value_heads"),
-            key_dim=text.read_int("linear_key_head_dim"),
-            value_dim=text.read_int("linear_value_head_dim"),
-            kernel=text.read_int("linear_conv_kernel_dim"),
-        ),
+        state=RecurrentLayer(**text.read_sizes(_STATE)),
         experts=experts,
         dense_layers=dense,
         rope=rope,
@@ -106,16 +107,10 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
     """The config.json of a text model: Qwen3-Next's if there are experts, otherwise Qwen3.5's."""
     name = "Qwen3_5ForCausalLM" if config.experts is None else "Qwen3NextForCausalLM"
     raw = describe_shape(name, ARCHITECTURES[name], config) | {
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **describe_fields(config, HEADS | TIED),
         "layer_types": [FULL if full else _LINEAR for full in config.is_full_attention],
-        "linear_num_key_heads": config.state.key_heads,
-        "linear_num_value_heads": config.state.value_heads,
-        "linear_key_head_dim": config.state.key_dim,
-        "linear_value_head_dim": config.state.value_dim,
-        "linear_conv_kernel_dim": config.state.kernel,
+        **describe_fields(config.state, _STATE),
         "rope_parameters": {"partial_rotary_factor": 1.0} | describe_rope(config.rope),
-        "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "hidden_act": "silu",
     }

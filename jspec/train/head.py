@@ -76,10 +76,8 @@ class HeadLearner(ttt.UnrolledLearner):
         if (mask := shape.mask_token) is not None:
             check_int("mask_token", mask, least=0, most=llama.vocab_size - 1)
         # The target's shape, with changes.
-        sizes, same = (
-            shape.sizes(llama, "num_kv_heads", "head_dim"),
-            ("max_length", "rms_norm_eps", "rope", "vocab_size"),
-        )
+        sizes = shape.sizes(llama, "num_kv_heads", "head_dim")
+        same = ("max_length", "rms_norm_eps", "rope", "vocab_size")
         heads, kv_heads = sizes["num_heads"], sizes["num_kv_heads"]
         if heads % kv_heads:
             raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}")

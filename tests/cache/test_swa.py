@@ -153,10 +153,8 @@ def test_a_query_at_the_last_committed_position_finds_its_whole_window(page_size
     _, rows, _, _ = random_round(rng, 25, True)
     length = np.array([25, 9, 3], np.int32)
     cache = forget(commit(cache, tuple((k, v) for k, v in rows), np.zeros(BATCH, np.int32), None, length), length)
-    q, blank = (
-        rng.normal(size=(BATCH, 1, HEADS, DIM)).astype(np.float32),
-        np.zeros((BATCH, 1, KV_HEADS, DIM), np.float32),
-    )
+    q = rng.normal(size=(BATCH, 1, HEADS, DIM)).astype(np.float32)
+    blank = np.zeros((BATCH, 1, KV_HEADS, DIM), np.float32)
     out = attend(cache, 1, q, blank, blank, length, np.zeros((1, 1, 1), bool), length[:, None] - 1)
     for b, end in enumerate(length):
         seen = [rows[1, :, b, t] for t in range(max(0, end - window), end)]

@@ -85,10 +85,8 @@ def table():
 
 
 def eagle():
-    target, layer = (
-        table(),
-        dataclasses.replace(toy.random_params(toy.HEAD_LAYER, seed=5).layers[0], attention_norm=None),
-    )
+    target = table()
+    layer = dataclasses.replace(toy.random_params(toy.HEAD_LAYER, seed=5).layers[0], attention_norm=None)
     layer = dataclasses.replace(silent(layer), q_norm=None, k_norm=None)
     ids = np.arange(VOCABULARY, dtype=np.int32)[::-1].copy()
     return EagleParams(None, TOKEN_ONLY, None, None, None, None, (layer,), target.norm, target.lm_head[:, ids], ids)

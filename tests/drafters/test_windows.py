@@ -121,10 +121,8 @@ def test_a_window_is_one_of_each_layer_or_the_layers_own_if_that_is_shorter(name
     """The draft whose layers have such windows themselves: same rounds and last drafts. Some have one of 8."""
     target, params, kind, windows = FAMILIES[name]
     exact = params(kind)
-    weights, narrower = (
-        Params(exact, toy.near(exact, params(kind, 1), 0.05)),
-        dataclasses.replace(target, **windows(window)),
-    )
+    weights = Params(exact, toy.near(exact, params(kind, 1), 0.05))
+    narrower = dataclasses.replace(target, **windows(window))
     found = []
     for drafter, draft in ((Standalone(depth=3, window=window), target), (Standalone(depth=3), narrower)):
         bound = drafter.bind(target, draft)

@@ -156,10 +156,8 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatc
         assert own.shape == (wide.shape[0], 96, wide.shape[2])
         np.testing.assert_array_equal(np.asarray(widen(own)), wide[:, 96 * device : 96 * (device + 1)])
         for part in ("narrow", "scale"):
-            held, whole = (
-                getattr(two.gate_up, part).addressable_shards[device].data,
-                np.asarray(getattr(one.gate_up, part)),
-            )
+            held = getattr(two.gate_up, part).addressable_shards[device].data
+            whole = np.asarray(getattr(one.gate_up, part))
             np.testing.assert_array_equal(held, whole[:, :, columns[:, device].reshape(-1)])
         held = two.gate_up_bias.addressable_shards[device].data
         np.testing.assert_array_equal(held, np.asarray(one.gate_up_bias)[:, columns[:, device].reshape(-1)])

@@ -325,10 +325,8 @@ class Checkpoints:
         if drafter == "standalone":
             near = toy.near(random_weights(config, 0), random_weights(config, 1))
             if isinstance(config, Llama):
-                config, near = (
-                    dataclasses.replace(config, num_layers=1),
-                    dataclasses.replace(near, layers=near.layers[:1]),
-                )
+                config = dataclasses.replace(config, num_layers=1)
+                near = dataclasses.replace(near, layers=near.layers[:1])
                 config = dataclasses.replace(config, dense_layers=(), experts=config.layer_experts(0))
             elif family in MTP:
                 config, near = dataclasses.replace(config, mtp_layers=0), dataclasses.replace(near, mtp=())

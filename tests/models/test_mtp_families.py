@@ -125,10 +125,8 @@ def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
     ids = torch.tensor(text)
     with torch.no_grad():
         hidden = target(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
-        position, cache = (
-            torch.arange(1, 41)[None],
-            transformers.cache_utils.MtpCache(config=target.config.get_mtp_config()),
-        )
+        position = torch.arange(1, 41)[None]
+        cache = transformers.cache_utils.MtpCache(config=target.config.get_mtp_config())
         drafts, logits, _ = oracle(ids[:, 1:], hidden, torch.ones_like(ids[:, 1:]), position, cache)
     own = model.target.init_cache(model.params.target, 1, 4, 4)
     read = functools.partial(model.target.forward, capture_layers=(model.target.num_layers + 1,))

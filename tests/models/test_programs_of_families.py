@@ -99,10 +99,8 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(case):
 @pytest.mark.slow
 def test_a_long_context_takes_the_windows_and_the_full_layers():
     """The shape of 31B in bfloat16: 50 of 60 layers have windows of 1024."""
-    sliding, full = (
-        Attention(16, 256, 1024, Rope()),
-        Attention(4, 512, None, Rope(1e6, ProportionalRope(0.25)), values_are_keys=True),
-    )
+    sliding = Attention(16, 256, 1024, Rope())
+    full = Attention(4, 512, None, Rope(1e6, ProportionalRope(0.25)), values_are_keys=True)
     kinds = tuple(full if i % 6 == 5 else sliding for i in range(60))
     target = Gemma4(262_144, 5376, 21_504, 32, kinds, max_length=262_144)
     weights = types.SimpleNamespace(embed=jax.ShapeDtypeStruct((262_144, 5376), jnp.bfloat16))

@@ -71,10 +71,8 @@ def test_training_equals_serving(name, target_head):
     length = jnp.array([3, 12, 18], jnp.int32) - 1
     bound = FrozenKvMtp(depth=STEPS).bind(target, config)
     keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
-    prompts, method = (
-        Prompts(tokens, length, length + 4, keys, stopping.init(None, 3)),
-        Method(target, bound, accept.greedy),
-    )
+    prompts = Prompts(tokens, length, length + 4, keys, stopping.init(None, 3))
+    method = Method(target, bound, accept.greedy)
     s = jitted_prefill(params, prompts, method=method, capacity=32, page_size=4)
     # Rounds and the unrolled forward add up in different orders, and every step amplifies what differs:
     # changing the weights by half a unit in the last place changes logits of the last step by 2e-4.
