@@ -215,6 +215,9 @@ def in_layers(**changes):
     return lambda raw: {**raw, "transformer_layer_config": edit(raw["transformer_layer_config"], **changes)}
 
 
+KINDS = "sliding_attention, full_attention"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     (
@@ -249,16 +252,8 @@ def in_layers(**changes):
         ("z-lab selector", inside(markov_rank=3), "markov='vanilla': must be None with a selector"),
         ("dflash2", inside(input_embedding_scale=2.0), "input_embedding_scale=2.0"),
         ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
-        (
-            "z-lab",
-            outside(layer_types=["full_attention"] * 3),
-            "layer_types=.*: must be 2 of sliding_attention, full_attention",
-        ),
-        (
-            "z-lab",
-            outside(layer_types=["linear_attention"] * 2),
-            "layer_types=.*: must be 2 of sliding_attention, full_attention",
-        ),
+        ("z-lab", outside(layer_types=["full_attention"] * 3), f"layer_types=.*: must be 2 of {KINDS}"),
+        ("z-lab", outside(layer_types=["linear_attention"] * 2), f"layer_types=.*: must be 2 of {KINDS}"),
         ("z-lab sliding", outside(sliding_window="absent"), "'sliding_window' is missing"),
         ("z-lab sliding", outside(sliding_window=3), "a window of 3 positions: must be at least block_size=4"),
         ("z-lab", outside(dspark_block_size=5), "block_size=4, but dspark_block_size=5: must be the same"),

@@ -240,33 +240,22 @@ def test_keys_of_other_forwards_are_refused(stored, tmp_path, form, key, value):
 
 
 LAYER, WORDS = "model.layers.0.self_attn.o_proj", np.full((8, 8), -1, np.int32)
+ZEROS, SCALES = f"{LAYER}.qzeros", f"{LAYER}.scales"
 
 
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     (
         ("gptq", {f"{LAYER}.g_idx": np.arange(64, dtype=np.int32) % 8}, "g_idx groups inputs that are not successive"),
-        (
-            "gptq",
-            {f"{LAYER}.qzeros": np.full((4, 4), -1, np.int32)},
-            "qzeros has zero points that this format does not def",
-        ),
-        (
-            "gptq",
-            {f"{LAYER}.qzeros": np.zeros((3, 4), np.int32)},
-            r"qzeros has shape \(3, 4\), which is not that of 32 x 64",
-        ),
-        ("gptq", {f"{LAYER}.scales": None}, "o_proj.scales' is missing"),
-        ("gptq", {f"{LAYER}.scales": np.ones((3, 32), np.float16)}, r"weight_scale has shape \(32, 3\)"),
-        (
-            "gptq",
-            {f"{LAYER}.scales": np.full((4, 32), np.inf, np.float16)},
-            "weight_scale has values that are NaN or inf",
-        ),
+        ("gptq", {ZEROS: np.full((4, 4), -1, np.int32)}, "qzeros has zero points that this format does not def"),
+        ("gptq", {ZEROS: np.zeros((3, 4), np.int32)}, r"qzeros has shape \(3, 4\), which is not that of 32 x 64"),
+        ("gptq", {SCALES: None}, "o_proj.scales' is missing"),
+        ("gptq", {SCALES: np.ones((3, 32), np.float16)}, r"weight_scale has shape \(32, 3\)"),
+        ("gptq", {SCALES: np.full((4, 32), np.inf, np.float16)}, "weight_scale has values that are NaN or inf"),
         ("awq", {f"{LAYER}.qweight": WORDS}, r"o_proj.weight has shape \(64, 8\), but config.json implies \(32, 64\)"),
         ("awq", {f"{LAYER}.qweight": np.zeros((64, 4), np.float32)}, "qweight has dtype float32 .* of 32-bit integers"),
         ("awq", {f"{LAYER}.qweight": np.zeros(4, np.int32)}, r"qweight has shape \(4,\); must be a matrix"),
-        ("awq", {f"{LAYER}.qzeros": None}, "o_proj.qzeros' is missing"),
+        ("awq", {ZEROS: None}, "o_proj.qzeros' is missing"),
         ("awq", {"model.layers.7.self_attn.o_proj.qweight": WORDS}, "unused tensor"),
         (
             "compressed",

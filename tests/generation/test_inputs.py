@@ -167,19 +167,14 @@ class Unhashable:
 
 
 ODD_LOGPROBS = (*(value for value in NO_INT if value is not True and not isinstance(value, np.bool_)), 0, -1, 21)
+BOTH, NO_PROMPTS = (generate, generate_ids), ("abc", [1, 2], [], 5, [1.5], [None], [["a"]])
 
 OTHERS = (
     *((call, "sampling", v) for call in (generate, stream, measure) for v in (0.7, "greedy", {}, [0.7], object)),
-    *(
-        (call, "accept", v)
-        for call in (generate, generate_ids)
-        for v in ("typical", 3, [], LossyThresholds, Unhashable())
-    ),
-    *((call, "drafter", v) for call in (generate, generate_ids) for v in ("x", 4, [], jspec.Ngram, Unhashable())),
-    *(
-        (generate, "stop", v)
-        for v in ("", [""], {"a": 1}, ["a", ""], 3, None, b"a", [b"a"], [["a"]], "\ud800", ["a", "\udfff"])
-    ),
+    *((call, "accept", v) for call in BOTH for v in ("typical", 3, [], LossyThresholds, Unhashable())),
+    *((call, "drafter", v) for call in BOTH for v in ("x", 4, [], jspec.Ngram, Unhashable())),
+    *((generate, "stop", v) for v in ("", [""], {"a": 1}, ["a", ""], 3, None, b"a", [b"a"], [["a"]])),
+    *((generate, "stop", v) for v in ("\ud800", ["a", "\udfff"])),
     *((call, "logprobs", v) for call in (generate, jspec.GenerateOptions) for v in (*ODD_LOGPROBS, None, *HUGE)),
     *((generate, "seed", v) for v in ([1, 2], [], [1.5], ["1"], [2**32], [-1], [None], np.array([1.0]), [[1]])),
     *((jspec.Sampling, "logit_bias", v) for v in ([1, 2], "a", 3, {1: "a"}, {1: None}, {1: math.nan}, {1: math.inf})),
@@ -193,18 +188,12 @@ OTHERS = (
     *((MODEL.tokenizer.encode, "text", v) for v in (5, None, ["a"], b"a", "\ud800")),
     *((inspect_round, "sampling", v) for v in (0.7, [None])),
     *((inspect_round, "prompt", v) for v in (["a"], [[1]], "", [], 5, None)),
-    *(
-        (call, "prompts", v)
-        for call in (check_drafter, measure)
-        for v in ("abc", [1, 2], [], 5, [1.5], [None], [["a"]])
-    ),
+    *((check_drafter, "prompts", v) for v in NO_PROMPTS),
+    *((measure, "prompts", v) for v in NO_PROMPTS),
     *((generate_ids, "eos", v) for v in (5, "a", [256], [-1], [1.5], ["1"], [None], np.array([1.0]), None)),
     *((generate_ids, "key", v) for v in (0, None, np.zeros(2, np.uint32), jax.random.split(KEY, 3))),
     *((generate_ids, "ids", v) for v in ([[1]], None, IDS[0], IDS[:0], IDS[:, :0], IDS.astype(float), IDS * 999, -IDS)),
-    *(
-        (generate_ids, "lengths", v)
-        for v in (3, [1, 3], None, LENGTHS[:1], LENGTHS.astype(float), LENGTHS * 0, LENGTHS + 1)
-    ),
+    *((generate_ids, "lengths", v) for v in (3, [1, 3], None, LENGTHS[:1], LENGTHS * 1.0, LENGTHS * 0, LENGTHS + 1)),
     *((generate_ids, "params", v) for v in (None, PARAMS, 3)),
     *((generate_ids, "target", v) for v in (None, "toy", type(TARGET))),
     *((generate_ids, "max_new_tokens", v) for v in (np.array([1]), np.array([1.0, 2.0]), np.array([0, 1]), "2")),

@@ -319,40 +319,19 @@ def test_the_best_backend_of_a_platform(kind, here, call, monkeypatch):
     assert call in text if call else "custom_call" not in text
 
 
+F8 = "float8_e4m3fn"
+
+
 @pytest.mark.parametrize(
     ("kind", "here", "backend", "change", "reason"),
     (
-        (
-            HEADS,
-            "gpu",
-            "triton",
-            {"dtype": "float8_e4m3fn"},
-            "q is float8_e4m3fn: must be one of bfloat16, float16, float32",
-        ),
+        (HEADS, "gpu", "triton", {"dtype": F8}, f"q is {F8}: must be one of bfloat16, float16, float32"),
         (HEADS, "tpu", "mosaic_tpu", {"dtype": "float16"}, "q is float16: must be one of bfloat16, float32"),
         (HEADS, "tpu", "mosaic_tpu", {"head_dim": 32}, "q has head_dim 32: must be at least 64"),
-        (
-            HEADS,
-            "tpu",
-            "mosaic_tpu",
-            {"head_dim": 64, "stored": "float8_e4m3fn"},
-            "pool is float8_e4m3fn: must be one of",
-        ),
-        (
-            LATENTS,
-            "gpu",
-            "triton",
-            {"dtype": "float8_e4m3fn"},
-            "q_latent is float8_e4m3fn: must be one of bfloat16, float16",
-        ),
+        (HEADS, "tpu", "mosaic_tpu", {"head_dim": 64, "stored": F8}, f"pool is {F8}: must be one of"),
+        (LATENTS, "gpu", "triton", {"dtype": F8}, f"q_latent is {F8}: must be one of bfloat16, float16"),
         (LATENTS, "tpu", "mosaic_tpu", {"dtype": "float16"}, "q_latent is float16: must be one of bfloat16, float32"),
-        (
-            LATENTS,
-            "tpu",
-            "mosaic_tpu",
-            {"stored": "float8_e4m3fn"},
-            "pool is float8_e4m3fn: must be one of bfloat16, float32",
-        ),
+        (LATENTS, "tpu", "mosaic_tpu", {"stored": F8}, f"pool is {F8}: must be one of bfloat16, float32"),
         (LATENTS, "tpu", "mosaic_tpu", {"page_size": 12}, "pool has pages of 12 rows: must be a multiple of 8"),
     ),
 )
@@ -378,13 +357,14 @@ def test_a_prefix_without_pages_is_an_error(missing):
         HEADS.attend((q, k, v, pool, table, prefix, mask))
 
 
+def half(x):
+    return x.astype(jnp.bfloat16)
+
+
 WRONG = {
     "heads-values": ({"v": lambda v: v[:, :1]}, r"k_rows \(.*\) and v_rows \(.*\) must have the same shape"),
     "heads-batch": ({"k": lambda k: k[:1], "v": lambda v: v[:1]}, r"k_rows \(1, .*\): must have the batch of 3"),
-    "heads-dtype": (
-        {"q": lambda q: q.astype(jnp.bfloat16)},
-        "must have the same dtype, not bfloat16, float32 and float32",
-    ),
+    "heads-dtype": ({"q": half}, "must have the same dtype, not bfloat16, float32 and float32"),
     "heads-rows": (
         {"k": lambda k: k[:, 1:], "v": lambda v: v[:, 1:]},
         "k_rows has 3 rows: must have at least one for each of the 4 nodes",
@@ -408,10 +388,7 @@ WRONG = {
     "latents-heads": ({"q_rope": lambda q: q[:, :, :1]}, r"q_latent \(.*\) and q_rope \(.*\) must agree in batch"),
     "latents-batch": ({"rows": lambda rows: rows[:1]}, r"rows \(1, .*\): must have the batch of 3"),
     "latents-width": ({"rows": lambda rows: rows[..., 1:]}, "must have .* the 24 elements"),
-    "latents-dtype": (
-        {"rows": lambda rows: rows.astype(jnp.bfloat16)},
-        "must have the same dtype, not float32, float32 and bfloat16",
-    ),
+    "latents-dtype": ({"rows": half}, "must have the same dtype, not float32, float32 and bfloat16"),
     "latents-rows": ({"rows": lambda rows: rows[:, 1:]}, "must have at least one for each of the 4 nodes"),
     "latents-mask": ({"mask": lambda mask: mask[:2]}, r"mask \(2, 4, 4\): must be \(3, 4, 4\)"),
     "latents-pool": ({"pool": lambda pool: pool[..., :8]}, r"pool \(.*\): must be .*'page', 24\) for rows"),

@@ -10,6 +10,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.fields import Fields
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+QUANTIZED = "quantization_config"
 REFUSED = [
     ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("qwen2", {"layer_types": [SLIDING] * 2}, "layer_types: sliding_attention"),
@@ -70,14 +71,10 @@ REFUSED = [
     ("gpt_oss", {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type='axial' is not supported"),
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0: must be above 0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "is not supported; must have quant_method='mxfp4'"),
+    ("deepseek-v3", {QUANTIZED: {"quant_method": "mxfp4"}}, f"{QUANTIZED}=.*mxfp4.* is not supported"),
     (
         "deepseek-v3",
-        {"quantization_config": {"quant_method": "mxfp4"}},
-        "quantization_config=.*mxfp4.* is not supported",
-    ),
-    (
-        "deepseek-v3",
-        {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": None}},
+        {QUANTIZED: {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": None}},
         "weight_block_size",
     ),
     ("deepseek-v3", {"attention_bias": True}, "attention_bias=True"),

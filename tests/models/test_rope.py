@@ -11,8 +11,8 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.rope import describe_rope, parse_rope
 
-DIM = 16
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+DIM, ORIGINAL = 16, "original_max_position_embeddings"
+YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.3 * i for i in range(8)]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
 KINDS = {
@@ -30,9 +30,9 @@ KINDS = {
     "yarn mscale": {**YARN, "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
     "yarn half mscale": {**YARN, "mscale": 0.7},
     "yarn attention": {**YARN, "attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 1.0},
-    "longrope": {**LONGROPE, "original_max_position_embeddings": 128},
-    "longrope factor": {**LONGROPE, "original_max_position_embeddings": 128, "factor": 2.0},
-    "longrope attention": {**LONGROPE, "original_max_position_embeddings": 128, "attention_factor": 1.2},
+    "longrope": {**LONGROPE, ORIGINAL: 128},
+    "longrope factor": {**LONGROPE, ORIGINAL: 128, "factor": 2.0},
+    "longrope attention": {**LONGROPE, ORIGINAL: 128, "attention_factor": 1.2},
 }
 
 
@@ -107,16 +107,13 @@ def test_pairs_at_rest_are_not_scaled():
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor=0.5: must be from 1 to"),
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "beta_fast=1.0: must be at least beta_slow=2.0"),
         ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0: must be above 1 with rope_type='yarn'"),
-        ({"rope_scaling": YARN, "original_max_position_embeddings": 32}, "must be the same as original_max"),
-        (
-            {"rope_scaling": {**YARN, "original_max_position_embeddings": 1024, "factor": None}},
-            "must be at most 512 with",
-        ),
+        ({"rope_scaling": YARN, ORIGINAL: 32}, "must be the same as original_max"),
+        ({"rope_scaling": {**YARN, ORIGINAL: 1024, "factor": None}}, "must be at most 512 with"),
         ({"rope_scaling": {**LONGROPE, "short_factor": SHORT[:7]}}, "have 7 and 8 entries: must have 8"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [0.0] * 8}}, r"short_factor\[0\]=0.0: must be above 0"),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}},
-            "original_max_position_embeddings=64: must be max_position_embeddings=512 with rope_type='dynamic'",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, ORIGINAL: 64}},
+            f"{ORIGINAL}=64: must be max_position_embeddings=512 with rope_type='dynamic'",
         ),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
@@ -142,7 +139,7 @@ def test_of_two_bases_a_draft_uses_the_newer_one():
 def test_contexts_end_where_frequencies_would_change():
     """Keys in the cache would have to be rotated anew."""
     build = {key: value for key, value in hf.BASE.items() if value is not None}
-    raw = {**build, "architectures": ["LlamaForCausalLM"], "original_max_position_embeddings": 128}
+    raw = {**build, "architectures": ["LlamaForCausalLM"], ORIGINAL: 128}
     with pytest.warns(UserWarning, match="contexts are limited to original_max_position_embeddings=128"):
         assert language_model.parse_config(Fields({**raw, "rope_scaling": LONGROPE})).max_length == 128
     raw |= {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
@@ -153,7 +150,7 @@ ROPES = {
     "linear": {**KINDS["linear"], "rope_theta": 1e4},
     "dynamic": {**KINDS["dynamic"], "rope_theta": 1e4},
     "yarn": {**YARN, "rope_theta": 1e6},
-    "longrope": {**LONGROPE, "original_max_position_embeddings": 256, "rope_theta": 1e4},
+    "longrope": {**LONGROPE, ORIGINAL: 256, "rope_theta": 1e4},
 }
 
 
