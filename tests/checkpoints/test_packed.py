@@ -29,14 +29,7 @@ GROUP = 16
 
 
 def compressed(**changes):
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": GROUP,
-        "symmetric": True,
-        "dynamic": False,
-    }
+    weights = dict(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True, dynamic=False)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -228,10 +221,7 @@ ROTATED = {"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "
 def test_keys_of_other_forwards_are_refused(stored, tmp_path, form, key, value):
     damaged(stored("llama", form) / "narrow", tmp_path)
     method = FORMATS[form]
-    for harmless in (
-        {"sparsity_config": {"format": "dense"}, "transform_config": {}},
-        {"dynamic": {}, "lm_head": True},
-    ):
+    for harmless in (dict(sparsity_config={"format": "dense"}, transform_config={}), dict(dynamic={}, lm_head=True)):
         configure(tmp_path / "config.json", {**method, **harmless})
         jspec.load(tmp_path)
     configure(tmp_path / "config.json", {**method, key: value})

@@ -29,19 +29,8 @@ REFUSED = [
         for base in ("eagle3", "dflash")
         for key, value in {
             **{"use_gemma_norm": True, "enable_qwen35_gated_q_proj": True, "dspark_bonus_anchor": True, "rope_dim": 4},
-            **{
-                "attention_value_scale": 0.7,
-                "shift_label": True,
-                "draft_shift": True,
-                "use_rope": False,
-                "unheard_of": 3,
-            },
-            **{
-                "position_embedding_type": "none",
-                "enable_moe": True,
-                "attention_sink_bias": True,
-                "residual_multiplier": 0.5,
-            },
+            **dict(attention_value_scale=0.7, shift_label=True, draft_shift=True, use_rope=False, unheard_of=3),
+            **dict(position_embedding_type="none", enable_moe=True, attention_sink_bias=True, residual_multiplier=0.5),
             **{"residual_alpha": 0.5, "norm_name": "layernorm", "anchor_token_id": 3, "mtp_norm": True},
             **{"output_scale": 2.0, "linear_scale": 2.0, "tie_fc": True, "use_bidirectional_attention": False},
             **{"attn_norm": True, "efficient_lm_head_config": {"rank": 4}, "parallel_drafting": True, "mlp_bias": True},

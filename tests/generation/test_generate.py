@@ -263,12 +263,7 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
             ValueError,
             "ignores the temperature; omit it, or use 'coupled'",
         ),
-        (
-            "a",
-            {"sampling": SAMPLED, "accept": "typical"},
-            ValueError,
-            "must be one of greedy, coupled, rejection, block",
-        ),
+        ("a", dict(sampling=SAMPLED, accept="typical"), ValueError, "must be one of greedy, coupled, rejection, block"),
         ("a", {"sampling": SAMPLED, "accept": 3}, TypeError, "accept=3"),
         (
             "a",

@@ -115,12 +115,7 @@ WHOLE = {
     jspec.loop_options: {"devices": (0, -1, None)},
     jspec.Sampling: {"top_k": (0, -1, 10**30), "min_new_tokens": (-1, None, 10**30)},
     jspec.Ngram: {"n": (0, -1, 65, None, *HUGE), "depth": (0, -1, 128, None, *HUGE)},
-    jspec.Suffix: {
-        "n": (0, 17, None, *HUGE),
-        "depth": (0, 65, None),
-        "width": (0, 65, None),
-        "num_nodes": (0, 31, 994, *HUGE),
-    },
+    jspec.Suffix: dict(n=(0, 17, None, *HUGE), depth=(0, 65, None), width=(0, 65, None), num_nodes=(0, 31, 994, *HUGE)),
     with_corpus: {"size": (0, 3, -1, *HUGE)},
     jspec.Standalone: {"depth": (0, -1, 65, 100_000, None), "width": (0, 65, None), "num_nodes": (0, -1, 2, 99, *HUGE)},
     jspec.Eagle: {"depth": (0, 65, None, *HUGE), "width": (0, 65, None, *HUGE), "num_nodes": (0, 5, 99)},

@@ -45,11 +45,7 @@ HEADS = {
     ),
     "p-eagle speculators": dict(
         **{"layout": "speculators", "embed": True, "mask_token_id": 5, "speculators_model_type": "peagle"},
-        **{
-            "architectures": ["PEagleSpeculator"],
-            "norm_before_residual": True,
-            "tensors": {"mask_hidden": _MASK[None]},
-        },
+        **dict(architectures=["PEagleSpeculator"], norm_before_residual=True, tensors={"mask_hidden": _MASK[None]}),
     ),
     "speculators": dict(layout="speculators", norm_before_residual=True),
     "speculators qwen3": dict(layout="speculators", qk_norm=True, norm_output=True, fc_norm="fc_norm"),

@@ -177,12 +177,7 @@ QWEN3_NEXT = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 24,
-}
+_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24)
 _LINEAR = "linear_attention"
 _QWEN3_NEXT_FAMILIES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_EXPERTS, "layer_types": [_LINEAR, _FULL, _LINEAR]}),

@@ -152,12 +152,7 @@ LOOPS: dict[str, Loop] = {
             ("mla", deepseek, "mla", {"standalone_tree": TREE, "mtp": Mtp(depth=2)}),
             ("dsa", deepseek, "dsa", {"standalone": CHAIN, "mtp_tree": Mtp(depth=3, width=2, num_nodes=7, heads=1)}),
             ("sliding", gemma, "dense", {"standalone_tree": TREE}),
-            (
-                "shared",
-                gemma,
-                "shared",
-                {"frozen_kv_mtp": FrozenKvMtp(depth=3), "frozen_kv_mtp_tree": FrozenKvMtp(3, 2)},
-            ),
+            ("shared", gemma, "shared", dict(frozen_kv_mtp=FrozenKvMtp(depth=3), frozen_kv_mtp_tree=FrozenKvMtp(3, 2))),
             ("experts", gemma, "experts", {"ngram": Ngram(depth=3)}),
             ("recurrent", qwen, "dense", {"standalone_tree": TREE}),
             ("recurrent_experts", qwen, "experts", {"standalone": CHAIN}),

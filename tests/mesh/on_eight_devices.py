@@ -296,11 +296,7 @@ def test_stored_scales_of_whole_columns_are_on_each_device(directories, tmp_path
         weights |= {name: np.rint(weights[name] / scale).astype(np.int8), f"{name}_scale": scale}
     write_tensors(weights, tmp_path / "model.safetensors")
     kind = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    method = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"0": {"weights": kind}},
-    }
+    method = dict(quant_method="compressed-tensors", format="int-quantized", config_groups={"0": {"weights": kind}})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
     one, two = (jspec.load(tmp_path, tensor=tensor) for tensor in (None, 2))

@@ -191,13 +191,7 @@ def test_stacked_experts_are_those_of_separate_tensors(tmp_path):
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0}
 FLIPS = {
-    **{
-        "rms_norm_eps": 0.1,
-        "vocab_size": 96,
-        "num_experts_per_tok": 1,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [1],
-    },
+    **dict(rms_norm_eps=0.1, vocab_size=96, num_experts_per_tok=1, norm_topk_prob=False, mlp_only_layers=[1]),
     **{"decoder_sparse_step": 2, "sliding_window": 4, "use_cache": False, "attention_dropout": 0.5, "is_causal": False},
     **{"partial_rotary_factor": 0.5, "rope_theta": 100.0, "full_attention_interval": 2, "hidden_act": "relu"},
     **{"output_gate_type": "sigmoid", "linear_num_key_heads": 1, "tie_word_embeddings": True, "mlp_bias": True},

@@ -72,11 +72,7 @@ REFUSED = [
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0: must be above 0"),
     ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "is not supported; must have quant_method='mxfp4'"),
     ("deepseek-v3", {QUANTIZED: {"quant_method": "mxfp4"}}, f"{QUANTIZED}=.*mxfp4.* is not supported"),
-    (
-        "deepseek-v3",
-        {QUANTIZED: {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": None}},
-        "weight_block_size",
-    ),
+    ("deepseek-v3", {QUANTIZED: dict(quant_method="fp8", fmt="e4m3", weight_block_size=None)}, "weight_block_size"),
     ("deepseek-v3", {"attention_bias": True}, "attention_bias=True"),
     ("deepseek-v3", {"rope_interleave": False}, "rope_interleave=False"),
     ("deepseek-v3", {"scoring_func": "softmax"}, "not supported in deepseek_v3: scoring_func='softmax'"),

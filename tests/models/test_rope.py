@@ -54,11 +54,7 @@ def spellings(rope: dict, theta: float) -> dict[str, dict]:
         "type": {"rope_scaling": older, "rope_theta": theta, "rope_parameters": None},
         "theta in rope_scaling": {"rope_scaling": {**older, "rope_theta": theta}},
         "theta apart": {"rope_scaling": older, "rope_parameters": {"rope_theta": theta}},
-        "both": {
-            "rope_scaling": {**rope, **older},
-            "rope_theta": theta,
-            "rope_parameters": {**rope, "rope_theta": theta},
-        },
+        "both": dict(rope_scaling={**rope, **older}, rope_theta=theta, rope_parameters={**rope, "rope_theta": theta}),
     }
 
 
@@ -98,10 +94,7 @@ def test_pairs_at_rest_are_not_scaled():
         ({"rope_scaling": {**YARN, "alpha": 1000.0}}, "not supported: rope_scaling.alpha=1000.0"),
         ({"rope_scaling": {"factor": 4.0}}, "not supported: rope_scaling.factor=4.0: the keys of rope_type='default'"),
         ({"rope_scaling": {"rope_type": "axial"}}, "rope_type='axial' is not supported; must be default or linear"),
-        (
-            {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
-            "rope_type='default', but rope_scaling.type='yarn'",
-        ),
+        ({"rope_scaling": dict(rope_type="default", type="yarn")}, "rope_type='default', but rope_scaling.type='yarn'"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "rope_type='yarn', but rope_parameters"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'rope_scaling.factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor=0.5: must be from 1 to"),
@@ -115,10 +108,7 @@ def test_pairs_at_rest_are_not_scaled():
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, ORIGINAL: 64}},
             f"{ORIGINAL}=64: must be max_position_embeddings=512 with rope_type='dynamic'",
         ),
-        (
-            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
-            "rope_theta has two values, 10000.0 and rope_para",
-        ),
+        (dict(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), "rope_theta has two values, 10000.0 and rope_para"),
         ({"partial_rotary_factor": 0.5}, "not supported: partial_rotary_factor=0.5: must be 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5: must be 1"),
     ],

@@ -234,13 +234,7 @@ def test_too_many_prompts_to_score_are_refused(serve):
 
 
 def test_sampling_reaches_the_engine(client, shared):
-    common = {
-        "temperature": 0.3,
-        "top_p": 0.9,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.2,
-        "logit_bias": {"5": -1},
-    }
+    common = dict(temperature=0.3, top_p=0.9, presence_penalty=0.1, frequency_penalty=0.2, logit_bias={"5": -1})
     more = {"top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 3, "priority": -2, "cache_salt": "me"}
     more["ignore_eos"] = True
     client.completions.create(model="fake", prompt="x", stop=["\n", "end"], seed=3, **common, extra_body=more)

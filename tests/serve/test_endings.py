@@ -122,11 +122,7 @@ def test_log_probabilities_of_a_prompt(shared):
     for i, entry in enumerate(others, start=1):
         token = body["prompt"][i]
         assert list(entry) == [str(token), str(token + 1), str(token + 2)]
-        assert entry[str(token)] == {
-            "logprob": -float(i),
-            "rank": None,
-            "decoded_token": entry[str(token)]["decoded_token"],
-        }
+        assert entry[str(token)] == dict(logprob=-float(i), rank=None, decoded_token=entry[str(token)]["decoded_token"])
         assert entry[str(token + 1)]["rank"] == 1 and entry[str(token + 2)]["logprob"] == -1.25
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
     entries = shared.post("/v1/chat/completions", chat).json()["prompt_logprobs"]
