@@ -102,51 +102,47 @@ def test_invalid_captured_layers(head, layers, ids, message):
         load(directory, replace(TARGET, num_layers=layers))
 
 
-@pytest.mark.parametrize(
-    "layout, changes, message",
-    [
-        (
-            "eagle3",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.* is not supported; must have",
-        ),
-        ("eagle3", {"hidden_act": "gelu"}, "gelu"),
-        ("eagle3", {"layer_types": ["sliding_attention"]}, "'sliding_window' is missing"),
-        (
-            "eagle3",
-            {"layer_types": ["linear_attention"]},
-            "layer_types=.'linear_attention'.: must be 1 of sliding_attention, full_attention",
-        ),
-        ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ("eagle3", {"logit_scale": 0.25}, "logit_scale"),
-        ("eagle3", {"is_causal": False}, "is_causal"),
-        ("eagle3", {"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "axial"),
-        ("eagle3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor.*missing"),
-        ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
-        ("eagle3", {"eagle_config": {"new_option": 3}}, "eagle_config.new_option=3"),
-        ("eagle3", {"fc_norm": True}, r"fc_norm=True.*'fc_norm.0.weight' is missing"),
-        ("eagle3", {"norm_before_fc": True}, r"norm_before_fc=True.*'input_norm.weight' is missing"),
-        ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc together with fc_norm"),
-        ("eagle3", {"vocab_size": 1086}, "vocab_size=1086, but the target has 61 tokens: must be the same"),
-        ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size=62: must be between 1 and vocab_size=61"),
-        ("eagle3", {"draft_vocab_size": 22}, r"d2t has shape \(23,\), but config.json implies \(22,\)"),
-        ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32: must be 16, the target's width"),
-        ("eagle3", {"num_key_value_heads": 3}, "multiple"),
-        ("eagle3", {"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
-        ("eagle3", {"intermediate_size": "wide"}, "intermediate_size='wide': must be an int"),
-        ("eagle1", {"mlp_bias": True}, "mlp_bias"),
-        ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, r"fc.weight has shape \(16, 32\)"),
-        ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
-        ("speculators", {"speculators_model_type": "peagle", "mask_token_id": 5}, "mask_token_id=5"),
-        ("speculators", {"transformer_layer_config": "absent"}, "'transformer_layer_config' is missing"),
-        (
-            "speculators",
-            {"transformer_layer_config": {"model_type": "gemma"}},
-            "'gemma' is not supported.*llama, qwen2, qwen3",
-        ),
-        ("speculators", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ],
-)
+UNSUPPORTED = [
+    ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.* is not supported; must have"),
+    ("eagle3", {"hidden_act": "gelu"}, "gelu"),
+    ("eagle3", {"layer_types": ["sliding_attention"]}, "'sliding_window' is missing"),
+    (
+        "eagle3",
+        {"layer_types": ["linear_attention"]},
+        "layer_types=.'linear_attention'.: must be 1 of sliding_attention, full_attention",
+    ),
+    ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("eagle3", {"logit_scale": 0.25}, "logit_scale"),
+    ("eagle3", {"is_causal": False}, "is_causal"),
+    ("eagle3", {"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "axial"),
+    ("eagle3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor.*missing"),
+    ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
+    ("eagle3", {"eagle_config": {"new_option": 3}}, "eagle_config.new_option=3"),
+    ("eagle3", {"fc_norm": True}, r"fc_norm=True.*'fc_norm.0.weight' is missing"),
+    ("eagle3", {"norm_before_fc": True}, r"norm_before_fc=True.*'input_norm.weight' is missing"),
+    ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc together with fc_norm"),
+    ("eagle3", {"vocab_size": 1086}, "vocab_size=1086, but the target has 61 tokens: must be the same"),
+    ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size=62: must be between 1 and vocab_size=61"),
+    ("eagle3", {"draft_vocab_size": 22}, r"d2t has shape \(23,\), but config.json implies \(22,\)"),
+    ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32: must be 16, the target's width"),
+    ("eagle3", {"num_key_value_heads": 3}, "multiple"),
+    ("eagle3", {"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
+    ("eagle3", {"intermediate_size": "wide"}, "intermediate_size='wide': must be an int"),
+    ("eagle1", {"mlp_bias": True}, "mlp_bias"),
+    ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, r"fc.weight has shape \(16, 32\)"),
+    ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
+    ("speculators", {"speculators_model_type": "peagle", "mask_token_id": 5}, "mask_token_id=5"),
+    ("speculators", {"transformer_layer_config": "absent"}, "'transformer_layer_config' is missing"),
+    (
+        "speculators",
+        {"transformer_layer_config": {"model_type": "gemma"}},
+        "'gemma' is not supported.*llama, qwen2, qwen3",
+    ),
+    ("speculators", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+]
+
+
+@pytest.mark.parametrize("layout, changes, message", UNSUPPORTED)
 def test_unsupported_configurations(head, layout, changes, message):
     with pytest.raises(CheckpointError, match=message):
         load(head(lambda raw: edit(raw, **changes), layout=layout))

@@ -175,39 +175,35 @@ def test_types_side_by_side_are_widened(stored):
         np.testing.assert_allclose(left, right, atol=0.1, err_msg=jax.tree_util.keystr(place))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "metadata", "error"),
-    [
-        (
-            "qwen3",
-            {"general.architecture": "mamba"},
-            "general.architecture='mamba' is not supported; must be one of llama",
-        ),
-        ("qwen3", {"split.count": 3}, "split.count=3: the name of the first file must end in -00001-of-00003.gguf"),
-        ("qwen3", {"split.count": 3, "split.no": 2}, "split.no=2: must be 0, the first file of the set"),
-        ("qwen3", {"general.architecture": "qwen35"}, "general.architecture='qwen35' is not supported"),
-        (
-            "qwen3",
-            {
-                "qwen3.rope.scaling.type": "linear",
-                "qwen3.rope.scaling.factor": 2.0,
-                "qwen3.rope.scaling.attn_factor": 1.5,
-            },
-            "rope.scaling.attn_factor=1.5: must be 1",
-        ),
-        ("qwen3", {"qwen3.logit_scale": 0.5}, "not supported: qwen3.logit_scale=0.5"),
-        ("llama", {"llama.expert_count": 8}, "not supported: llama.expert_count=8"),
-        ("qwen3", {"qwen3.attention.value_length": 8}, "qwen3.attention.value_length=8: must be 16"),
-        ("qwen3", {"qwen3.attention.head_count": -1}, "qwen3.attention.head_count=-1: must be from 1"),
-        ("qwen3", {"qwen3.attention.head_count_kv": [2, 1]}, "num_key_value_heads=.*must be an int"),
-        ("qwen3", {"qwen3.rope.dimension_count": 8}, "partial_rotary_factor=0.5"),
-        ("qwen3", {"qwen3.rope.scaling.type": "spiral"}, "rope_type='spiral' is not supported"),
-        ("qwen3", {"qwen3.embedding_length": 64}, r"has shape \(61, 32\), but config.json implies \(61, 64\)"),
-        ("qwen3", {"qwen3.block_count": 3}, "'model.layers.2.input_layernorm.weight' is missing"),
-        ("qwen3", {"qwen3.block_count": 1}, "unused tensor"),
-        ("qwen3", {"tokenizer.ggml.eos_token_id": 61}, r"eos_token_id\[0\]=61: must be from 0 to 60"),
-    ],
-)
+UNFIT = [
+    ("qwen3", {"general.architecture": "mamba"}, "general.architecture='mamba' is not supported; must be one of llama"),
+    ("qwen3", {"split.count": 3}, "split.count=3: the name of the first file must end in -00001-of-00003.gguf"),
+    ("qwen3", {"split.count": 3, "split.no": 2}, "split.no=2: must be 0, the first file of the set"),
+    ("qwen3", {"general.architecture": "qwen35"}, "general.architecture='qwen35' is not supported"),
+    (
+        "qwen3",
+        {
+            "qwen3.rope.scaling.type": "linear",
+            "qwen3.rope.scaling.factor": 2.0,
+            "qwen3.rope.scaling.attn_factor": 1.5,
+        },
+        "rope.scaling.attn_factor=1.5: must be 1",
+    ),
+    ("qwen3", {"qwen3.logit_scale": 0.5}, "not supported: qwen3.logit_scale=0.5"),
+    ("llama", {"llama.expert_count": 8}, "not supported: llama.expert_count=8"),
+    ("qwen3", {"qwen3.attention.value_length": 8}, "qwen3.attention.value_length=8: must be 16"),
+    ("qwen3", {"qwen3.attention.head_count": -1}, "qwen3.attention.head_count=-1: must be from 1"),
+    ("qwen3", {"qwen3.attention.head_count_kv": [2, 1]}, "num_key_value_heads=.*must be an int"),
+    ("qwen3", {"qwen3.rope.dimension_count": 8}, "partial_rotary_factor=0.5"),
+    ("qwen3", {"qwen3.rope.scaling.type": "spiral"}, "rope_type='spiral' is not supported"),
+    ("qwen3", {"qwen3.embedding_length": 64}, r"has shape \(61, 32\), but config.json implies \(61, 64\)"),
+    ("qwen3", {"qwen3.block_count": 3}, "'model.layers.2.input_layernorm.weight' is missing"),
+    ("qwen3", {"qwen3.block_count": 1}, "unused tensor"),
+    ("qwen3", {"tokenizer.ggml.eos_token_id": 61}, r"eos_token_id\[0\]=61: must be from 0 to 60"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "metadata", "error"), UNFIT)
 def test_metadata_that_does_not_fit(stored, architecture, metadata, error):
     path, _ = stored(architecture)
     edit(path, metadata)

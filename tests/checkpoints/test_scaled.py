@@ -169,21 +169,16 @@ NAN = np.full((32, 32), np.nan, ml_dtypes.float8_e4m3fn)
 EXPERT = "mlp.experts.1.up_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("form", "model", "change", "message"),
-    (
-        ("blocks", "llama", {"self_attn.o_proj.weight_scale_inv": None}, "weight_scale_inv' is missing"),
-        ("channels", "llama", {"self_attn.o_proj.weight_scale": np.ones((3, 1), "f4")}, r"has shape \(3, 1\)"),
-        ("channels", "llama", {"mlp.up_proj.weight_scale": np.full((64, 1), np.nan, "f4")}, "are NaN or inf"),
-        ("channels", "llama", {"self_attn.k_proj.weight": NAN}, "k_proj.weight has values that are NaN"),
-        (
-            "blocks",
-            "experts",
-            {EXPERT: np.ones((24, 32), "f4"), f"{EXPERT}_scale_inv": None},
-            "must all have 8 bits, or",
-        ),
-    ),
+DAMAGED = (
+    ("blocks", "llama", {"self_attn.o_proj.weight_scale_inv": None}, "weight_scale_inv' is missing"),
+    ("channels", "llama", {"self_attn.o_proj.weight_scale": np.ones((3, 1), "f4")}, r"has shape \(3, 1\)"),
+    ("channels", "llama", {"mlp.up_proj.weight_scale": np.full((64, 1), np.nan, "f4")}, "are NaN or inf"),
+    ("channels", "llama", {"self_attn.k_proj.weight": NAN}, "k_proj.weight has values that are NaN"),
+    ("blocks", "experts", {EXPERT: np.ones((24, 32), "f4"), f"{EXPERT}_scale_inv": None}, "must all have 8 bits, or"),
 )
+
+
+@pytest.mark.parametrize(("form", "model", "change", "message"), DAMAGED)
 def test_damaged_checkpoints_are_refused(stored, tmp_path, form, model, change, message):
     tensors = {f"model.layers.0.{name}": value for name, value in change.items()}
     source = stored(model, form) / "narrow"

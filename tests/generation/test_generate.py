@@ -224,61 +224,56 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
         jspec.generate_ids(*arrays, target=model.target, max_new_tokens=4, max_length=2)
 
 
-@pytest.mark.parametrize(
-    "prompts, options, error, message",
-    [
-        ([], {}, ValueError, r"prompts=\[\]"),
-        ("", {}, ValueError, "prompts is empty"),
-        (["a", ""], {}, ValueError, r"prompts\[1\] is empty"),
-        ([[1, 2], []], {}, ValueError, r"prompts\[1\] is empty"),
-        ([[1, VOCAB]], {}, ValueError, "contains the id 300: ids must be from 0 to 299"),
-        ([[1, -1]], {}, ValueError, "contains the id -1"),
-        ([[1.5]], {}, TypeError, "float64"),
-        (7, {}, TypeError, "prompts is of type int: must be text, token ids, or a list of them"),
-        ([[[1]]], {}, TypeError, "flat list"),
-        ([1] * 512, {}, ValueError, "512 tokens, which leaves no space for new ones in the model's context of 512"),
-        ([1] * 500, {"max_new_tokens": 13}, ValueError, "at most 12 fit"),
-        ("a", {"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
-        ("a", {"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5"),
-        ("a", {"page_size": 0}, ValueError, "page_size=0: must be at least 1"),
-        ("a", {"seed": -1}, ValueError, "seed=-1"),
-        (
-            "a",
-            {"drafter": "medusa"},
-            ValueError,
-            "'medusa' is unknown; valid names are adaptive, block, eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
-        ),
-        ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
-        ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
-        ("a", {"stop": ""}, ValueError, "stop"),
-        ("a", {"stop": [3.5]}, TypeError, "stop"),
-        ("a", {"sampling": 0.7}, TypeError, "must be a jspec.Sampling"),
-        (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "sampling: 1 for 2 sequences"),
-        ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids must be from 0 to 299"),
-        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "seed: 3 for 2 sequences"),
-        ("a", {"seed": 2**32}, ValueError, "must be from 0 to 4294967295"),
-        (
-            "a",
-            {"sampling": SAMPLED, "accept": "greedy"},
-            ValueError,
-            "ignores the temperature; omit it, or use 'coupled'",
-        ),
-        ("a", dict(sampling=SAMPLED, accept="typical"), ValueError, "must be one of greedy, coupled, rejection, block"),
-        ("a", {"sampling": SAMPLED, "accept": 3}, TypeError, "accept=3"),
-        (
-            "a",
-            {"sampling": SAMPLED, "accept": "block", "drafter": jspec.Standalone(width=2)},
-            ValueError,
-            "judges chains only: give Standalone width=1",
-        ),
-        (
-            "a",
-            {"accept": LossyThresholds(single=0.5)},
-            ValueError,
-            "LossyThresholds has no effect when every sequence is greedy; omit it",
-        ),
-    ],
-)
+INVALID = [
+    ([], {}, ValueError, r"prompts=\[\]"),
+    ("", {}, ValueError, "prompts is empty"),
+    (["a", ""], {}, ValueError, r"prompts\[1\] is empty"),
+    ([[1, 2], []], {}, ValueError, r"prompts\[1\] is empty"),
+    ([[1, VOCAB]], {}, ValueError, "contains the id 300: ids must be from 0 to 299"),
+    ([[1, -1]], {}, ValueError, "contains the id -1"),
+    ([[1.5]], {}, TypeError, "float64"),
+    (7, {}, TypeError, "prompts is of type int: must be text, token ids, or a list of them"),
+    ([[[1]]], {}, TypeError, "flat list"),
+    ([1] * 512, {}, ValueError, "512 tokens, which leaves no space for new ones in the model's context of 512"),
+    ([1] * 500, {"max_new_tokens": 13}, ValueError, "at most 12 fit"),
+    ("a", {"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+    ("a", {"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5"),
+    ("a", {"page_size": 0}, ValueError, "page_size=0: must be at least 1"),
+    ("a", {"seed": -1}, ValueError, "seed=-1"),
+    (
+        "a",
+        {"drafter": "medusa"},
+        ValueError,
+        "'medusa' is unknown; valid names are adaptive, block, eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
+    ),
+    ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
+    ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
+    ("a", {"stop": ""}, ValueError, "stop"),
+    ("a", {"stop": [3.5]}, TypeError, "stop"),
+    ("a", {"sampling": 0.7}, TypeError, "must be a jspec.Sampling"),
+    (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "sampling: 1 for 2 sequences"),
+    ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids must be from 0 to 299"),
+    (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "seed: 3 for 2 sequences"),
+    ("a", {"seed": 2**32}, ValueError, "must be from 0 to 4294967295"),
+    ("a", {"sampling": SAMPLED, "accept": "greedy"}, ValueError, "ignores the temperature; omit it, or use 'coupled'"),
+    ("a", dict(sampling=SAMPLED, accept="typical"), ValueError, "must be one of greedy, coupled, rejection, block"),
+    ("a", {"sampling": SAMPLED, "accept": 3}, TypeError, "accept=3"),
+    (
+        "a",
+        {"sampling": SAMPLED, "accept": "block", "drafter": jspec.Standalone(width=2)},
+        ValueError,
+        "judges chains only: give Standalone width=1",
+    ),
+    (
+        "a",
+        {"accept": LossyThresholds(single=0.5)},
+        ValueError,
+        "LossyThresholds has no effect when every sequence is greedy; omit it",
+    ),
+]
+
+
+@pytest.mark.parametrize("prompts, options, error, message", INVALID)
 def test_invalid_arguments_are_errors_before_anything_is_compiled(model, prompts, options, error, message):
     traces = decode._cache_size()
     with pytest.raises(error, match=message):

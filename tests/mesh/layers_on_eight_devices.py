@@ -103,18 +103,14 @@ def test_an_assistant_is_split_with_its_target(load_assistant, tmp_path, monkeyp
         jspec.load(model.name, draft=tmp_path / "odd", tensor=4)
 
 
-@pytest.mark.parametrize(
-    "name, tensor, match",
-    [
-        ("windows", 8, "tensor=8: must divide 4 heads and 64 columns of the MLP of this model"),
-        (
-            "windows and experts",
-            3,
-            "and 16 columns of each expert .* 1 heads of keys and values in layer 1 and 2 heads",
-        ),
-        ("sinks", 8, "tensor=8: must divide 4 heads and 16 columns of each expert of this model"),
-    ],
-)
+UNFIT = [
+    ("windows", 8, "tensor=8: must divide 4 heads and 64 columns of the MLP of this model"),
+    ("windows and experts", 3, "and 16 columns of each expert .* 1 heads of keys and values in layer 1 and 2 heads"),
+    ("sinks", 8, "tensor=8: must divide 4 heads and 16 columns of each expert of this model"),
+]
+
+
+@pytest.mark.parametrize("name, tensor, match", UNFIT)
 def test_a_number_of_devices_that_does_not_fit(name, tensor, match, directories):
     with pytest.raises(ValueError, match=match):
         jspec.load(directories(name), tensor=tensor)

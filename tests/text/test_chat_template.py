@@ -71,70 +71,61 @@ def test_errors_of_the_messages_name_the_template(source, message):
         render(source)
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("{% for m in messages %}{{ '<' ~ m.role ~ '|' ~ loop.index ~ '>' }}{% endfor %}", "<system|1><user|2>"),
-        ("{% for m in messages %}{{ loop.length }}{{ loop.last }}{{ loop.revindex0 }}{% endfor %}", "2False12True0"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}none{% endfor %}", "hello"),
-        (
-            "{% for m in messages %}{{ loop.nextitem.role if not loop.last else loop.previtem.role }};{% endfor %}",
-            "user;system;",
-        ),
-        (
-            "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
-            "user",
-        ),
-        ("{% for k, v in messages[0].items() %}{{ k }}={{ v }},{% endfor %}", "role=system,content=be brief,"),
-        ("{% for k, v in messages[0] | dictsort %}{{ k }}{% endfor %}", "contentrole"),
-        (
-            "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-            "2",
-        ),
-        ("{% macro f(x, y='b') %}{{ x }}{{ y }}{{ caller() if caller }}{% endmacro %}{{ f('a') }}", "ab"),
-        ("{% macro f(x) %}[{{ caller() }}{{ x }}]{% endmacro %}{% call f(1) %}in{% endcall %}", "[in1]"),
-        ("{% for n in [1, [2, [3]]] recursive %}{{ loop(n) if n is iterable else n }}{% endfor %}", "123"),
-        ("{{ messages | map(attribute='role') | join(', ') }}", "system, user"),
-        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
-        ("{{ messages | rejectattr('role', 'in', ['user']) | map(attribute='content') | first }}", "be brief"),
-        ("{{ (messages | groupby('role') | list)[0].grouper }}", "system"),
-        ("{{ [3, 1, 2] | sort | list }}{{ [1, 2] | sum }}{{ [1, 2] | max }}", "[1, 2, 3]32"),
-        ("{{ 'a-b'.split('-')[-1].strip().upper() }}{{ 'ab'.startswith('a') }}", "BTrue"),
-        ("{{ 'x</think>y'.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') }}", "x"),
-        ("{{ '%s: %5.1f' % ('a', 2) }}{{ '{} {b!r}'.format(1, b='c') }}", "a:   2.01 'c'"),
-        ("{{ 'a\\nb' | indent(2) }}{{ ' a ' | trim }}{{ 'a' | center(3) }}{{ 'ab' * 2 }}", "a\n  ba a abab"),
-        (
-            "{{ {'b': [1, {'c': none}]} | tojson(indent=2) }}",
-            '{\n  "b": [\n    1,\n    {\n      "c": null\n    }\n  ]\n}',
-        ),
-        ("{{ messages[0].x is defined }}{{ messages is sequence }}{{ messages[0] is mapping }}", "FalseTrueTrue"),
-        ("{{ messages[0].x | default('d') }}{{ 'a' if tools is none else 'b' }}{{ 2 ** 10 }}{{ 7 % 4 }}", "da10243"),
-        ("{% set x %}{{ bos_token }}y{% endset %}{{ x ~ x }}{% filter upper %}z{% endfilter %}", "<s>y<s>yZ"),
-        ("{% if messages[-1]['role'] == 'user' and 'hell' in messages[-1]['content'] %}yes{% endif %}", "yes"),
-        ("{{ raise_exception is callable }}{{ strftime_now('%d %b %Y') | length }}", "True11"),
-        ("{{ '<' | e }}{{ ('<' | safe) ~ '>' }}{{ 1.5 | round(1) }}{{ '7' | int + 1 }}", "&lt;<>1.58"),
-        ("{{ (['a'] + ['b']) | join }}{{ range(3) | list }}{{ ('a', 'b') + ('c',) }}", "ab[0, 1, 2]('a', 'b', 'c')"),
-        (  # As in gpt-oss: macros that call themselves, keys that are methods of dictionaries, and the rest of a list.
-            "{% macro of(spec, null=false) -%}{% if spec.type == 'array' %}{{ of(spec['items']) + '[]' }}"
-            "{% elif spec.type is iterable and spec.type is not string and spec.type[0] is defined -%}"
-            "{{ spec.type | join(' | ') }}{% else %}{% for name, value in (spec.properties or {}).items() -%}"
-            "{{ name }}: {{ of(value) }};{% else %}{{ spec.type }}{% endfor %}{% endif %}{%- endmacro %}"
-            "{{ of({'type': 'object', 'properties': {'a': {'type': 'array', 'items': {'type': 'string'}},"
-            " 'b': {'type': ['integer', 'null']}}}) }}",
-            "a: string[];b: integer | null;",
-        ),
-        (
-            "{% macro date() %}{% if day is not defined %}{% set day = strftime_now('%Y') %}{% endif %}"
-            "{{ day | length }}{% endmacro %}{% set last = namespace(name=none) %}"
-            "{% for m in messages %}{% if 'content' in m and "
-            "'<|x|>' in m.content %}{{ raise_exception('x') }}{% endif %}{% for later in messages[loop.index:] %}"
-            "{% set last.name = later.role %}{% endfor %}{% endfor %}"
-            "{{ last.name }}{{ date() }}{{ {'a': 1} | tojson }}",
-            'user4{"a": 1}',
-        ),
-        ("{{ [1, 2, 3, 4] | batch(2) | list }}{{ [2, 1, 2] | unique | list }}", "[[1, 2], [3, 4]][2, 1]"),
-    ],
-)
+FEATURES = [
+    ("{% for m in messages %}{{ '<' ~ m.role ~ '|' ~ loop.index ~ '>' }}{% endfor %}", "<system|1><user|2>"),
+    ("{% for m in messages %}{{ loop.length }}{{ loop.last }}{{ loop.revindex0 }}{% endfor %}", "2False12True0"),
+    ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}none{% endfor %}", "hello"),
+    (
+        "{% for m in messages %}{{ loop.nextitem.role if not loop.last else loop.previtem.role }};{% endfor %}",
+        "user;system;",
+    ),
+    ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}", "user"),
+    ("{% for k, v in messages[0].items() %}{{ k }}={{ v }},{% endfor %}", "role=system,content=be brief,"),
+    ("{% for k, v in messages[0] | dictsort %}{{ k }}{% endfor %}", "contentrole"),
+    ("{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2"),
+    ("{% macro f(x, y='b') %}{{ x }}{{ y }}{{ caller() if caller }}{% endmacro %}{{ f('a') }}", "ab"),
+    ("{% macro f(x) %}[{{ caller() }}{{ x }}]{% endmacro %}{% call f(1) %}in{% endcall %}", "[in1]"),
+    ("{% for n in [1, [2, [3]]] recursive %}{{ loop(n) if n is iterable else n }}{% endfor %}", "123"),
+    ("{{ messages | map(attribute='role') | join(', ') }}", "system, user"),
+    ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
+    ("{{ messages | rejectattr('role', 'in', ['user']) | map(attribute='content') | first }}", "be brief"),
+    ("{{ (messages | groupby('role') | list)[0].grouper }}", "system"),
+    ("{{ [3, 1, 2] | sort | list }}{{ [1, 2] | sum }}{{ [1, 2] | max }}", "[1, 2, 3]32"),
+    ("{{ 'a-b'.split('-')[-1].strip().upper() }}{{ 'ab'.startswith('a') }}", "BTrue"),
+    ("{{ 'x</think>y'.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') }}", "x"),
+    ("{{ '%s: %5.1f' % ('a', 2) }}{{ '{} {b!r}'.format(1, b='c') }}", "a:   2.01 'c'"),
+    ("{{ 'a\\nb' | indent(2) }}{{ ' a ' | trim }}{{ 'a' | center(3) }}{{ 'ab' * 2 }}", "a\n  ba a abab"),
+    ("{{ {'b': [1, {'c': none}]} | tojson(indent=2) }}", '{\n  "b": [\n    1,\n    {\n      "c": null\n    }\n  ]\n}'),
+    ("{{ messages[0].x is defined }}{{ messages is sequence }}{{ messages[0] is mapping }}", "FalseTrueTrue"),
+    ("{{ messages[0].x | default('d') }}{{ 'a' if tools is none else 'b' }}{{ 2 ** 10 }}{{ 7 % 4 }}", "da10243"),
+    ("{% set x %}{{ bos_token }}y{% endset %}{{ x ~ x }}{% filter upper %}z{% endfilter %}", "<s>y<s>yZ"),
+    ("{% if messages[-1]['role'] == 'user' and 'hell' in messages[-1]['content'] %}yes{% endif %}", "yes"),
+    ("{{ raise_exception is callable }}{{ strftime_now('%d %b %Y') | length }}", "True11"),
+    ("{{ '<' | e }}{{ ('<' | safe) ~ '>' }}{{ 1.5 | round(1) }}{{ '7' | int + 1 }}", "&lt;<>1.58"),
+    ("{{ (['a'] + ['b']) | join }}{{ range(3) | list }}{{ ('a', 'b') + ('c',) }}", "ab[0, 1, 2]('a', 'b', 'c')"),
+    (  # As in gpt-oss: macros that call themselves, keys that are methods of dictionaries, and the rest of a list.
+        "{% macro of(spec, null=false) -%}{% if spec.type == 'array' %}{{ of(spec['items']) + '[]' }}"
+        "{% elif spec.type is iterable and spec.type is not string and spec.type[0] is defined -%}"
+        "{{ spec.type | join(' | ') }}{% else %}{% for name, value in (spec.properties or {}).items() -%}"
+        "{{ name }}: {{ of(value) }};{% else %}{{ spec.type }}{% endfor %}{% endif %}{%- endmacro %}"
+        "{{ of({'type': 'object', 'properties': {'a': {'type': 'array', 'items': {'type': 'string'}},"
+        " 'b': {'type': ['integer', 'null']}}}) }}",
+        "a: string[];b: integer | null;",
+    ),
+    (
+        "{% macro date() %}{% if day is not defined %}{% set day = strftime_now('%Y') %}{% endif %}"
+        "{{ day | length }}{% endmacro %}{% set last = namespace(name=none) %}"
+        "{% for m in messages %}{% if 'content' in m and "
+        "'<|x|>' in m.content %}{{ raise_exception('x') }}{% endif %}{% for later in messages[loop.index:] %}"
+        "{% set last.name = later.role %}{% endfor %}{% endfor %}"
+        "{{ last.name }}{{ date() }}{{ {'a': 1} | tojson }}",
+        'user4{"a": 1}',
+    ),
+    ("{{ [1, 2, 3, 4] | batch(2) | list }}{{ [2, 1, 2] | unique | list }}", "[[1, 2], [3, 4]][2, 1]"),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), FEATURES)
 def test_features_that_templates_of_models_use(source, expected):
     assert render(source) == expected
     utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the extra parity")

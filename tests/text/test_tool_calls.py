@@ -87,55 +87,51 @@ def test_a_call_that_is_cut_off(name):
         assert content == text[:at]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "calls"),
-    [
-        ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', [("f", {"x": 1})]),
-        ("hermes", '<tool_call> {"name":"f","arguments":{"x":1}} </tool_call>', [("f", {"x": 1})]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [("f", {"x": 1})]),
-        (
-            "hermes",
-            '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
-            [("f", {"x": "</tool_call>"})],
-        ),
-        ("llama3-json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
-        (
-            "llama3-json",
-            '{"name": "f", "arguments": {"x": "}"}}; {"name": "g", "parameters": {}}',
-            [("f", {"x": "}"}), ("g", {})],
-        ),
-        (
-            "mistral-json",
-            '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "123456789"}]',
-            [("f", {"x": [1]})],
-        ),
-        ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]g{}", [("f", {}), ("g", {})]),
-        (
-            "pythonic",
-            "[f(x='a)]', y=[1, (2, -3)], z={'k': None}), g()]",
-            [("f", {"x": "a)]", "y": [1, [2, -3]], "z": {"k": None}}), ("g", {})],
-        ),
-        ("pythonic", "[f(x='a\nb')]", [("f", {"x": "a\nb"})]),
-        ("pythonic", "[f(x=true, y=null)]", [("f", {"x": True, "y": None})]),
-        (
-            "gemma",
-            '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true,null,None]}}<tool_call|>',
-            [("f", {"x": "a}", "y": {"z": [1, True, None, None]}})],
-        ),
-        (
-            "qwen3-coder",
-            "<tool_call>\n<function=f>\n<parameter=x>\na\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
-            [("f", {"x": "a\n</tool_call>"})],
-        ),
-        (
-            "qwen3-coder",
-            "<tool_call>\n<function=f>\n<parameter=b>\nFalse\n</parameter>\n<parameter=n>\nNone\n</parameter>\n</function>"
-            "\n</tool_call>",
-            [("f", {"b": False, "n": None})],
-        ),
-        ("deepseek-v3.1", TEXT_OF_V31, [("f", {"x": 1}), ("g", {})]),
-    ],
-)
+SPELLINGS = [
+    ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', [("f", {"x": 1})]),
+    ("hermes", '<tool_call> {"name":"f","arguments":{"x":1}} </tool_call>', [("f", {"x": 1})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [("f", {"x": 1})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+        [("f", {"x": "</tool_call>"})],
+    ),
+    ("llama3-json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
+    (
+        "llama3-json",
+        '{"name": "f", "arguments": {"x": "}"}}; {"name": "g", "parameters": {}}',
+        [("f", {"x": "}"}), ("g", {})],
+    ),
+    ("mistral-json", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "123456789"}]', [("f", {"x": [1]})]),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]g{}", [("f", {}), ("g", {})]),
+    (
+        "pythonic",
+        "[f(x='a)]', y=[1, (2, -3)], z={'k': None}), g()]",
+        [("f", {"x": "a)]", "y": [1, [2, -3]], "z": {"k": None}}), ("g", {})],
+    ),
+    ("pythonic", "[f(x='a\nb')]", [("f", {"x": "a\nb"})]),
+    ("pythonic", "[f(x=true, y=null)]", [("f", {"x": True, "y": None})]),
+    (
+        "gemma",
+        '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true,null,None]}}<tool_call|>',
+        [("f", {"x": "a}", "y": {"z": [1, True, None, None]}})],
+    ),
+    (
+        "qwen3-coder",
+        "<tool_call>\n<function=f>\n<parameter=x>\na\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
+        [("f", {"x": "a\n</tool_call>"})],
+    ),
+    (
+        "qwen3-coder",
+        "<tool_call>\n<function=f>\n<parameter=b>\nFalse\n</parameter>\n<parameter=n>\nNone\n</parameter>\n</function>"
+        "\n</tool_call>",
+        [("f", {"b": False, "n": None})],
+    ),
+    ("deepseek-v3.1", TEXT_OF_V31, [("f", {"x": 1}), ("g", {})]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), SPELLINGS)
 def test_other_spellings_of_models(name, text, calls):
     nullable = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     functions = {"f": {"properties": {"x": {}, "b": {"type": "boolean"}, "n": nullable}}, "g": {}}
