@@ -13,17 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Array, Float
 
+from jspec.checkpoints import draft as common
 from jspec.checkpoints import speculators, torch_file, vocabulary
-from jspec.checkpoints.draft import (
-    DraftKind,
-    check_class,
-    describe_layers,
-    find_architectures,
-    read_captured,
-    read_layers,
-    read_mask_token,
-    read_windows,
-)
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
@@ -73,7 +64,7 @@ def matches(source: Source) -> bool:
     """Whether a config.json is that of a block draft, of any layout."""
     config = source.config
     model_type = config.read_text("speculators_model_type", "").lower()
-    stated = find_architectures(config, _NAMES) or any(part in model_type for part in _NAMES)
+    stated = common.find_architectures(config, _NAMES) or any(part in model_type for part in _NAMES)
     return bool(stated) or any(config.has(key) for key in (*SPELLINGS.sections[:2], "dspark_block_size"))
 
 
@@ -90,20 +81,20 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     """Parse the config.json of a draft of any layout."""
     # Options of other forwards.
     config, names = source.config, source.files.names()
-    check_class(config)
+    common.check_class(config)
     if config.has("dspark_block_size") and any(name.startswith("mtp.") for name in names):
         refuse(config.where, [f"{config.describe('dspark_block_size')}, a module with layers of DeepSeek-V4"])
     fields = read_fields(config)
     # The configuration. A Qwen3 rotates whole heads: DeepSpec copies the target's share of rotated dimensions.
-    layers = read_layers(fields, target, "lm_head.weight" in names, head_dim=128, whole_heads=True)
-    windows = read_windows(fields)
+    layers = common.read_layers(fields, target, "lm_head.weight" in names, head_dim=128, whole_heads=True)
+    windows = common.read_windows(fields)
     markov, rank = _read_markov(fields)
     scale, soft_cap = _read_logits(fields, names, target)
     head = BlockHead(
         **layers,
         capture_layers=_read_captured(config, fields, layers["num_layers"], target),
         block_size=fields.read_int("block_size"),
-        mask_token=read_mask_token(fields, target, "embed_tokens.weight" in names),
+        mask_token=common.read_mask_token(fields, target, "embed_tokens.weight" in names),
         next_token=_read_next_token(config, fields),
         windows=windows,
         causal=_read_causal(config, fields, windows),
@@ -132,7 +123,9 @@ def _read_next_token(config: Fields, fields: Fields) -> bool:
 
     speculators' layout states it, or implies it by as many drafts as rows.
     """
-    classes = find_architectures(config, ["dspark"]) or config.read_text("speculators_model_type", None) == "dspark"
+    classes = (
+        common.find_architectures(config, ["dspark"]) or config.read_text("speculators_model_type", None) == "dspark"
+    )
     heads = fields.is_set("markov_rank") or fields.is_set("enable_confidence_head")
     dspark = bool(classes or heads or fields.read_text("projector_type", "") == "dspark")
     if is_speculators(config):
@@ -147,7 +140,7 @@ def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]
     makes slide; vLLM lets the sliding layers of speculators' DFlash see all.
     """
     stated = fields.read_flag("is_causal", None)
-    if stated is None and find_architectures(config, ["jetspec"]):
+    if stated is None and common.find_architectures(config, ["jetspec"]):
         stated = True
     listed = "sliding_attention" in fields.read_texts("layer_types", ())
     swa_only = fields.read_flag("use_swa", False) and not listed
@@ -180,7 +173,7 @@ def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "marko
 def _read_dflash2(config: Fields, fields: Fields) -> dict[str, Any]:
     """Read the sizes of convolutions and selector; 0 without them. DFlash2 must have both."""
     kinds = [config.read_text("speculators_model_type", ""), fields.read_text("projector_type", "")]
-    required = bool(find_architectures(config, ["dflash2"])) or "dflash2" in kinds
+    required = bool(common.find_architectures(config, ["dflash2"])) or "dflash2" in kinds
     return {key: fields.read_int(key) if required or fields.is_set(key) else 0 for key in _DFLASH2}
 
 
@@ -218,14 +211,14 @@ def _read_captured(config: Fields, fields: Fields, layers: int, target: Decoder)
     count, default = target.num_layers, [target.num_layers // 2]
     if layers > 1:
         default = [round(1 + index * (count - 4) / (layers - 1)) for index in range(layers)]
-    return read_captured(fields, target, default)
+    return common.read_captured(fields, target, default)
 
 
 def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str | None) -> dict[str, Any]:
     """Describe a block draft in a layout."""
     if params.mask_embed is not None:
         raise ValueError(f"layout={layout!r} cannot hold mask_embed")
-    layers = describe_layers(config, "qwen3", config.attention_bias)
+    layers = common.describe_layers(config, "qwen3", config.attention_bias)
     sizes = {key: getattr(config, key) for key in _DFLASH2 if getattr(config, key)}
     if layout == "z-lab":
         return _describe_zlab(config, layers | {"block_size": config.block_size}, sizes)
@@ -350,4 +343,4 @@ def named_tensors(layout: str, config: BlockHead, params: BlockParams) -> Iterat
     yield from vocabulary.name_ids(params.ids, config.vocab_size)
 
 
-KIND = DraftKind(BlockHead, LAYOUTS, matches, parse_config, read_params, describe, named_tensors)
+KIND = common.DraftKind(BlockHead, LAYOUTS, matches, parse_config, read_params, describe, named_tensors)

@@ -11,15 +11,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jspec.checkpoints import config as common
 from jspec.checkpoints import scaled
-from jspec.checkpoints.config import (
-    describe_shape,
-    family_of,
-    read_kv_heads,
-    read_layer_count,
-    read_shape,
-    unknown_family,
-)
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, describe_fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
@@ -68,20 +61,20 @@ _SUPPORTED_OF = {
 
 def parse_config(config: Fields) -> Deepseek:
     """The model that a config.json of either generation describes."""
-    family = family_of(config, ARCHITECTURES)
+    family = common.family_of(config, ARCHITECTURES)
     if family is None:
-        raise unknown_family(config, ARCHITECTURES)
+        raise common.unknown_family(config, ARCHITECTURES)
     # Options and shapes of other forwards.
     _refuse_options(config, family)
     latent, heads = _parse_latent(config), config.read_int("num_attention_heads")
-    if read_kv_heads(config) != heads:
+    if common.read_kv_heads(config) != heads:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
     # The configuration.
     rope = parse_rope(config, latent.rope_dim)
     return Deepseek(
-        **read_shape(config, rope),
+        **common.read_shape(config, rope),
         intermediate_size=config.read_int("intermediate_size"),
-        num_layers=read_layer_count(config),
+        num_layers=common.read_layer_count(config),
         latent=latent,
         experts=_parse_experts(config, family),
         dense_layers=_parse_dense(config),
@@ -104,7 +97,7 @@ def _refuse_options(config: Fields, family: str) -> None:
 
 def _parse_dense(config: Fields) -> int:
     """The number of first layers without experts; V3.2 may list them."""
-    count, types = read_layer_count(config), config.read_texts("mlp_layer_types", None)
+    count, types = common.read_layer_count(config), config.read_texts("mlp_layer_types", None)
     if types is None:
         return config.read_int("first_k_dense_replace", least=0, most=count)
     dense = sum(kind == "dense" for kind in types)
@@ -154,7 +147,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
     latent, router = config.latent, config.experts.router
     family = "deepseek_v32" if config.indexer else "deepseek_v3" if router.sigmoid else "deepseek_v2"
     architecture = next(name for name, value in ARCHITECTURES.items() if value == family)
-    raw = describe_shape(architecture, family, config) | {
+    raw = common.describe_shape(architecture, family, config) | {
         "num_key_value_heads": config.num_heads,
         "q_lora_rank": latent.q_rank,
         **describe_fields(latent, _LATENT),

@@ -8,19 +8,8 @@ from typing import Any, TypeAlias
 
 from jaxtyping import PyTree
 
+from jspec.checkpoints import config as common
 from jspec.checkpoints import scaled
-from jspec.checkpoints.config import (
-    HEADS,
-    SHAPE,
-    SLIDING,
-    describe_windows,
-    read_full_layers,
-    read_head_dim,
-    read_kv_heads,
-    read_layer_count,
-    read_shape,
-    reading,
-)
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, describe_fields
 from jspec.checkpoints.files import CheckpointError, resolve_dtype
 from jspec.checkpoints.plan import Plan
@@ -66,7 +55,7 @@ class DraftKind:
         stored = scaled.parse_scheme(source.config) is not None
         tensors = scaled.open_tensors(source, kind) if stored else Tensors(source.files, kind)
         tensors.weights = weights
-        with reading(source.config.where):
+        with common.reading(source.config.where):
             config = self.parse_config(source, target)
         return Plan(config, tensors, partial(self.read_params, source))
 
@@ -89,15 +78,15 @@ def read_layers(
     if (width := layer.read_int("target_hidden_size", target.hidden_size)) != target.hidden_size:
         raise layer.wrong("target_hidden_size", width, f"must be {target.hidden_size}, the target's width")
     layer = layer.with_defaults({"max_position_embeddings": target.max_length})
-    dim = read_head_dim(layer, default=head_dim)
+    dim = common.read_head_dim(layer, default=head_dim)
     rope = parse_rope(layer, dim, draft=True, share=1.0 if whole_heads else None)
     return {
-        **read_shape(layer, rope),
+        **common.read_shape(layer, rope),
         **read_sizes(layer, target, has_head),
         "target_hidden_size": width,
         "intermediate_size": layer.read_int("intermediate_size"),
-        "num_layers": read_layer_count(layer),
-        "num_kv_heads": read_kv_heads(layer),
+        "num_layers": common.read_layer_count(layer),
+        "num_kv_heads": common.read_kv_heads(layer),
         "head_dim": dim,
         "rope": dataclasses.replace(rope, share=1.0),
         "neox": layer.read_flag("is_neox_style", True),
@@ -119,7 +108,7 @@ def read_windows(layer: Fields) -> tuple[int | None, ...]:
     layer_types decides, where it has sliding layers. Otherwise all slide with `use_swa`, and with `use_sliding_window`
     those from `max_window_layers` on.
     """
-    full, swa = read_full_layers(layer, SLIDING, 1), layer.read_flag("use_swa", False)
+    full, swa = common.read_full_layers(layer, common.SLIDING, 1), layer.read_flag("use_swa", False)
     if all(full) and swa:
         full = (False,) * len(full)
     elif not layer.read_texts("layer_types", None) and layer.read_flag("use_sliding_window", False):
@@ -133,10 +122,10 @@ def describe_layers(config: FeatureDraft, model_type: str, attention_bias: bool)
     """Describe the decoder layers in the older format of `transformers`, for releases of any age."""
     return {
         "model_type": model_type,
-        **describe_fields(config, SHAPE | HEADS),
+        **describe_fields(config, common.SHAPE | common.HEADS),
         "rope_theta": config.rope.theta,
         "rope_scaling": None if config.rope.scaling is None else describe_rope(config.rope),
-        **({"use_sliding_window": True, **describe_windows(config.windows)} if any(config.windows) else {}),
+        **({"use_sliding_window": True, **common.describe_windows(config.windows)} if any(config.windows) else {}),
         **({} if config.neox else {"is_neox_style": False}),
         "attention_bias": attention_bias,
         "tie_word_embeddings": False,

@@ -17,17 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jspec.checkpoints import draft as common
 from jspec.checkpoints import speculators, vocabulary
-from jspec.checkpoints.draft import (
-    DraftKind,
-    check_class,
-    describe_layers,
-    find_architectures,
-    read_captured,
-    read_layers,
-    read_mask_token,
-    read_windows,
-)
 from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
@@ -94,10 +85,10 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     """Parse the config.json of a head of either layout."""
     # Options of other forwards.
     config, names = source.config, source.files.names()
-    check_class(config)
+    common.check_class(config)
     eagle3, masks = is_eagle3(config, names), "mask_hidden" in names
     stated = [
-        *find_architectures(config, ["peagle"]),
+        *common.find_architectures(config, ["peagle"]),
         *(config.describe(key) for key in _MASK_TOKEN if config.has(key)),
     ]
     if stated and not masks:
@@ -108,8 +99,8 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     _refuse(config, fields, eagle3)
     fields = _with_depth(fields, names) if eagle3 else fields
     # The configuration.
-    layers = read_layers(fields, target, eagle3 and "lm_head.weight" in names)
-    windows = read_windows(fields)
+    layers = common.read_layers(fields, target, eagle3 and "lm_head.weight" in names)
+    windows = common.read_windows(fields)
     head = EagleHead(
         **layers,
         version=3 if eagle3 else 1,
@@ -117,7 +108,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         windows=windows if any(windows) else (),
         norm_before_residual=fields.read_flag("norm_before_residual", False),
         norm_output=fields.read_flag("norm_output", False),
-        mask_token=read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
+        mask_token=common.read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
     )
     # Shapes shared with the target.
     if not eagle3 and head.hidden_size != target.hidden_size:
@@ -127,7 +118,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
 
 def is_eagle3(config: Fields, names: set[str]) -> bool:
     """Whether it is an EAGLE-3 head, with a norm of the feature, rather than one of EAGLE-1 or EAGLE-2."""
-    stated = is_speculators(config) or config.has("eagle_config") or bool(find_architectures(config, ["eagle3"]))
+    stated = is_speculators(config) or config.has("eagle_config") or bool(common.find_architectures(config, ["eagle3"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
@@ -165,7 +156,7 @@ def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
             raise fields.wrong("use_aux_hidden_state", False, "must be true with ids of captured layers")
         return (count + 1,)
     # By default an early, a middle and a late layer.
-    captured = read_captured(fields, target, (1, count // 2 - 1, count - 4))
+    captured = common.read_captured(fields, target, (1, count // 2 - 1, count - 4))
     # A stated count must agree.
     stated = fields.read_int("num_aux_hidden_states", len(captured))
     if stated != len(captured):
@@ -179,7 +170,7 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
     """Describe a head in a layout."""
     _check_layout(layout, config, params)
     first = params.layers[0]
-    layers = describe_layers(config, "llama", first.o_bias is not None)
+    layers = common.describe_layers(config, "llama", first.o_bias is not None)
     # Options of EAGLE-3, at the top level in both layouts.
     norms: dict[str, Any] = {
         "norm_before_residual": config.norm_before_residual,
@@ -233,7 +224,7 @@ def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
 
 def matches(source: Source) -> bool:
     """Whether a checkpoint holds an EAGLE head, of any version."""
-    if is_speculators(source.config) or find_architectures(source.config, ["eagle"]):
+    if is_speculators(source.config) or common.find_architectures(source.config, ["eagle"]):
         return True
     # The config.json of an EAGLE-1 head is an ordinary Llama's.
     return "fc.weight" in source.files.names()
@@ -371,4 +362,4 @@ def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterat
     yield from vocabulary.name_ids(params.ids, config.vocab_size)
 
 
-KIND = DraftKind(EagleHead, LAYOUTS, matches, parse_config, read_params, describe, named_tensors)
+KIND = common.DraftKind(EagleHead, LAYOUTS, matches, parse_config, read_params, describe, named_tensors)

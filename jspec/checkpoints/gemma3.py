@@ -3,15 +3,7 @@
 from collections.abc import Set
 from typing import Any
 
-from jspec.checkpoints.config import (
-    FULL,
-    SLIDING,
-    describe_shape,
-    describe_windows,
-    read_head_dim,
-    read_shape,
-    read_windows,
-)
+from jspec.checkpoints import config as common
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_layer_ropes
@@ -42,12 +34,12 @@ def parse_config(config: Fields) -> Gemma3:
     text = config.section("text_config")
     text = (text if text.keys() else config).with_defaults(_DEFAULTS)
     _refuse_options(config, text)
-    kv_heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text)
-    windows = read_windows(text, text.read_int("sliding_window_pattern"))
+    kv_heads, head_dim = text.read_int("num_key_value_heads"), common.read_head_dim(text)
+    windows = common.read_windows(text, text.read_int("sliding_window_pattern"))
     local = text.read_number("rope_local_base_freq", None, least=1, most=MOST_NUMBER)
     full, sliding = parse_layer_ropes(text, head_dim, 1e6, text.replaced(rope_theta=local), 1e4)
     return Gemma3(
-        **read_shape(text, full),
+        **common.read_shape(text, full),
         intermediate_size=text.read_int("intermediate_size"),
         attention=tuple(
             Attention(kv_heads, head_dim, window, full if window is None else sliding) for window in windows
@@ -77,11 +69,11 @@ def _refuse_options(config: Fields, text: Fields) -> None:
 def describe(config: Gemma3) -> dict[str, Any]:
     """The config.json of a text model."""
     (first, *_) = config.attention
-    kinds = {FULL if kind.window is None else SLIDING: kind for kind in config.attention}
-    return describe_shape("Gemma3ForCausalLM", ARCHITECTURES["Gemma3ForCausalLM"], config) | {
+    kinds = {common.FULL if kind.window is None else common.SLIDING: kind for kind in config.attention}
+    return common.describe_shape("Gemma3ForCausalLM", ARCHITECTURES["Gemma3ForCausalLM"], config) | {
         "num_key_value_heads": first.kv_heads,
         "head_dim": first.head_dim,
-        **describe_windows([kind.window for kind in config.attention]),
+        **common.describe_windows([kind.window for kind in config.attention]),
         "rope_parameters": {name: describe_rope(kind.rope) for name, kind in kinds.items()},
         "query_pre_attn_scalar": config.query_scalar,
         "final_logit_softcapping": config.soft_cap,

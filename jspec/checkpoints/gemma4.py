@@ -4,16 +4,7 @@ import dataclasses
 from collections.abc import Set
 from typing import Any
 
-from jspec.checkpoints.config import (
-    FULL,
-    SLIDING,
-    describe_shape,
-    describe_windows,
-    read_full_layers,
-    read_head_dim,
-    read_layer_count,
-    read_shape,
-)
+from jspec.checkpoints import config as common
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
@@ -32,8 +23,8 @@ ARCHITECTURES = {
 }
 """Classes of `transformers` -> model_type. The unified ones (12B) have the same text model."""
 _ROPE = {
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    common.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    common.FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 
 
@@ -54,7 +45,7 @@ def _parse_text(config: Fields, text: Fields) -> Gemma4:
     per_layer = 0 if "unified" in text.read_text("model_type", "") else 256
     attention = _parse_attention(text)
     return Gemma4(
-        **read_shape(text),
+        **common.read_shape(text),
         intermediate_size=text.read_int("intermediate_size"),
         attention=attention,
         shared_layers=text.read_int("num_kv_shared_layers", 0, least=0, most=len(attention) - 1),
@@ -86,14 +77,17 @@ def _refuse_options(config: Fields, text: Fields) -> None:
 def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     """The attention of each layer."""
     # The kind of each layer; by default every sixth is full.
-    full = read_full_layers(text, SLIDING, 6)
+    full = common.read_full_layers(text, common.SLIDING, 6)
     if not full[-1]:
-        raise CheckpointError(f"{text.where}: {text.describe('layer_types')}: the last layer must be {FULL}")
+        raise CheckpointError(f"{text.where}: {text.describe('layer_types')}: the last layer must be {common.FULL}")
     # Heads of sliding layers, and of full ones unless stated otherwise.
-    heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text, default=text.read_int("head_dim"))
+    heads, head_dim = (
+        text.read_int("num_key_value_heads"),
+        common.read_head_dim(text, default=text.read_int("head_dim")),
+    )
     values_are_keys = text.read_flag("attention_k_eq_v", False)
     full_heads, full_dim = heads, head_dim
-    global_dim = read_head_dim(text, "global_head_dim", 512)
+    global_dim = common.read_head_dim(text, "global_head_dim", 512)
     global_heads = text.read_int("num_global_key_value_heads", None)
     if not text.has("per_layer_config"):
         full_dim = global_dim
@@ -107,13 +101,13 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
                 f"{text.where}: per_layer_config of layer {index} has the keys {layer.keys()}; supported: head_dim, "
                 "num_key_value_heads"
             )
-        dim = read_head_dim(layer, default=full_dim if whole else head_dim)
+        dim = common.read_head_dim(layer, default=full_dim if whole else head_dim)
         layers.append(
             Attention(
                 kv_heads=layer.read_int("num_key_value_heads", full_heads if whole else heads),
                 head_dim=dim,
                 window=None if whole else text.read_int("sliding_window", most=MOST_LENGTH),
-                rope=_parse_rope(FULL if whole else SLIDING, text, dim),
+                rope=_parse_rope(common.FULL if whole else common.SLIDING, text, dim),
                 values_are_keys=values_are_keys and whole,
             )
         )
@@ -142,10 +136,10 @@ def _parse_experts(text: Fields) -> Routed | None:
 def describe(config: Gemma4) -> dict[str, Any]:
     """The config.json of a text model, for versions of `transformers` with and without `per_layer_config`."""
     # Sliding layers give the base values, full layers the exceptions.
-    kinds = {FULL if kind.window is None else SLIDING: kind for kind in config.attention}
-    full = kinds[FULL]
-    base = kinds.get(SLIDING, full)
-    raw = describe_shape("Gemma4ForCausalLM", ARCHITECTURES["Gemma4ForCausalLM"], config) | {
+    kinds = {common.FULL if kind.window is None else common.SLIDING: kind for kind in config.attention}
+    full = kinds[common.FULL]
+    base = kinds.get(common.SLIDING, full)
+    raw = common.describe_shape("Gemma4ForCausalLM", ARCHITECTURES["Gemma4ForCausalLM"], config) | {
         "num_key_value_heads": base.kv_heads,
         "head_dim": base.head_dim,
         "global_head_dim": full.head_dim,
@@ -155,7 +149,7 @@ def describe(config: Gemma4) -> dict[str, Any]:
             for i, kind in enumerate(config.attention)
             if kind.window is None
         },
-        **describe_windows([kind.window for kind in config.attention]),
+        **common.describe_windows([kind.window for kind in config.attention]),
         "sliding_window": base.window or 512,
         "rope_parameters": {name: describe_rope(kind.rope) for name, kind in kinds.items()},
         "attention_k_eq_v": full.values_are_keys,
@@ -185,7 +179,7 @@ def parse_assistant(config: Fields) -> Gemma4:
     """The layers of an assistant of Gemma 4, as a text model."""
     # All layers of an assistant share keys and values with the target.
     text = config.required_section("text_config").with_defaults({"hidden_size_per_layer_input": 0})
-    count = read_layer_count(text)
+    count = common.read_layer_count(text)
     shared = text.read_int("num_kv_shared_layers", 0, least=0)
     if shared not in (0, count):
         raise text.wrong(

@@ -2,18 +2,8 @@
 
 from typing import Any
 
+from jspec.checkpoints import config as common
 from jspec.checkpoints import mxfp4
-from jspec.checkpoints.config import (
-    BIASES,
-    HEADS,
-    TIED,
-    describe_shape,
-    describe_windows,
-    read_head_dim,
-    read_kv_heads,
-    read_shape,
-    read_windows,
-)
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, describe_fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
@@ -35,13 +25,13 @@ def parse_config(config: Fields) -> GptOss:
     config = config.with_defaults(_DEFAULTS)
     refuse(config.where, config.unsupported({"hidden_act": ("silu",)}))
     # Heads and rotation.
-    head_dim = read_head_dim(config)
+    head_dim = common.read_head_dim(config)
     rope = parse_rope(config, head_dim, None)
     return GptOss(
-        **read_shape(config, rope),
-        num_kv_heads=read_kv_heads(config),
+        **common.read_shape(config, rope),
+        num_kv_heads=common.read_kv_heads(config),
         head_dim=head_dim,
-        windows=read_windows(config, 2),
+        windows=common.read_windows(config, 2),
         experts=Routed(
             Router(config.read_int("num_local_experts"), config.read_int("num_experts_per_tok"), normalize=True),
             config.read_int("intermediate_size"),
@@ -57,9 +47,9 @@ def parse_config(config: Fields) -> GptOss:
 def describe(config: GptOss) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
     router = config.experts.router
-    return describe_shape("GptOssForCausalLM", ARCHITECTURES["GptOssForCausalLM"], config) | {
-        **describe_fields(config, HEADS | TIED | BIASES),
-        **describe_windows(config.windows),
+    return common.describe_shape("GptOssForCausalLM", ARCHITECTURES["GptOssForCausalLM"], config) | {
+        **describe_fields(config, common.HEADS | common.TIED | common.BIASES),
+        **common.describe_windows(config.windows),
         "num_local_experts": router.count,
         "num_experts_per_tok": router.chosen,
         "rope_parameters": describe_rope(config.rope),

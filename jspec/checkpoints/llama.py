@@ -5,26 +5,8 @@ from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
+from jspec.checkpoints import config as common
 from jspec.checkpoints import scaled
-from jspec.checkpoints.config import (
-    BIASES,
-    FULL,
-    HEADS,
-    SLIDING,
-    TIED,
-    describe_experts,
-    describe_shape,
-    describe_windows,
-    family_of,
-    parse_dense_layers,
-    parse_experts,
-    read_head_dim,
-    read_kv_heads,
-    read_layer_count,
-    read_shape,
-    read_windows,
-    unknown_family,
-)
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, describe_fields, refuse
 from jspec.checkpoints.kv_scales import KvScales
@@ -40,7 +22,7 @@ Windows = tuple[int | None, ...]
 def _no_windows(config: Fields) -> Windows:
     types, wrong = config.read_texts("layer_types", ()), config.unsupported({"use_sliding_window": (False,)})
     refuse(config.where, [*wrong, *(f"layer_types: {kind}" for kind in types if kind != "full_attention")])
-    if types and len(types) != (count := read_layer_count(config)):
+    if types and len(types) != (count := common.read_layer_count(config)):
         raise config.wrong("layer_types", list(types), f"must be {count} of full_attention")
     return ()
 
@@ -49,7 +31,7 @@ def _same_windows(config: Fields) -> Windows:
     """`sliding_window` holds in all layers."""
     refuse(config.where, [config.describe("layer_types")] if config.has("layer_types") else [])
     window = config.read_int("sliding_window", None, most=MOST_LENGTH)
-    return () if window is None else (window,) * read_layer_count(config)
+    return () if window is None else (window,) * common.read_layer_count(config)
 
 
 def _last_windows(config: Fields) -> Windows:
@@ -57,14 +39,14 @@ def _last_windows(config: Fields) -> Windows:
     if not config.read_flag("use_sliding_window", False):
         return _no_windows(config)
     if config.has("layer_types"):
-        return read_windows(config, 1)
+        return common.read_windows(config, 1)
     window = config.read_int("sliding_window", None, most=MOST_LENGTH)
-    first, count = config.read_int("max_window_layers", least=0), read_layer_count(config)
+    first, count = config.read_int("max_window_layers", least=0), common.read_layer_count(config)
     return tuple(None if index < first else window for index in range(count))
 
 
 def _listed_windows(config: Fields) -> Windows:
-    return read_windows(config, 4)
+    return common.read_windows(config, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,26 +145,26 @@ ARCHITECTURES = {row.architecture: kind for kind, row in ROWS.items()}
 
 def parse_config(config: Fields) -> Llama:
     """Parse a config.json, of either generation."""
-    kind = family_of(config, ARCHITECTURES)
+    kind = common.family_of(config, ARCHITECTURES)
     if kind is None:
-        raise unknown_family(config, ARCHITECTURES)
+        raise common.unknown_family(config, ARCHITECTURES)
     row = ROWS[kind]
     config = config.with_defaults(row.defaults)
     _refuse_options(config, row)
     # Heads and rotation.
-    head_dim = read_head_dim(config)
+    head_dim = common.read_head_dim(config)
     if row.window_rope:
         rope, window_rope = parse_layer_ropes(config, head_dim, row.theta)
     else:
         rope, window_rope = parse_rope(config, head_dim, row.theta, share=row.share), None
-    shape, windows = read_shape(config, rope), row.windows(config)
+    shape, windows = common.read_shape(config, rope), row.windows(config)
     bias = config.read_flag("attention_bias", False) if row.bias is None else row.bias
     model = partial(
         row.config,
         **shape,
         intermediate_size=config.read_int("intermediate_size"),
-        num_layers=read_layer_count(config),
-        num_kv_heads=read_kv_heads(config),
+        num_layers=common.read_layer_count(config),
+        num_kv_heads=common.read_kv_heads(config),
         head_dim=head_dim,
         rope=rope,
         tie_embeddings=config.read_flag("tie_word_embeddings", False),
@@ -199,7 +181,7 @@ def parse_config(config: Fields) -> Llama:
         window_rope=window_rope,
         out_bias=bias and row.bias is None and row.out_bias,
         windows=windows if any(windows) else (),
-        resting=_resting_layers(config, read_layer_count(config)) if row.rests else (),
+        resting=_resting_layers(config, common.read_layer_count(config)) if row.rests else (),
         **{name: config.read_number(key, 1.0, above=0, most=MOST_NUMBER) for name, key in row.scales.items()},
     )
 
@@ -209,8 +191,8 @@ def _parse_experts(config: Fields) -> dict[str, Any]:
     key = "num_experts" if config.has("num_experts") or not config.has("num_local_experts") else "num_local_experts"
     if config.read_int(key, least=0) == 0:
         return {}
-    experts = parse_experts(config, config.read_int(key), normalize=False)
-    return {"experts": experts, "dense_layers": parse_dense_layers(config)}
+    experts = common.parse_experts(config, config.read_int(key), normalize=False)
+    return {"experts": experts, "dense_layers": common.parse_dense_layers(config)}
 
 
 def _refuse_options(config: Fields, row: Row) -> None:
@@ -237,26 +219,26 @@ def describe(config: Llama) -> dict[str, Any]:
     kind = "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "llama"
     kind = config.kind if isinstance(config, LlamaVariant) else kind
     row = ROWS[kind]
-    raw = describe_shape(row.architecture, kind, config) | {
-        **describe_fields(config, HEADS | TIED | BIASES),
+    raw = common.describe_shape(row.architecture, kind, config) | {
+        **describe_fields(config, common.HEADS | common.TIED | common.BIASES),
         "rope_parameters": describe_rope(config.rope),
         "hidden_act": "silu",
         "pad_token_id": None,
         **describe_fields(config, {key: name for name, key in row.scales.items()}),
     }
     if not isinstance(config, LlamaVariant):
-        return raw | (describe_experts(config.experts, config.dense_layers) if config.experts else {})
+        return raw | (common.describe_experts(config.experts, config.dense_layers) if config.experts else {})
     # Windows and rotations of some layers.
     if row.share is not None:
         raw["rope_parameters"]["partial_rotary_factor"] = config.rope.share
     if row.windows is _same_windows:
         raw["sliding_window"] = config.windows[0] if config.windows else None
     elif row.windows is _listed_windows:
-        raw |= describe_windows(config.windows or (None,) * config.num_layers)
+        raw |= common.describe_windows(config.windows or (None,) * config.num_layers)
     elif config.windows:
-        raw |= describe_windows(config.windows) | {"use_sliding_window": any(config.windows)}
+        raw |= common.describe_windows(config.windows) | {"use_sliding_window": any(config.windows)}
     if config.window_rope is not None:
-        ropes = {FULL: config.rope, SLIDING: config.window_rope}
+        ropes = {common.FULL: config.rope, common.SLIDING: config.window_rope}
         raw["rope_parameters"] = {name: describe_rope(rope) for name, rope in ropes.items()}
     if row.rests:
         raw["no_rope_layers"] = [int(index not in config.resting) for index in range(config.num_layers)]

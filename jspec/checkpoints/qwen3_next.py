@@ -8,19 +8,7 @@ from collections.abc import Set
 from typing import Any
 
 from jspec.cache import RecurrentLayer
-from jspec.checkpoints.config import (
-    FULL,
-    HEADS,
-    TIED,
-    describe_experts,
-    describe_shape,
-    family_of,
-    parse_dense_layers,
-    parse_experts,
-    read_full_layers,
-    read_head_dim,
-    read_shape,
-)
+from jspec.checkpoints import config as common
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, describe_fields, refuse
 from jspec.checkpoints.rope import describe_rope, parse_rope
@@ -52,19 +40,19 @@ def parse_config(config: Fields) -> Qwen3Next:
     text = config.section("text_config")
     text = text if text.keys() else config
     _refuse_options(config, text)
-    head_dim = read_head_dim(text)
+    head_dim = common.read_head_dim(text)
     rope = parse_rope(text, head_dim, share=0.25)
     experts = _parse_experts(text)
-    dense = () if experts is None else parse_dense_layers(text)
+    dense = () if experts is None else common.parse_dense_layers(text)
     # Models with experts in all layers have no MLP.
     needs_mlp = experts is None or bool(dense)
     inner = text.read_int("intermediate_size") if needs_mlp else text.read_int("intermediate_size", 0)
     return Qwen3Next(
-        **read_shape(text, rope),
+        **common.read_shape(text, rope),
         intermediate_size=inner,
         num_kv_heads=text.read_int("num_key_value_heads"),
         head_dim=head_dim,
-        is_full_attention=read_full_layers(text, _LINEAR, text.read_int("full_attention_interval", 4)),
+        is_full_attention=common.read_full_layers(text, _LINEAR, text.read_int("full_attention_interval", 4)),
         state=RecurrentLayer(**text.read_sizes(_STATE)),
         experts=experts,
         dense_layers=dense,
@@ -86,7 +74,7 @@ def _refuse_options(config: Fields, text: Fields) -> None:
             "output_gate_type": ("swish", "silu"),
         }
     )
-    if (family_of(config, ARCHITECTURES) or "").startswith("qwen3_5"):
+    if (common.family_of(config, ARCHITECTURES) or "").startswith("qwen3_5"):
         # `transformers` normalizes the weights in any case.
         wrong += text.unsupported({"norm_topk_prob": (True,)})
     if config.section("quantization_config").keys() or text.section("quantization_config").keys():
@@ -100,15 +88,15 @@ def _parse_experts(text: Fields) -> Routed | None:
         return None
     # Qwen3.5 has no key for the normalization of weights; they are normalized.
     width = text.read_int("shared_expert_intermediate_size")
-    return parse_experts(text, count, normalize=True, shared_width=width)
+    return common.parse_experts(text, count, normalize=True, shared_width=width)
 
 
 def describe(config: Qwen3Next) -> dict[str, Any]:
     """The config.json of a text model: Qwen3-Next's if there are experts, otherwise Qwen3.5's."""
     name = "Qwen3_5ForCausalLM" if config.experts is None else "Qwen3NextForCausalLM"
-    raw = describe_shape(name, ARCHITECTURES[name], config) | {
-        **describe_fields(config, HEADS | TIED),
-        "layer_types": [FULL if full else _LINEAR for full in config.is_full_attention],
+    raw = common.describe_shape(name, ARCHITECTURES[name], config) | {
+        **describe_fields(config, common.HEADS | common.TIED),
+        "layer_types": [common.FULL if full else _LINEAR for full in config.is_full_attention],
         **describe_fields(config.state, _STATE),
         "rope_parameters": {"partial_rotary_factor": 1.0} | describe_rope(config.rope),
         "attention_bias": False,
@@ -116,7 +104,7 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
     }
     # The experts.
     if config.experts is not None:
-        raw |= describe_experts(config.experts, config.dense_layers)
+        raw |= common.describe_experts(config.experts, config.dense_layers)
         raw["shared_expert_intermediate_size"] = config.experts.shared_width
     return raw
 
