@@ -7,18 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scaled_files as files
 from safetensors.numpy import save_file
-from scaled_files import (
-    MODELS,
-    PROMPTS,
-    assert_same_logits,
-    assert_same_rounds,
-    assert_same_values,
-    assert_stored_bytes_are_counted,
-    damaged,
-    is_linear,
-    load_file,
-)
 
 import jspec
 from jspec.checkpoints import language_model
@@ -102,12 +92,12 @@ def packed_layer(rng, shape, form):
 
 def store(path, model, form):
     """Writes a checkpoint of packed matrices, and one with their values in float32."""
-    config, make = MODELS[model]
+    config, make = files.MODELS[model]
     for kind in ("narrow", "wide"):
         language_model.save(path / kind, config, make(), dtype="float32")
     rng, narrow, wide = np.random.default_rng(0), {}, {}
-    for name, tensor in load_file(path / "wide" / "model.safetensors").items():
-        if is_linear(name):
+    for name, tensor in files.load_file(path / "wide" / "model.safetensors").items():
+        if files.is_linear(name):
             tensors, wide[name] = packed_layer(rng, tensor.shape, form)
             narrow |= {name.removesuffix(".weight") + end: part for end, part in tensors.items()}
         else:
@@ -136,7 +126,7 @@ def stored(tmp_path_factory):
 def test_weights_are_those_that_were_packed(stored, model, form):
     path = stored(model, form)
     got, expected = (jspec.load(path / kind).params.target for kind in ("narrow", "wide"))
-    assert_same_values(got, expected)
+    files.assert_same_values(got, expected)
     matrices = [leaf for leaf in jax.tree.leaves(got, is_leaf=is_matrix) if is_matrix(leaf)]
     assert len(matrices) >= 8
     for leaf in matrices:
@@ -155,14 +145,14 @@ def test_weights_are_those_that_were_packed(stored, model, form):
 
 @pytest.mark.parametrize("form", ("compressed_zeros", "awq"))
 def test_logits_are_those_of_the_widened_weights(stored, form):
-    assert_same_logits(*(jspec.load(stored("llama", form) / kind) for kind in ("narrow", "wide")))
+    files.assert_same_logits(*(jspec.load(stored("llama", form) / kind) for kind in ("narrow", "wide")))
 
 
 @pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
     path, drafter = stored("llama", "gptq"), jspec.Standalone(depth=3)
     models = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
-    assert_same_rounds(*models, PROMPTS, drafter, above=2, max_new_tokens=20, page_size=16)
+    files.assert_same_rounds(*models, files.PROMPTS, drafter, above=2, max_new_tokens=20, page_size=16)
 
 
 def test_other_weights_can_be_chosen(stored):
@@ -175,7 +165,7 @@ def test_other_weights_can_be_chosen(stored):
 
 
 def test_memory_counts_packed_values(stored, monkeypatch):
-    assert_stored_bytes_are_counted(stored("llama", "awq") / "narrow", monkeypatch)
+    files.assert_stored_bytes_are_counted(stored("llama", "awq") / "narrow", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +191,7 @@ def test_memory_counts_packed_values(stored, monkeypatch):
     ids=str,
 )
 def test_other_methods_are_refused(stored, tmp_path, method):
-    damaged(stored("llama", "awq") / "narrow", tmp_path, quantization_config=method)
+    files.damaged(stored("llama", "awq") / "narrow", tmp_path, quantization_config=method)
     with pytest.raises(CheckpointError, match=r"quantization_config=.*is not supported; must have quant_method='fp8'"):
         jspec.load(tmp_path)
 
@@ -219,7 +209,7 @@ ROTATED = {"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "
     ],
 )
 def test_keys_of_other_forwards_are_refused(stored, tmp_path, form, key, value):
-    damaged(stored("llama", form) / "narrow", tmp_path)
+    files.damaged(stored("llama", form) / "narrow", tmp_path)
     method = FORMATS[form]
     for harmless in (dict(sparsity_config={"format": "dense"}, transform_config={}), dict(dynamic={}, lm_head=True)):
         configure(tmp_path / "config.json", {**method, **harmless})
@@ -258,18 +248,18 @@ ZEROS, SCALES = f"{LAYER}.qzeros", f"{LAYER}.scales"
 )
 def test_damaged_checkpoints_are_refused(stored, tmp_path, form, change, message):
     source, (name,) = stored("llama", form) / "narrow", change
-    assert name in load_file(source / "model.safetensors") or ".7." in name
+    assert name in files.load_file(source / "model.safetensors") or ".7." in name
     with pytest.raises(CheckpointError, match=message):
-        jspec.load(damaged(source, tmp_path, change))
+        jspec.load(files.damaged(source, tmp_path, change))
 
 
 def test_zero_points_that_leave_8_bits_are_refused(stored, tmp_path):
     """GPTQ of 8 bits keeps values whose zero is the middle of their range; others reach further than 8 bits."""
-    config, make = MODELS["llama"]
+    config, make = files.MODELS["llama"]
     language_model.save(tmp_path, config, make(), dtype="float32")
     configure(tmp_path / "config.json", {**GPTQ, "bits": 8, "sym": True})
-    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
-    for name in [name for name in tensors if is_linear(name)]:
+    tensors, rng = files.load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in tensors if files.is_linear(name)]:
         out, width = tensors.pop(name).shape
         parts = {
             "qweight": pack(rng.integers(0, 256, (out, width)), 8).T,

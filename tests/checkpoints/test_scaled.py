@@ -8,18 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import scaled_files as files
 from safetensors.numpy import save_file
-from scaled_files import (
-    MODELS,
-    PROMPTS,
-    assert_same_logits,
-    assert_same_rounds,
-    assert_same_values,
-    assert_stored_bytes_are_counted,
-    damaged,
-    is_linear,
-    load_file,
-)
 
 import jspec
 from jspec.checkpoints import language_model
@@ -41,13 +31,13 @@ FORMATS = {"blocks": BLOCKS, "channels": COMPRESSED, "tensors": COMPRESSED, "int
 
 def store(path, model, form, head=False):
     """Writes a checkpoint with 8-bit matrices, and one with their values in float32. head: the LM head, too."""
-    config, make = MODELS[model]
+    config, make = files.MODELS[model]
     for kind in ("narrow", "wide"):
         language_model.save(path / kind, config, make(), dtype="float32")
     rng, narrow, wide = np.random.default_rng(0), {}, {}
-    for name, tensor in load_file(path / "wide" / "model.safetensors").items():
+    for name, tensor in files.load_file(path / "wide" / "model.safetensors").items():
         narrow[name] = wide[name] = tensor
-        if not is_linear(name) and not (head and name == "lm_head.weight"):
+        if not files.is_linear(name) and not (head and name == "lm_head.weight"):
             continue
         shape = {
             "blocks": [-(-size // each) for size, each in zip(tensor.shape, (24, 16), strict=True)],
@@ -79,12 +69,12 @@ def stored(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", files.MODELS)
 def test_linear_layers_are_those_stored(stored, model, form):
     path = stored(model, form, head=form == "channels")
     got = jspec.load(path / "narrow").params.target
     expected = jspec.load(path / "wide").params.target
-    assert_same_values(got, expected)
+    files.assert_same_values(got, expected)
     leaves = jax.tree_util.tree_leaves_with_path(got, is_leaf=is_matrix)
     narrow = {path[-1].name: leaf for path, leaf in leaves if is_matrix(leaf)}
     fields = {"llama": {"qkv"}, "experts": {"qkv"}, "latents": {"down_projection", "query"}}[model]
@@ -101,14 +91,14 @@ def test_linear_layers_are_those_stored(stored, model, form):
 @pytest.mark.parametrize("form", ("blocks", "channels"))
 @pytest.mark.parametrize("model", ("llama", "experts", "latents"))
 def test_logits_are_those_of_the_widened_weights(stored, model, form):
-    assert_same_logits(*(jspec.load(stored(model, form) / kind) for kind in ("narrow", "wide")))
+    files.assert_same_logits(*(jspec.load(stored(model, form) / kind) for kind in ("narrow", "wide")))
 
 
 @pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
     path, drafter = stored("llama", "blocks"), jspec.Standalone(depth=3)
     models = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
-    assert_same_rounds(*models, PROMPTS, drafter, above=2, max_new_tokens=20, page_size=16)
+    files.assert_same_rounds(*models, files.PROMPTS, drafter, above=2, max_new_tokens=20, page_size=16)
 
 
 @pytest.mark.parametrize("form", ("blocks", "int8"))
@@ -129,7 +119,7 @@ def test_other_weights_can_be_chosen(stored, form):
 
 
 def test_memory_counts_what_is_stored(stored, monkeypatch):
-    assert_stored_bytes_are_counted(stored("experts", "blocks") / "narrow", monkeypatch)
+    files.assert_stored_bytes_are_counted(stored("experts", "blocks") / "narrow", monkeypatch)
 
 
 def test_exact_forwards_refuse_them_before_they_are_read(stored):
@@ -160,7 +150,7 @@ def group(**changes):
     ids=lambda method: "-".join(map(str, [*method][:3])),
 )
 def test_other_methods_are_refused(stored, tmp_path, method):
-    damaged(stored("llama", "channels") / "narrow", tmp_path, quantization_config=method)
+    files.damaged(stored("llama", "channels") / "narrow", tmp_path, quantization_config=method)
     with pytest.raises(CheckpointError, match=r"quantization_config=.*is not supported; must have quant_method='fp8'"):
         jspec.load(tmp_path)
 
@@ -182,15 +172,15 @@ DAMAGED = (
 def test_damaged_checkpoints_are_refused(stored, tmp_path, form, model, change, message):
     tensors = {f"model.layers.0.{name}": value for name, value in change.items()}
     source = stored(model, form) / "narrow"
-    assert tensors.keys() <= load_file(source / "model.safetensors").keys()
+    assert tensors.keys() <= files.load_file(source / "model.safetensors").keys()
     with pytest.raises(CheckpointError, match=message):
-        jspec.load(damaged(source, tmp_path, tensors))
+        jspec.load(files.damaged(source, tmp_path, tensors))
 
 
 def test_a_part_that_is_stored_wide_widens_the_others(stored, tmp_path):
     source, name = stored("llama", "channels"), "model.layers.0.self_attn.k_proj.weight"
-    wide = load_file(source / "wide" / "model.safetensors")[name]
-    damaged(source / "narrow", tmp_path, {name: wide, f"{name}_scale": None})
+    wide = files.load_file(source / "wide" / "model.safetensors")[name]
+    files.damaged(source / "narrow", tmp_path, {name: wide, f"{name}_scale": None})
     first, second = jspec.load(tmp_path).params.target.layers
     expected = jspec.load(source / "wide").params.target.layers[0]
     np.testing.assert_array_equal(first.qkv, expected.qkv)

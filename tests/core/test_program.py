@@ -6,19 +6,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import planted
 import pytest
 import toy
 from hlo import check_in_place, computations, loop_body, made, opcode, pool_writes
-from planted import (
-    RandomTree,
-    each_name,
-    each_name_and_trees,
-    greedy,
-    one_name_of_each,
-    planted_params,
-    pools,
-    weights_of,
-)
 
 from jspec.core import tree
 from jspec.core.loop import decode, one_round, run_rounds
@@ -36,17 +27,17 @@ def kinds(x):
 
 
 @pytest.mark.slow(unless="standalone_tree")
-@one_name_of_each
+@planted.one_name_of_each
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
-    weights = weights_of(drafter)
+    weights = planted.weights_of(drafter)
     s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
     draft_tree, draft_state = jax.eval_shape(drafter.draft, weights, s)
     assert kinds(draft_state) == kinds(s.draft)
-    assert kinds(jax.eval_shape(functools.partial(one_round, method=greedy(drafter)), weights, s)) == kinds(s)
+    assert kinds(jax.eval_shape(functools.partial(one_round, method=planted.greedy(drafter)), weights, s)) == kinds(s)
 
 
-@each_name
+@planted.each_name
 def test_without_captured_layers_there_are_no_hidden_states_anywhere(name):
     drafter, seen = toy.bound_drafters()[name], []
     if drafter.capture_layers:
@@ -57,10 +48,10 @@ def test_without_captured_layers_there_are_no_hidden_states_anywhere(name):
             seen.append(committed.hidden)
             return super().extend(params, s, committed)
 
-    weights = weights_of(drafter)
+    weights = planted.weights_of(drafter)
     spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
     s = jax.eval_shape(functools.partial(toy.start, spy, weights))
-    s = jax.eval_shape(functools.partial(one_round, method=greedy(spy)), weights, s)
+    s = jax.eval_shape(functools.partial(one_round, method=planted.greedy(spy)), weights, s)
     assert seen == [None, None], "prefill and a round"
     # A draft with masks keeps hidden states of its own.
     state = dataclasses.replace(s, draft=None) if getattr(getattr(drafter, "model", None), "at_once", False) else s
@@ -71,8 +62,8 @@ def test_without_captured_layers_there_are_no_hidden_states_anywhere(name):
 
 def lone_pool(name):
     """A drafter and the state after prefill. With pages of 5 rows, only a pool has the shape of a pool."""
-    drafter = toy.bound_drafters().get(name, RandomTree())
-    weights = weights_of(drafter)
+    drafter = toy.bound_drafters().get(name, planted.RandomTree())
+    weights = planted.weights_of(drafter)
     if isinstance(drafter, Standalone):
         # With a draft of another shape than the target, the two pools have different shapes.
         drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
@@ -83,8 +74,8 @@ def lone_pool(name):
 def program(name):
     """The compiled text of `decode`, and the types of its pools in that text."""
     drafter, weights, s = lone_pool(name)
-    types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
-    return decode.lower(weights, s, jnp.int32(9), method=greedy(drafter)).compile().as_text(), types
+    types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in planted.pools(s)]
+    return decode.lower(weights, s, jnp.int32(9), method=planted.greedy(drafter)).compile().as_text(), types
 
 
 def inner_loops(name):
@@ -93,7 +84,7 @@ def inner_loops(name):
 
 
 @pytest.mark.slow(unless="eagle_tree")
-@each_name
+@planted.each_name
 def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     text, _ = program(name)
     opcodes = [opcode(line) for line in text.splitlines()]
@@ -124,7 +115,7 @@ def test_operations_have_the_name_of_their_phase(name, multiplying, writing):
 
 
 @pytest.mark.slow(unless=("plain", "ngram"))
-@each_name
+@planted.each_name
 def test_a_chain_needs_no_sort(name):
     """Unless a selector chooses among the best tokens of each row."""
     drafter = toy.bound_drafters()[name]
@@ -136,7 +127,7 @@ def test_a_chain_needs_no_sort(name):
 
 
 @pytest.mark.slow(unless="random_tree")
-@each_name_and_trees
+@planted.each_name_and_trees
 def test_each_pool_is_written_once_per_round_and_never_copied(name):
     """In a round only the commit creates an array of a pool's shape, by writing in place."""
     text, types = program(name)
@@ -162,19 +153,19 @@ def test_the_last_layer_continues_with_the_selected_tokens_only(select):
 
 
 @pytest.mark.slow(unless="plain")
-@one_name_of_each
+@planted.one_name_of_each
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)
     shape = dict(capacity=40, page_size=5, chunk=4)
-    read = functools.partial(prefill, method=greedy(drafter), **shape)
+    read = functools.partial(prefill, method=planted.greedy(drafter), **shape)
     lowered = jax.jit(read).lower(weights, Prompts(jnp.asarray(toy.IDS), s.length, s.limit, s.key, s.stop))
     body = loop_body(lowered.compile().as_text())
-    for shape in [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]:
+    for shape in [f"f32[{','.join(map(str, pool.shape))}]" for pool in planted.pools(s)]:
         check_in_place(body, shape)
 
 
 @pytest.mark.slow(unless="eagle_tree")
-@one_name_of_each
+@planted.one_name_of_each
 def test_the_donated_pools_are_the_result(name):
     text, types = program(name)
     for shape in types:
@@ -182,13 +173,13 @@ def test_the_donated_pools_are_the_result(name):
         (number,) = re.findall(r"parameter\((\d+)\)", line)
         assert re.search(rf"input_output_alias={{.*\({number}, {{}}", text.splitlines()[0])
     drafter, weights, s = lone_pool(name)
-    addresses = [pool.unsafe_buffer_pointer() for pool in pools(s)]
+    addresses = [pool.unsafe_buffer_pointer() for pool in planted.pools(s)]
     s = toy.run(drafter, weights, s)
-    assert [pool.unsafe_buffer_pointer() for pool in pools(s)] == addresses
+    assert [pool.unsafe_buffer_pointer() for pool in planted.pools(s)] == addresses
 
 
 def test_without_debug_no_check_is_in_the_program():
-    rounds = functools.partial(run_rounds, method=greedy(RandomTree()))
-    args = planted_params(), toy.start(RandomTree(), planted_params()), jnp.int32(1)
+    rounds = functools.partial(run_rounds, method=planted.greedy(planted.RandomTree()))
+    args = planted.planted_params(), toy.start(planted.RandomTree(), planted.planted_params()), jnp.int32(1)
     assert " check[" not in str(jax.make_jaxpr(rounds)(*args))
     assert " check[" in str(jax.make_jaxpr(functools.partial(rounds, debug=True))(*args))

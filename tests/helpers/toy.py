@@ -8,29 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import models
 from jspec.core import accept, stopping, tree
 from jspec.core.loop import decode
 from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.types import DecodeState, Drafter, Params, Prompts
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
-from jspec.models import (
-    Assistant,
-    AssistantParams,
-    BlockHead,
-    BlockParams,
-    EagleHead,
-    EagleParams,
-    Llama,
-    ModelParams,
-    MtpHeads,
-    MtpParams,
-)
 from jspec.models.assistant import ClusterParams, Clusters
 from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 
-TARGET = Llama(
+TARGET = models.Llama(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=64,
@@ -43,7 +32,7 @@ TARGET = Llama(
 )
 NEAR = dataclasses.replace(TARGET, num_layers=1)
 """The draft of `bound_drafters`: with the target's weights slightly perturbed, it is often right."""
-DRAFT = Llama(
+DRAFT = models.Llama(
     vocab_size=61,
     hidden_size=16,
     intermediate_size=32,
@@ -55,7 +44,7 @@ DRAFT = Llama(
     tie_embeddings=True,
 )
 
-HEAD = EagleHead(
+HEAD = models.EagleHead(
     version=3,
     vocab_size=61,
     draft_vocab_size=48,
@@ -72,7 +61,7 @@ HEAD = EagleHead(
 MASKED_HEAD = dataclasses.replace(HEAD, num_layers=2, mask_token=60)
 MASKED = dataclasses.replace(TARGET, hidden_size=96, mask_token=60)
 """Drafts that propose all tokens in one forward; their weights are in `masked`."""
-BLOCK = BlockHead(
+BLOCK = models.BlockHead(
     vocab_size=61,
     draft_vocab_size=48,
     hidden_size=96,
@@ -103,7 +92,7 @@ DFLASH2 = dataclasses.replace(
     **dict(num_layers=2, windows=(None, 6), causal=(False, False), conv_kernel_size=2, conv_group_size=16),
     **dict(selector_rank=8, selector_top_k=6),
 )
-ASSISTANT = Assistant(
+ASSISTANT = models.Assistant(
     vocab_size=61,
     hidden_size=128,
     target_hidden_size=32,
@@ -116,10 +105,10 @@ CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40
 """Chooses more clusters than one call of top-k returns."""
 
 HEAD_LAYER = dataclasses.replace(TARGET, num_layers=1)
-HEADS = MtpHeads(HEAD_LAYER, count=3)
+HEADS = models.MtpHeads(HEAD_LAYER, count=3)
 
 
-def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> ModelParams:
+def random_params(config: models.Llama, seed: int = 0, dtype=jnp.float32) -> models.ModelParams:
     """Weights whose spread keeps logits apart, so the argmax does not depend on rounding."""
     matrix = _matrices(seed, dtype)
 
@@ -141,7 +130,7 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> ModelParam
         for _ in range(config.num_layers)
     )
     head = None if config.tie_embeddings else matrix(width, config.vocab_size)
-    return jax.device_put(ModelParams(matrix(config.vocab_size, width), layers, ones, head))
+    return jax.device_put(models.ModelParams(matrix(config.vocab_size, width), layers, ones, head))
 
 
 def _matrices(seed: int, dtype=np.float32):
@@ -170,7 +159,7 @@ CAPACITY = 40
 
 
 @functools.cache
-def params(draft: Llama | None = None) -> Params:
+def params(draft: models.Llama | None = None) -> Params:
     """The target's weights, and as draft those of `draft` or of `NEAR`."""
     target = random_params(TARGET)
     if draft is not None:
@@ -185,7 +174,7 @@ def head_params() -> Params:
     return fit_head(TARGET, HEAD, params().target, plain_tokens())
 
 
-def fit_head(target: Llama, head: EagleHead, weights: ModelParams, tokens: np.ndarray) -> Params:
+def fit_head(target: models.Llama, head: models.EagleHead, weights: models.ModelParams, tokens: np.ndarray) -> Params:
     """A random EAGLE-3 head with an LM head that is fitted to the target's logits on these texts."""
     matrix, width = _matrices(7), head.hidden_size
     common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
@@ -198,7 +187,7 @@ def fit_head(target: Llama, head: EagleHead, weights: ModelParams, tokens: np.nd
         gate_up=matrix(width, 2 * head.intermediate_size),
         down=matrix(head.intermediate_size, width),
     )
-    made = EagleParams(
+    made = models.EagleParams(
         embed=None,
         fc=matrix(len(head.capture_layers) * target.hidden_size, width),
         fc_bias=None,
@@ -221,12 +210,12 @@ def fit_head(target: Llama, head: EagleHead, weights: ModelParams, tokens: np.nd
 
 
 @functools.cache
-def block_params(config: BlockHead) -> Params:
+def block_params(config: models.BlockHead) -> Params:
     """The target's weights and a block draft that is often right on the texts of `plain_tokens`."""
     return fit_block(TARGET, config, params().target, plain_tokens())
 
 
-def random_block(config: BlockHead, ids: np.ndarray | None = None, seed: int = 17) -> BlockParams:
+def random_block(config: models.BlockHead, ids: np.ndarray | None = None, seed: int = 17) -> models.BlockParams:
     """Weights of a block draft. ids: the target's id for each of the draft's."""
     return random_leaves(config.param_shapes(np.float32), seed, ids)
 
@@ -245,13 +234,15 @@ def random_leaves(shapes, seed: int, ids: np.ndarray | None = None):
     return jax.device_put(jax.tree.map(fill, shapes))
 
 
-def fit_block(target: Llama, config: BlockHead, weights: ModelParams, tokens: np.ndarray) -> Params:
+def fit_block(
+    target: models.Llama, config: models.BlockHead, weights: models.ModelParams, tokens: np.ndarray
+) -> Params:
     """A block draft that is often right on these texts, as `block_fits` makes it of a random one."""
     random = random_block(config, block_fits.common_ids(config, tokens))
     return block_fits.fit(target, config, Params(weights, random), tokens)
 
 
-def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
+def _read(both: Params, tokens, *, target: models.Llama, head: models.EagleHead):
     """The target's logits over whole sequences, and the head's output for all pairs."""
     rows = len(tokens)
     cache = target.init_cache(both.target, rows, 4, 4)
@@ -269,17 +260,19 @@ def mtp_params() -> Params:
     return fit_heads(TARGET, HEADS, Params(params().target, random), plain_tokens())
 
 
-def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, ...]:
+def random_heads(layer: models.Llama, count: int, seed: int = 30) -> tuple[models.MtpParams, ...]:
     """Weights whose spread keeps logits apart; the embedding and the LM head are the target's."""
     width, made = layer.hidden_size, []
     for index in range(count):
         matrix, own = _matrices(seed + index), random_params(layer, seed=seed + index)
         norms = (_norm(matrix, width) for _ in range(3))
-        made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers[0], next(norms)))
+        made.append(models.MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers[0], next(norms)))
     return jax.device_put(tuple(made))
 
 
-def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
+def fit_heads(
+    target, heads: models.MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None
+) -> Params:
     """The same weights, with LM heads of the MTP heads that are fitted to the target's logits on these texts.
 
     judged: the tokens after which logits are fitted; None: all.
@@ -320,12 +313,12 @@ def assistant_params(clustered: bool = False) -> Params:
     return fit_assistant(TARGET, ASSISTANT, params().target, IDS, LENGTHS, plain_tokens())
 
 
-def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
+def random_assistant(config: models.Assistant, seed: int = 11) -> models.AssistantParams:
     """Random weights, with a head over the whole vocabulary."""
     return random_leaves(dataclasses.replace(config, clusters=None).param_shapes(np.float32), seed)
 
 
-def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
+def in_clusters(config: models.Assistant, own: models.AssistantParams, seed: int = 0) -> models.AssistantParams:
     """The same weights with a clustered head, whose centroids are sums of their tokens' rows."""
     assert config.clusters is not None and own.head is not None
     ids = np.random.default_rng(seed).permutation(config.vocab_size).reshape(config.clusters.count, -1)
@@ -334,7 +327,7 @@ def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> Assis
     return dataclasses.replace(own, head=None, clusters=clusters)
 
 
-def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
+def fit_assistant(target, config: models.Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
     """A random assistant with a head that is fitted to the continuations of these prompts.
 
     ids, length: the prompts, as for `prefill`. texts, limit: prompts with their continuations, and their lengths

@@ -8,19 +8,8 @@ import json
 from typing import Any, NamedTuple
 
 import hf
+import parity
 import pytest
-from parity import (
-    NEW_TOKENS,
-    RANDOM_HEAD,
-    by_family,
-    check_logits,
-    check_output,
-    check_saved,
-    check_unused,
-    edit,
-    save,
-    transformers,
-)
 from safetensors.numpy import load_file, save_file
 
 import jspec
@@ -109,8 +98,8 @@ OUTPUTS = [
     Case("gpt_oss", Suffix(depth=8, width=3, num_nodes=20), 5, 20),
     Case("gpt_oss", Suffix(depth=12), 1),
     Case("gpt_oss", TREE, 16, 7),
-    Case("gpt_oss", Eagle(depth=3), 16, draft=RANDOM_HEAD),
-    Case("gpt_oss", Eagle(depth=4, width=3, num_nodes=12), 5, 7, draft=RANDOM_HEAD),
+    Case("gpt_oss", Eagle(depth=3), 16, draft=parity.RANDOM_HEAD),
+    Case("gpt_oss", Eagle(depth=4, width=3, num_nodes=12), 5, 7, draft=parity.RANDOM_HEAD),
     Case("gpt_oss", Eagle(depth=4, width=3), 1),
     Case("deepseek-v2", Standalone(depth=4, width=3, num_nodes=16), 1),
     Case("deepseek-v2_groups", CHAIN, 16, 20),
@@ -148,9 +137,9 @@ LEAST = {"": 1.2, "llama": 1.3, "qwen3": 1.3, "qwen3_": 1.5, "qwen3_moe": 1.2}
 def test_greedy_output_equals_transformers(pair, case, monkeypatch):
     ours = pair(case.family, **({} if case.window is None else {"sliding_window": case.window}))
     model = None if case.draft is None else ours.with_draft(case.draft)
-    out = check_output(ours, case.drafter, case.page_size, case.chunk, monkeypatch, model)
+    out = parity.check_output(ours, case.drafter, case.page_size, case.chunk, monkeypatch, model)
     if model is None and isinstance(case.drafter, MAKERS):
-        least = by_family(LEAST, case.family) if isinstance(case.drafter, Standalone) else 1.05
+        least = parity.by_family(LEAST, case.family) if isinstance(case.drafter, Standalone) else 1.05
         assert out.stats.accept_length > least, "the draft is close to its target: something must be accepted"
 
 
@@ -162,9 +151,9 @@ def test_eos_cuts_where_transformers_stops(pair, family, drafter):
     prompts, plain = pair(family).texts
     # Tokens from the middle of the outputs, so sequences end at different positions, also within accepted runs.
     eos = sorted({plain[1][7], plain[2][11], plain[3][4]})
-    wanted = [hf.greedy(oracle, prompt, NEW_TOKENS, eos_token_id=eos, pad_token_id=0) for prompt in prompts]
+    wanted = [hf.greedy(oracle, prompt, parity.NEW_TOKENS, eos_token_id=eos, pad_token_id=0) for prompt in prompts]
     ending = jspec.Model(model.name, model.target, model.params, None, tuple(eos), model.draft)
-    out = jspec.generate(ending, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS)
+    out = jspec.generate(ending, prompts, drafter=drafter, max_new_tokens=parity.NEW_TOKENS)
     assert out.tokens == wanted
     assert out.finish_reason == ["eos" if row[-1] in eos else "length" for row in wanted]
     assert len({len(row) for row in wanted}) > 1
@@ -192,9 +181,9 @@ LAYOUTS = [
 )
 def test_logits_equal_transformers(tmp_path, family, old, sharded):
     oracle = hf.build(family, seed=3)
-    save(oracle, tmp_path, sharded=sharded, old=old)
+    parity.save(oracle, tmp_path, sharded=sharded, old=old)
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
-    check_logits(oracle, tmp_path, family)
+    parity.check_logits(oracle, tmp_path, family)
 
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -256,7 +245,7 @@ OLD = ({"norm_topk_prob", "n_group", "topk_group"}, {"layer_types"})
 def test_logits_equal_transformers_with_other_options(tmp_path, family, changes):
     oracle = hf.build(family, seed=4, **changes)
     old = family in ("deepseek-v3", "qwen3_next") and set(changes) in OLD
-    check_logits(oracle, save(oracle, tmp_path, sharded=old, old=old), family)
+    parity.check_logits(oracle, parity.save(oracle, tmp_path, sharded=old, old=old), family)
 
 
 @pytest.mark.slow(unless=("llama", "qwen2", "phi3-long", "glm4", "olmo3", "gemma", "deepseek", "qwen3_moe"))
@@ -264,14 +253,14 @@ def test_logits_equal_transformers_with_other_options(tmp_path, family, changes)
     "family", ("llama", "qwen3", *hf.VARIANTS, "gemma3", *GEMMA4, "gpt_oss", *DEEPSEEK, "qwen3_moe")
 )
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
-    check_saved(tmp_path, pair(family), family)
+    parity.check_saved(tmp_path, pair(family), family)
 
 
 @pytest.mark.parametrize("family", ("mistral", "gemma3", "gemma4-dense", "qwen3_5"))
 @pytest.mark.parametrize("name", ("model.layers.1.self_attn.q_proj.bias", "model.towers.weight", "model.layers.3.x"))
 def test_an_unused_tensor_is_an_error(tmp_path, family, name):
     hf.save(hf.build(family), tmp_path)
-    check_unused(tmp_path, name)
+    parity.check_unused(tmp_path, name)
 
 
 VISION = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -286,8 +275,8 @@ MULTIMODAL = {
 )
 def test_the_text_model_of_a_multimodal_one(tmp_path, family, root):
     prefix, options = MULTIMODAL[family]
-    config = getattr(transformers, f"{prefix}Config")(text_config=hf.build(family).config.to_dict(), **options)
-    whole = hf.randomize(getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval(), seed=3)
+    config = getattr(parity.transformers, f"{prefix}Config")(text_config=hf.build(family).config.to_dict(), **options)
+    whole = hf.randomize(getattr(parity.transformers, f"{prefix}ForConditionalGeneration")(config).eval(), seed=3)
     path = hf.save(whole, tmp_path) / "model.safetensors"
     tensors = load_file(path)
     assert any("vision_tower." in name for name in tensors), "there is nothing to skip"
@@ -299,8 +288,8 @@ def test_the_text_model_of_a_multimodal_one(tmp_path, family, root):
         assert renamed.keys() != tensors.keys()
         save_file(renamed, path, metadata={"format": "pt"})
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 96]}))
-    edit(tmp_path, lambda raw: raw["text_config"].update(eos_token_id=7))
-    loaded = check_logits(lambda ids: whole(input_ids=ids), tmp_path, family)
+    parity.edit(tmp_path, lambda raw: raw["text_config"].update(eos_token_id=7))
+    loaded = parity.check_logits(lambda ids: whole(input_ids=ids), tmp_path, family)
     assert loaded.eos == (1, 7, 96)
 
 
@@ -312,7 +301,7 @@ def test_a_tied_head_and_projections_of_sharing_layers_may_be_there(tmp_path):
     for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
         tensors[f"model.layers.2.self_attn.{name}"] = tensors[f"model.layers.0.self_attn.{name}"]
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path)
-    check_logits(oracle, tmp_path, "gemma4-shared")
+    parity.check_logits(oracle, tmp_path, "gemma4-shared")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +314,7 @@ def test_a_tied_head_and_projections_of_sharing_layers_may_be_there(tmp_path):
 )
 def test_layers_without_experts(tmp_path, changes, dense):
     oracle = hf.build("qwen3_moe", seed=4, **changes)
-    loaded = check_logits(oracle, hf.save(oracle, tmp_path), "qwen3_moe")
+    loaded = parity.check_logits(oracle, hf.save(oracle, tmp_path), "qwen3_moe")
     assert loaded.config.dense_layers == dense
     assert (loaded.config.experts is None) == (changes.get("num_experts") == 0)
 
@@ -337,4 +326,4 @@ def test_the_number_of_experts_has_two_names(tmp_path, name):
     raw = json.loads(path.read_text())
     count = [raw.pop(key) for key in ("num_experts", "num_local_experts") if key in raw][0]
     path.write_text(json.dumps({**raw, name: count}))
-    check_logits(oracle, tmp_path, "qwen3_moe")
+    parity.check_logits(oracle, tmp_path, "qwen3_moe")
