@@ -14,21 +14,9 @@ from jspec import drafters
 from jspec.analysis import plots
 from jspec.analysis.evaluate import Evaluation, evaluate
 from jspec.bench import machine, measurement, report
-from jspec.cli import arguments, prompt_sets
+from jspec.bench.options import COUNT
+from jspec.cli import arguments, common, prompt_sets
 from jspec.cli.arguments import Commands, check_output, check_plot
-from jspec.cli.common import (
-    COUNT,
-    SAMPLING_GROUP,
-    SHAPE,
-    SHAPE_GROUP,
-    ModelOptions,
-    SamplingOptions,
-    check_data,
-    load_model,
-    make_drafter,
-    ratio,
-    why_slower,
-)
 from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
@@ -40,7 +28,7 @@ _SAMPLING_OFF = {field.name: field.default for field in dataclasses.fields(Sampl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(SamplingOptions, ModelOptions):
+class Options(common.SamplingOptions, common.ModelOptions):
     """The options of `jspec evaluate`."""
 
     drafter: tuple[str, ...] = option(
@@ -75,7 +63,7 @@ class Options(SamplingOptions, ModelOptions):
             check_output("--json", self.json)
         if self.plot:
             check_plot(self.plot)
-        check_data(self.data, self.batch)
+        common.check_data(self.data, self.batch)
         self.shapes()
 
     def shapes(self) -> list["Options"]:
@@ -84,8 +72,8 @@ class Options(SamplingOptions, ModelOptions):
         for text in self.sweep:
             name, _, values = text.partition("=")
             name = name.replace("-", "_")
-            if name not in SHAPE or not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", values):
-                names = ", ".join(SHAPE)
+            if name not in common.SHAPE or not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", values):
+                names = ", ".join(common.SHAPE)
                 raise ValueError(f"--sweep {text}: must be NAME=A,B of positive integers, with a NAME of {names}")
             if name in axes or getattr(self, name) is not None:
                 raise ValueError(f"--sweep {text}: {name} has values already")
@@ -100,7 +88,7 @@ def add_command(commands: Commands) -> None:
     """Adds the command."""
     summary = "measure accept length and speed of drafters on a set of prompts"
     description = f"{summary.capitalize()}."
-    groups = {**SHAPE_GROUP, **SAMPLING_GROUP}
+    groups = {**common.SHAPE_GROUP, **common.SAMPLING_GROUP}
     arguments.add_command(commands, "evaluate", Options, run, help=summary, description=description, groups=groups)
 
 
@@ -111,13 +99,13 @@ def run(options: Options) -> int:
 
     # Plain decoding first, which the others are compared with.
     loaded: dict[str | None, Model] = {}
-    model = load_model("auto", options, names=options.drafter, loaded=loaded)
+    model = common.load_model("auto", options, names=options.drafter, loaded=loaded)
     names = options.drafter or (["ngram"] if model.draft is None else ["ngram", "auto"])
     runs: list[tuple[Model, Drafter | None]] = [(model, None)]
     for name in dict.fromkeys(names):
         if name != "plain":
-            drafted = load_model(name, options, names=options.drafter, loaded=loaded)
-            runs += [(drafted, make_drafter(name, shape, drafted)) for shape in options.shapes()]
+            drafted = common.load_model(name, options, names=options.drafter, loaded=loaded)
+            runs += [(drafted, common.make_drafter(name, shape, drafted)) for shape in options.shapes()]
     generation = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "accept": options.accept}
     prompts = prompt_sets.encode(
         model, groups, chat=options.chat, batch=options.batch, seed=options.seed, generation=generation
@@ -145,7 +133,7 @@ def run(options: Options) -> int:
         plain = next(iter(evaluations.values()))
         whole = Evaluation.total([*plain.values()])
         print(_metrics(out, whole, options), flush=True)
-        if reason := why_slower(out.stats, whole.stats):
+        if reason := common.why_slower(out.stats, whole.stats):
             print(f"  {reason}", flush=True)
         lines += _lines(here, model, out, whole, options, parameters)
         if len(parts) > 1:
@@ -190,7 +178,7 @@ def _table(head: str, parts: Mapping[str, Evaluation], plain: Mapping[str, Evalu
         before = plain[category]
         cells = [str(len(out.tokens)), f"{out.accept_length:.3f}", f"{out.tokens_per_second:.1f}"]
         speeds = out.tokens_per_second, before.tokens_per_second
-        cells.append(ratio(*speeds) if min(speeds) > 0 else "-")
+        cells.append(common.ratio(*speeds) if min(speeds) > 0 else "-")
         cells.append(str(_different(out, before)) if options.repeats_plain else "-")
         rows.append((category, *cells, _shares(out.conditional_acceptance)))
     # Align the columns.
@@ -208,7 +196,7 @@ def _metrics(out: Evaluation, plain: Evaluation, options: Options) -> str:
         different = f"not compared (--accept {options.accept} gives different samples from the same distribution)"
     return (
         f"{out.drafter}: accept length {out.accept_length:.3f}, {out.tokens_per_second:.1f} tokens/s "
-        f"({ratio(out.tokens_per_second, plain.tokens_per_second)} plain), "
+        f"({common.ratio(out.tokens_per_second, plain.tokens_per_second)} plain), "
         f"{out.new_tokens} new tokens, {out.repeated:.1%} repeated; sequences that differ from plain: {different}; "
         f"acceptance by position: {_shares(out.acceptance_by_position)}; "
         f"conditional: {_shares(out.conditional_acceptance)}"
