@@ -77,11 +77,7 @@ class Adapter:
         self._take(_open_files(self.directory))
 
     def with_tensors(self, arrays: Mapping[str, Any]) -> "Adapter":
-        """The adapter with other tensors, such as those of a running trainer, under the names in its file.
-
-        Raises:
-          CheckpointError: as of the class.
-        """
+        """The adapter with other tensors, such as those of a running trainer, under the names in its file."""
         adapter = copy.copy(self)
         adapter._take(ArrayFiles(self.directory, {name: np.asarray(array) for name, array in arrays.items()}))
         return adapter

@@ -69,9 +69,6 @@ def plan(
 
     weights: as `Tensors.weights`.
     adapter: merged into the tensors as they are read.
-
-    Raises:
-      CheckpointError, ValueError: as `load`.
     """
     family = _family_of(source.config)
     parsed: Any = parse_config(source.config)

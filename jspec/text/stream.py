@@ -56,9 +56,6 @@ class TextStream:
 
     Attributes:
       stopped_by: the stop string or id at its end; None: it goes on.
-
-    Raises:
-      TypeError, ValueError: as in `compile_stops`.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def expression(self, schema: Schema) -> Expression:
-        """The arguments by a schema.
-
-        Raises:
-          TypeError, ValueError: as `parse_schema`.
-        """
+        """The arguments by a schema."""
 
 
 class _Pairs(Arguments):

@@ -30,11 +30,7 @@ class WithoutTexts:
     texts: tuple[str, ...]
 
     def compile(self, token_bytes: Sequence[bytes], vocab_size: int, eos: Sequence[int]) -> TokenTable:
-        """As of `TokenGrammar`: the automaton that finds stop strings, where what ends a text is forbidden.
-
-        Raises:
-          ValueError: as `stopping.build_table`.
-        """
+        """As of `TokenGrammar`: the automaton that finds stop strings, where what ends a text is forbidden."""
         table = stopping.build_table(vocab_size, (), [text.encode() for text in self.texts], token_bytes)
         assert table is not None
         return table
