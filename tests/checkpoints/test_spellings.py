@@ -8,7 +8,9 @@ import warnings
 import numpy as np
 import pytest
 import qwen
+import spellings
 from eagle_files import TARGET, V
+from scaled_files import equal
 from spelling_tables import OTHER, SAME
 from spellings import BASES, IDS, both, inside, padded, proposals, speculators, tensors, top, vocabulary, without, write
 
@@ -156,12 +158,13 @@ WARNS = ("padded by", "a mask among", "two thetas", "the target's depth")
 
 
 @pytest.fixture(scope="module")
-def base_proposals(tmp_path_factory):
-    """The proposals of a base."""
+def of_base(tmp_path_factory):
+    """The draft of a base, and its proposals."""
 
     @functools.cache
     def of(base):
-        return proposals(write(tmp_path_factory.mktemp("base"), base), base)
+        loaded = spellings.read(write(tmp_path_factory.mktemp("base"), base))
+        return loaded, proposals(loaded, base)
 
     return of
 
@@ -180,23 +183,27 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.parametrize(("base", "name"), cases(SAME))
-def test_the_same_proposals(base_proposals, tmp_path, base, name):
+def test_the_same_proposals(of_base, tmp_path, base, name):
+    """Most spellings are read as the same configuration and weights, whose forward is the same."""
     with spelled(name):
-        drafted = proposals(write(tmp_path / "draft", base, SAME[base][name]), base)
-    expected = base_proposals(base)
+        loaded = spellings.read(write(tmp_path / "draft", base, SAME[base][name]))
+    same, expected = of_base(base)
+    if loaded.config == same.config and equal(loaded.params, same.params):
+        return
+    drafted = proposals(loaded, base)
     np.testing.assert_array_equal(drafted[0], expected[0])
     for rows, others in zip(drafted, expected, strict=True):
         np.testing.assert_allclose(rows, others, atol=1e-6)
 
 
 @pytest.mark.parametrize("base", ["eagle3 whole", "standalone"])
-def test_a_shorter_vocabulary(base_proposals, tmp_path, base):
+def test_a_shorter_vocabulary(of_base, tmp_path, base):
     """Tokens without a row are never proposed; with the target's embedding, the others are as before."""
     with pytest.warns(UserWarning, match=f"vocab_size={V - 30}.*the ids from {V - 30} on are taken for padding"):
-        drafted = proposals(write(tmp_path / "draft", base, padded(-30)), base)[0]
+        drafted = proposals(spellings.read(write(tmp_path / "draft", base, padded(-30))), base)[0]
     assert drafted[:, 1:].max() < V - 30
     if base != "standalone":
-        expected = base_proposals(base)[0]
+        expected = of_base(base)[1][0]
         same = expected[:, 1] < V - 30
         assert same.any()
         np.testing.assert_array_equal(drafted[same, 1], expected[same, 1])
@@ -209,7 +216,7 @@ def test_a_window_of_a_head_is_that_of_its_drafter(tmp_path, width):
     full = write(tmp_path / "full", "eagle3")
     drafters = (Eagle(depth=4, width=width), Eagle(depth=4, width=width, window=4))
     drafted = [
-        proposals(directory, "eagle3", drafter, rounds=6)[0]
+        proposals(spellings.read(directory), "eagle3", drafter, rounds=6)[0]
         for directory, drafter in zip((slides, full), drafters, strict=True)
     ]
     np.testing.assert_array_equal(*drafted)
@@ -217,10 +224,10 @@ def test_a_window_of_a_head_is_that_of_its_drafter(tmp_path, width):
 
 @pytest.mark.slow(unless=("eagle3-pairs", "eagle3-window", "eagle3-the last state", "dflash-causal", "dspark-anchor"))
 @pytest.mark.parametrize(("base", "name"), cases(OTHER))
-def test_other_proposals(base_proposals, tmp_path, base, name):
+def test_other_proposals(of_base, tmp_path, base, name):
     """The target can tell these apart: the table above would be empty words otherwise."""
-    drafted = proposals(write(tmp_path / "draft", base, OTHER[base][name]), base)[0]
-    expected = base_proposals(base)[0]
+    drafted = proposals(spellings.read(write(tmp_path / "draft", base, OTHER[base][name])), base)[0]
+    expected = of_base(base)[1][0]
     assert drafted.shape != expected.shape or (drafted != expected)[:, 1:].mean() > 0.1
 
 
@@ -228,7 +235,7 @@ def test_other_proposals(base_proposals, tmp_path, base, name):
 def test_refusals(tmp_path, case):
     base, change, message = REFUSED[case]
     with pytest.raises(CheckpointError, match=message) as caught:
-        proposals(write(tmp_path / "draft", base, change), base)
+        spellings.read(write(tmp_path / "draft", base, change))
     assert "draft" in str(caught.value), "names the file"
 
 

@@ -23,6 +23,7 @@ from eagle_files import TARGET, V, random_head
 from safetensors.numpy import save_file
 
 from jspec.checkpoints import drafts, language_model
+from jspec.checkpoints.plan import Checkpoint
 from jspec.checkpoints.source import Source
 from jspec.core import accept
 from jspec.core.loop import decode
@@ -286,15 +287,19 @@ def write(directory: Path, base: str, change: Change | None = None) -> Path:
     return directory
 
 
-def proposals(directory: Path, base: str, drafter: Any = None, rounds: int = 0) -> list[np.ndarray]:
+def read(directory: Path) -> Checkpoint:
+    """The draft in a directory. How rows were ordered in the file has no part in a forward."""
+    loaded = drafts.plan(Source(directory), TARGET, "float32").read()
+    config = dataclasses.replace(loaded.config, neox=True) if hasattr(loaded.config, "neox") else loaded.config
+    return dataclasses.replace(loaded, config=config)
+
+
+def proposals(loaded: Checkpoint, base: str, drafter: Any = None, rounds: int = 0) -> list[np.ndarray]:
     """The drafts for each prompt after some rounds, then the arrays of the drafter's cache and the lengths.
 
     drafter: None: the base's.
     """
-    loaded = drafts.plan(Source(directory), TARGET, "float32").read()
-    # How rows were ordered in the file has no part in a forward.
-    config = dataclasses.replace(loaded.config, neox=True) if hasattr(loaded.config, "neox") else loaded.config
-    both = SimpleNamespace(target=TARGET, draft=config, params=Params(target_params(), loaded.params))
+    both = SimpleNamespace(target=TARGET, draft=loaded.config, params=Params(target_params(), loaded.params))
     bound, s = planted.prefilled(both, PROMPTS, drafter or BASES[base].drafter, 24)
     method = Method(TARGET, bound, accept.greedy)
     if rounds:
