@@ -252,8 +252,13 @@ def attend_own_rows(
     group: int,
     take: Callable[..., State],
     state: State,
+    *,
+    shared: bool = False,
 ) -> State:
-    """The state after the round's own rows; without a mask, node n sees the rows up to `last_seen` + n."""
+    """The state after the round's own rows; without a mask, node n sees the rows up to `last_seen` + n.
+
+    shared: whether some rows, of keys and values, are those of other sequences.
+    """
     planes, step_rows, block_m = all_of(steps.planes), steps.shape[0], state[0].shape[-2]
     rows = own_ref.shape[len(planes)]
 
@@ -263,7 +268,11 @@ def attend_own_rows(
 
     def step(i, state):
         visible = sees_own_rows(mask_ref, i, step_rows, first_row, block_m, group, last_seen)
-        return take(*steps.read(i), visible, state)
+        if not shared:
+            return take(*steps.read(i), visible, state)
+        # They may hold anything, and 0 * NaN is NaN.
+        keys, values = steps.read(i)
+        return take(keys, jnp.where(visible.any(0)[:, None, None], values, 0), visible, state)
 
     last_node = (first_row + block_m - 1) // group
     end = rows if mask_ref is not None else jnp.minimum(rows, last_seen + last_node + 1)

@@ -38,14 +38,14 @@ class Specs:
         """The part of an array [B, N, K, G, D]."""
         return pl.BlockSpec((None, nodes, None, group, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0, 0))
 
-    def rows(self, rows: int, dim: int) -> pl.BlockSpec:
-        """The part of an array [B, R, K, D]."""
-        return pl.BlockSpec((None, rows, None, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0))
+    def rows(self, rows: int, dim: int, *, shared: bool = False) -> pl.BlockSpec:
+        """The part of an array [B, R, K, D], or of one common to all sequences."""
+        return pl.BlockSpec((None, rows, None, dim), lambda h, bt, *_: (0 if shared else bt // self.tiles, 0, h, 0))
 
-    def round(self, rows: int, dim: int, path: jax.Array | None) -> list[pl.BlockSpec | None]:
+    def round(self, rows: int, dim: int, path: jax.Array | None, *, shared: bool = False) -> list[pl.BlockSpec | None]:
         """The round's keys and values, the paths of nodes, and how many rows are on them."""
         on_path = (None, None) if path is None else (self.sequence(*path.shape[1:]), self.sequence(path.shape[1]))
-        return [self.rows(rows, dim)] * 2 + [*on_path]
+        return [self.rows(rows, dim, shared=shared)] * 2 + [*on_path]
 
     def pages(self, pool: jax.Array) -> pl.BlockSpec:
         """The part of a pool [L, 2, P, page, K, D]."""
@@ -60,7 +60,7 @@ class Specs:
         return [layer, self.pages(stored.pool), self.sequence(stored.table.shape[1]), self.sequence()]
 
     def sequence(self, *shape: int, shared: bool = False) -> pl.BlockSpec:
-        """The part of an array that has an element of this shape for each sequence, or one that all share."""
+        """The part of an array with an element of this shape for each sequence, or a common one."""
         zeros = (0,) * len(shape)
         return pl.BlockSpec((None, *shape), lambda h, bt, *_: (0 if shared else bt // self.tiles, *zeros))
 

@@ -25,6 +25,17 @@ def row_mask(mask: jax.Array | None, nodes: int, rows: int) -> jax.Array:
     return jnp.tril(jnp.ones((1, nodes, rows), bool), rows - nodes)
 
 
+def shared_mask(first_row: jax.Array, nodes: int, rows: int) -> jax.Array:
+    """The visibility of rows common to all sequences, Bool[B, N, R]: node n of sequence b is row b * N + n.
+
+    Args:
+      first_row: the first visible row of each node, Int[B, N].
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)[None, None]
+    last = jnp.arange(first_row.shape[0] * nodes, dtype=jnp.int32).reshape(-1, nodes, 1)
+    return (row >= first_row[:, :, None]) & (row <= last)
+
+
 def masked_scores(
     queries: jax.Array, keys: jax.Array, visible: jax.Array, scale: float, soft_cap: float | None
 ) -> jax.Array:
@@ -102,8 +113,16 @@ def sink_state(sinks: jax.Array, dim: int) -> State:
     return peak, jnp.ones_like(peak), jnp.zeros((*peak.shape, dim), jnp.float32)
 
 
-def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Array | None) -> None:
+def check_rows(
+    q: jax.Array,
+    k_rows: jax.Array,
+    v_rows: jax.Array,
+    mask: jax.Array | None,
+    first_row: jax.Array | None = None,
+) -> None:
     """Check the queries and the round's own rows.
+
+    first_row: the first visible rows of the nodes, of rows common to all sequences.
 
     Raises:
       ValueError: they do not fit together.
@@ -112,9 +131,9 @@ def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Arr
     rows, kv_heads = k_rows.shape[1:3]
     if k_rows.shape != v_rows.shape:
         raise ValueError(f"k_rows {k_rows.shape} and v_rows {v_rows.shape} must have the same shape")
-    if (k_rows.shape[0], k_rows.shape[3]) != (batch, dim):
+    if k_rows.shape[0] not in (batch, 1) or k_rows.shape[3] != dim:
         raise ValueError(
-            f"k_rows {k_rows.shape}: must have the batch of {batch} and the dimension {dim} of q {q.shape}"
+            f"k_rows {k_rows.shape}: must have the batch of {batch}, or 1, and the dimension {dim} of q {q.shape}"
         )
     if not q.dtype == k_rows.dtype == v_rows.dtype:
         dtypes = f"{q.dtype}, {k_rows.dtype} and {v_rows.dtype}"
@@ -124,6 +143,8 @@ def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Arr
     if rows < nodes:
         raise ValueError(f"k_rows has {rows} rows: must have at least one for each of the {nodes} nodes of q")
     check_mask(mask, batch, nodes, rows)
+    if first_row is not None and (mask is not None or k_rows.shape[:2] != (1, batch * nodes)):
+        raise ValueError(f"first_row: requires no mask, and k_rows {k_rows.shape} of the shape {(1, batch * nodes)}")
 
 
 def check_mask(mask: jax.Array | None, batch: int, nodes: int, rows: int) -> None:
@@ -143,6 +164,7 @@ def check_scores(q: jax.Array, soft_cap: float | None, sinks: jax.Array | None) 
 
 
 def check_prefix(
+    batch: int,
     name: str,
     rows: jax.Array,
     pool: jax.Array | None,
@@ -153,7 +175,8 @@ def check_prefix(
 ) -> None:
     """Check the committed rows.
 
-    name, rows: the round's own rows, [B, R, ...].
+    batch: B, the number of sequences.
+    name, rows: the round's own rows, [B or 1, R, ...].
     planes: planes of the pool; 1 if the keys are also the values.
 
     Raises:
@@ -163,7 +186,7 @@ def check_prefix(
         return
     if pool is None or page_table is None:
         raise ValueError("prefix_length requires pool and page_table")
-    batch, _, *row = rows.shape
+    row = rows.shape[2:]
     expected = ("L", planes, "P", "page", *row)
     if pool.ndim != len(expected) or (pool.shape[1], *pool.shape[4:]) != (planes, *row):
         raise ValueError(f"pool {pool.shape}: must be {expected} for {name} {rows.shape}")

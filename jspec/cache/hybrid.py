@@ -137,6 +137,7 @@ class HybridCache(CompositeCache):
         start: Int[Array, " B"],
         path: Int[Array, "B A"] | None,
         length: Int[Array, " B"],
+        **pieces: PyTree,
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on.
 
@@ -147,5 +148,5 @@ class HybridCache(CompositeCache):
             # Rows of the layers of this group.
             placed = zip(self.places, rows, strict=True)
             group_rows = tuple(row for (owner, _), row in placed if owner == index and row is not None)
-            groups.append(group.commit(group_rows, start, path, length))
+            groups.append(group.commit(group_rows, start, path, length, **pieces))
         return dataclasses.replace(self, groups=tuple(groups))

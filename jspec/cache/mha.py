@@ -12,6 +12,7 @@ from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache, pad_last
 from jspec.cache.window import Window, attend_within
+from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
@@ -55,6 +56,7 @@ class MhaCache(PagedCache):
         sinks: Float[Array, " H"] | None = None,
         exact: bool = False,
         window: Window | None = None,
+        pieces: Pieces | None = None,
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
@@ -62,6 +64,7 @@ class MhaCache(PagedCache):
         sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
         window: the rows that a node sees; None: all.
+        pieces: of prompts; `start` is then that of the first piece, and a mask is over the rows of all pieces.
 
         Raises:
           ValueError: `exact` with a window.
@@ -80,6 +83,12 @@ class MhaCache(PagedCache):
         dim, pool = q.shape[-1], self.pool
         k, v = as_stored(k, pool.dtype), as_stored(v, pool.dtype)
         q, k, v = (pad_last(x, pool.shape[-1]) for x in (q, k, v))
+        if pieces is not None:
+            first = pieces.first * k.shape[1]
+            if mask is None:
+                first = first if exact else jnp.broadcast_to(first[:, None], q.shape[:2])
+                attend = partial(attend, first_row=first)
+            k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (k, v))
         out = attend(q, k, v, pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
         return out[..., :dim]
 
@@ -88,7 +97,12 @@ class MhaCache(PagedCache):
         return window
 
     def commit(
-        self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+        self,
+        rows: Rows,
+        start: Int[Array, " B"],
+        path: Int[Array, "B A"] | None,
+        length: Int[Array, " B"],
+        pieces: Pieces | None = None,
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
         stored = tuple((self._stored(k), self._stored(v)) for k, v in rows)

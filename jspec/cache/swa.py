@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jspec.cache import pages
 from jspec.cache.mha import MhaCache, Rows
 from jspec.cache.window import Window
+from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct
 
 
@@ -60,15 +61,24 @@ class SlidingCache(MhaCache):
         return Window(self.window if window is None else min(self.window, window.length))
 
     def commit(
-        self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+        self,
+        rows: Rows,
+        start: Int[Array, " B"],
+        path: Int[Array, "B A"] | None,
+        length: Int[Array, " B"],
+        pieces: Pieces | None = None,
     ) -> Self:
         """Like `MhaCache.commit`; omits rows out of reach of later windows."""
         page_size = self.pool.shape[3]
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]
-        if columns > ring:  # Only the last `ring` rows fit.
-            omitted = jnp.maximum(length - ring, 0)
-            last = omitted[:, None] + jnp.arange(ring, dtype=jnp.int32)[None]
+        if columns > ring or pieces is not None:  # Only the last `ring` rows fit.
+            excess = length - ring
+            if pieces is not None:  # Those before the last rows of the whole prompt.
+                end = jnp.zeros_like(start).at[pieces.first].max(start + length)
+                excess = pieces.begin(end) - ring - start
+            omitted = jnp.clip(excess, 0, length)
+            last = omitted[:, None] + jnp.arange(min(ring, columns), dtype=jnp.int32)[None]
             path = last if path is None else jnp.take_along_axis(path, last, axis=1, mode="clip")
             start, length = start + omitted, length - omitted
         return super().commit(rows, start, path, length)

@@ -53,17 +53,25 @@ def attend_within(
     scale: float,
     positions: Int[Array, "#B #N"] | None,
     sinks: Float[Array, " H"] | None,
+    first_row: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B N H D"]:
     """Attention within a window over the first `start[b]` committed rows (None: none) and over the round's own rows.
 
     positions: of the nodes. None: a node follows its visible rows of the round, one position each.
+    first_row: as in `paged_attention`, without the window.
     """
     nodes, rows, begin = q.shape[1], k.shape[1], None
+    row = jnp.arange(q.shape[0] * nodes, dtype=jnp.int32).reshape(-1, nodes)
     if start is not None:
         # The first committed position in the window of each node.
         if positions is None:
-            positions = start[:, None] + _depths(mask, nodes, rows)
+            before = _depths(mask, nodes, rows) if first_row is None else row - first_row
+            positions = start[:, None] + before
         begin = jnp.broadcast_to(jnp.maximum(positions - window.length + 1, 0), q.shape[:2])
+    if first_row is None:
+        mask = window_mask(mask, nodes, rows, window, start)
+    else:
+        first_row = jnp.maximum(first_row, row - window.length + 1)
     return paged_attention(
         q,
         k,
@@ -71,12 +79,13 @@ def attend_within(
         pool,
         page_table,
         start,
-        window_mask(mask, nodes, rows, window, start),
+        mask,
         layer=layer,
         scale=scale,
         prefix_start=begin,
         keep_first=0 if begin is None else window.keep_first,
         sinks=sinks,
+        first_row=first_row,
     )
 
 

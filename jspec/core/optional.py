@@ -45,6 +45,11 @@ def resumed(drafter: Drafter, state: PyTree, slots: Int[Array, " n"], length: In
     return state if resume is None else resume(state, slots, length)
 
 
+def packs(part: object) -> bool:
+    """`packs`: whether a drafter, or a target, reads prompts in pieces (`jspec.core.pieces`). False."""
+    return getattr(part, "packs", False)
+
+
 def shares(drafter: Drafter, owner: Drafter) -> bool:
     """`shares(owner)`: whether `draft` works with the state of another one; both are bound. Only of an equal one."""
     compare = getattr(drafter, "shares", None)

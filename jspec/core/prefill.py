@@ -16,6 +16,7 @@ from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
 from jspec.core.embeds import Embeds
 from jspec.core.method import Method, Records
+from jspec.core.pieces import Pieces
 from jspec.core.returned import check_output
 from jspec.core.round import accept_drafts, append, extend
 from jspec.core.struct import struct
@@ -73,6 +74,8 @@ class Chunk:
     """Sequences to get the token after the last one read, chosen as in a round without drafts."""
     embeds: Embeds | None = None
     """In the places of some of the tokens, from the first column on; None: there are none."""
+    pieces: Pieces | None = None
+    """Which chunks are pieces of a prompt; None: each sequence reads one chunk."""
 
 
 def read_columns(
@@ -91,15 +94,19 @@ def read_columns(
     # Verify and accept: the last token of each prompt is the root of a tree without drafts.
     prefix, layers = None if first else begin, method.capture_layers
     tokens_tree = tree.chain(tokens, chunk.embeds)
-    out = method.target.forward(params.target, tokens_tree, s.cache, prefix, capture_layers=layers, select=last)
+    options = {} if chunk.pieces is None else {"pieces": chunk.pieces}
+    out = method.target.forward(
+        params.target, tokens_tree, s.cache, prefix, capture_layers=layers, select=last, **options
+    )
     check_output(method.target, out, 1)
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
     decision = accept_drafts(s, root, out, method=method, live=chunk.ends)
     # Commit and extend: all rows of the chunk are permanent.
-    cache = commit_rows(s.cache, out.rows, begin, None, count, after=out.logits)
+    cache = commit_rows(s.cache, out.rows, begin, None, count, after=out.logits, pieces=chunk.pieces)
     s = dataclasses.replace(append(s, decision), cache=cache)
     following = jnp.take_along_axis(s.tokens, begin[:, None] + column + 1, axis=1, mode="clip")
-    return extend(params, s, Committed(begin, following, out.hidden, count, first=first), method=method)
+    committed = Committed(begin, following, out.hidden, count, pieces=chunk.pieces, first=first)
+    return extend(params, s, committed, method=method)
 
 
 def empty_record(shape: tuple[int, int], sampling: RowSampling | None, record: Records | None) -> Recorded | None:

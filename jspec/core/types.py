@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jspec.core.automaton import Automaton
 from jspec.core.embeds import Embeds
+from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct
 from jspec.core.watch import Watched
 
@@ -46,8 +47,7 @@ class DraftTree:
     """probs[b, n]: the distribution q of the children of node n, sampled from it in order and without replacement.
     None: the drafts were not sampled from a known distribution."""
     limit: Int[Array, " B"] | None = None
-    """Deepest generation of each sequence that counts as proposed; the target reads the nodes beyond it in vain.
-    None: all."""
+    """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes are read in vain."""
     embeds: Embeds | None = None
     """In the places of some tokens of a prompt; None: there are none."""
 
@@ -121,6 +121,8 @@ class Committed:
     """The target's hidden states of `Drafter.capture_layers`; None if there are no such layers."""
     length: Int[Array, " B"]
     """Valid columns; the others are padding. 0: the sequence has finished, or its prompt ended in an earlier chunk."""
+    pieces: Pieces | None = None
+    """Which sequences are pieces of a prompt, for drafters with `packs`; None: each has one chunk."""
     first: bool = dataclasses.field(default=False, metadata={"static": True})
     """The first chunk of a prompt: start is 0 and nothing was committed before, so there is no prefix to attend to."""
 
@@ -260,8 +262,7 @@ class DecodeState:
     costs: Float[Array, " K"] | None = None
     """The cost of a round in each branch of the drafter, at this batch; None: it has no branches."""
     draft_limits: Int[Array, "B K"] | None = None
-    """Most generations that count as proposed in a round of each branch, or of the drafter if it has none (K is 1).
-    None: all."""
+    """Most generations that count as proposed in a round of each branch, or of the drafter (K is 1); None: all."""
     watched: Watched | None = None
     """Hidden states for a learner; None: nobody learns, or nothing has been read."""
 

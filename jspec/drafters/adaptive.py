@@ -121,6 +121,11 @@ class Adaptive:
         return next((branch.capture_layers for branch in self.branches if branch.capture_layers), ())
 
     @property
+    def packs(self) -> bool:
+        """Whether all drafters read pieces of prompts."""
+        return all(map(optional.packs, self.branches))
+
+    @property
     def max_length(self) -> int:
         """The longest context of a draft; that of the target where some drafter has none of its own."""
         longest = bound(self, self.target).max_length

@@ -49,6 +49,7 @@ class Block(WindowedDrafter[BlockHead]):
     depth: Any = None
     ahead: ClassVar[int] = 0
     """No lookahead: a row depends on its position's feature alone."""
+    packs: ClassVar[bool] = True
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -109,7 +110,8 @@ class Block(WindowedDrafter[BlockHead]):
         assert committed.hidden is not None
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
         feature, rows = self._model.read(params.draft, committed.hidden, committed.start[:, None] + column)
-        cache = commit_rows(s.draft.cache, rows, committed.start, None, committed.length, after=feature)
+        start, count = committed.start, committed.length
+        cache = commit_rows(s.draft.cache, rows, start, None, count, after=feature, pieces=committed.pieces)
         return BlockState(cache)
 
     def _predict(self, params: Params, s: DecodeState) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:

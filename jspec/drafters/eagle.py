@@ -125,16 +125,30 @@ class Eagle(WindowedDrafter[FeatureHead]):
             self.seen(state.cache),
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
+            pieces=committed.pieces,
         )
         out = self._model.apply(params, self._target, batch, feature)
         # The first generation of the next tree.
         path = jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32)
         proposal = self.propose(s, out.logits, path, self._model.ids(params.draft))
-        cache = commit_rows(state.cache, out.rows, committed.start, None, committed.length, after=out.logits)
+        cache = commit_rows(
+            state.cache,
+            out.rows,
+            committed.start,
+            None,
+            committed.length,
+            after=out.logits,
+            pieces=committed.pieces,
+        )
         new = out.feature, proposal
         if not committed.first:  # Sequences that read nothing keep theirs.
             new = where_sequences(committed.length > 0, new, (state.feature, state.proposal))
         return EagleState(cache, *new)
+
+    @property
+    def packs(self) -> bool:
+        """Whether `extend` reads pieces of prompts: without masks between them."""
+        return self.window is None and self._masked is None
 
     @property
     def _masked(self) -> EagleHead | None:

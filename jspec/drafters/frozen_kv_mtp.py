@@ -5,6 +5,7 @@ positions are those of SGLang's frozen-KV MTP.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -43,6 +44,7 @@ class FrozenKvMtp(ModelDrafter[Assistant]):
 
     depth: int = 5
     target: Decoder | None = None
+    packs: ClassVar[bool] = True
     position: str = option("committed", choices=POSITIONS)
 
     def bind(self, target: Target, draft: object) -> "FrozenKvMtp":

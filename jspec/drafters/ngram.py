@@ -40,7 +40,7 @@ class Ngram(TokenDrafter):
     n: int = option(3, least=1, most=MAX_MATCH)
     depth: int = option(4, least=1, most=MAX_DEPTH)
     width = 1
-    reads_tokens_alone = True
+    reads_tokens_alone = packs = True
     """Its drafts can be judged without a round of its own (`Adaptive(watch=True)`)."""
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Copy:

@@ -12,6 +12,7 @@ class Plain(TokenDrafter):
     """Proposes nothing: the tree is its root alone, and each round adds the target's next token."""
 
     depth = 0
+    packs = True
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
         """The root alone."""

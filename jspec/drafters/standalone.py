@@ -104,8 +104,11 @@ class Standalone(WindowedDrafter[Decoder]):
         """Reads the missing tokens up to the root, and proposes the first generation after it."""
         state: StandaloneState = s.draft
         # Tokens to read: from the end of the cache to the root.
-        start = state.length
-        end = jnp.where(committed.length > 0, committed.start + committed.length + 1, start)
+        start, end, pieces = state.length, committed.start + committed.length + 1, committed.pieces
+        if pieces is not None:  # All but the last piece of a prompt are full.
+            start = pieces.begin(start - committed.start) + committed.start
+            end = jnp.where(pieces.last, end, start + committed.length)
+        end = jnp.where(committed.length > 0, end, start)
         count = end - start
         # At first its cache is as long as the target's; from then on it is one token ahead.
         columns = committed.tokens.shape[1] + committed.first
@@ -116,13 +119,18 @@ class Standalone(WindowedDrafter[Decoder]):
         if self._model.at_once:
             return self._extend_with_masks(params, state, tokens, prefix, count)
         last = jnp.maximum(count - 1, 0)
-        batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix, select=last)
+        batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix, select=last, pieces=pieces)
         out = self._model.apply(params.draft, batch)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
-        cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
+        cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits, pieces=pieces)
         if not committed.first:
             proposal = where_sequences(count > 0, proposal, state.proposal)
         return StandaloneState(cache, end, proposal)
+
+    @property
+    def packs(self) -> bool:
+        """Whether `extend` reads pieces of prompts: as the draft's forward does, without masks between them."""
+        return self.window is None and not self._model.at_once and self._model.packs
 
     @property
     def max_length(self) -> int:

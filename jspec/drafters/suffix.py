@@ -52,7 +52,7 @@ class Suffix(TokenDrafter):
     depth: int = option(31, least=1, most=grow.MAX_DEPTH)
     width: int = option(32, least=1, most=grow.MAX_WIDTH)
     num_nodes: int | None = option(None, least=1)
-    reads_tokens_alone = True
+    reads_tokens_alone = packs = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -73,7 +73,8 @@ def _scheduler(device: Device, options: EngineOptions, shares: bool, only: OneSh
     later, extra = lookahead(device.runner.state, drafter), extra_rows(device.runner.state, drafter)
     narrowest = max(1, later or 0) + extra
     if only is None:
-        shapes = sizing.read_shapes(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
+        choose = sizing.piece_shapes if device.packs else sizing.read_shapes
+        shapes = choose(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
     else:
         shapes = [(only.read[0], max(only.read[1], narrowest))]
     scheduler = Scheduler(
@@ -86,7 +87,7 @@ def _scheduler(device: Device, options: EngineOptions, shares: bool, only: OneSh
         prefill_tokens=options.prefill_tokens,
         max_in_flight=MAX_IN_FLIGHT,
     )
-    scheduler.programs = device.ready
+    scheduler.programs, scheduler.packs = device.ready, device.packs
     return scheduler
 
 

@@ -45,6 +45,10 @@ class Scheduler:
     prefill_tokens: columns of a read while other sequences run, in all; or the read has the smallest shape.
     max_in_flight: reads, and bursts, in flight at most; `plan` then adds no other one.
 
+    Attributes:
+      programs: the compiled programs.
+      packs: whether reads have pieces of prompts: a sequence may have several rows, all but the last of them full.
+
     Raises:
       ValueError: too few columns.
     """
@@ -79,7 +83,7 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: deque[Read | Burst] = deque()
         self.preemptions = self._skipped = 0
-        self.programs = Ready([slots])  # all programs, until those of a device take its place
+        self.programs, self.packs = Ready([slots]), False  # those of a device take their place
         self._patience = 0.0
         """Cost so far, in columns, of slots whose requests wait for a read worth its cost."""
 
@@ -292,35 +296,29 @@ class Scheduler:
         if self._postpones(requests, (rows, size), rounds):
             return None
         self._patience = 0.0
-        # The chunk of each request.
-        requests = requests[:rows]
-        count = [self._chunk(request, size) for request in requests]
-        lengths = zip(requests, count, strict=True)
-        ends = [request.prefilled + number == request.prefill_length for request, number in lengths]
-        read = Read(
-            requests=requests,
-            begin=[request.prefilled for request in requests],
-            count=count,
-            ends=ends,
-            resumed=[request.resumed for request in requests],
-            save=[],
-            rows=rows,
-            size=size,
-        )
-        # The state of each request after it.
-        for request, number, last in zip(requests, count, ends, strict=True):
+        # The chunk of each request, and its state after it.
+        read = Read([], [], [], [], [], [], rows=rows, size=size)
+        for request, number in zip(requests, self._chunks(requests, (rows, size)), strict=False):
+            read.add(request, number)
             request.prefilled += number
-            if last:
+            if request.prefilled == request.prefill_length:
                 request.phase = Phase.RUNNING
             self._register_pages(request, request.prefilled)
-            read.save.append(sharing.snapshot(self.pages, request, size))
+            read.save[-1] = sharing.snapshot(self.pages, request, size * (rows if self.packs else 1))
         self._dispatch(read)
         return read
 
+    def _chunks(self, requests: list[Request], shape: tuple[int, int]) -> list[int]:
+        """Tokens of the first requests that a read of this shape has room for."""
+        (rows, size), counts = shape, []
+        while rows and len(counts) < len(requests):
+            counts.append(self._chunk(requests[len(counts)], size, rows if self.packs else 1))
+            rows -= -(-counts[-1] // size)
+        return counts
+
     def _tokens(self, requests: list[Request], shape: tuple[int, int]) -> int:
         """Tokens prefilled by a read of this shape."""
-        rows, size = shape
-        return sum(self._chunk(request, size) for request in requests[:rows])
+        return sum(self._chunks(requests, shape))
 
     def _worth(self, requests: list[Request], shape: tuple[int, int]) -> float:
         """Tokens prefilled by a read of this shape, per cost."""
@@ -341,13 +339,15 @@ class Scheduler:
         self._patience += len(requests) * rounds * (self.depth + 1 + OVERHEAD / len(running))
         return True
 
-    def _chunk(self, request: Request, size: int) -> int:
-        """Tokens of a request in a read of `size` columns.
+    def _chunk(self, request: Request, size: int, rows: int) -> int:
+        """Tokens of a request in at most `rows` rows of `size` columns.
 
         In the first chunk of a sequence, the drafter's cache gets `extra_rows` rows more than the target's.
         """
-        first = request.prefilled == request.cached
-        count = min(size - self.extra_rows * first, request.prefill_length - request.prefilled)
+        extra = self.extra_rows if request.prefilled == request.cached else 0
+        count = min(size * rows - extra, request.prefill_length - request.prefilled)
+        if self.packs:  # They are in the last piece.
+            count -= max(0, extra - -count % size)
         ends = [pages * self.pages.size - request.prefilled for pages in request.save_points]
         # A state can only be saved at the end of a page.
         if self.pages.snapshots is not None and request.prefilled + count < request.prefill_length:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer
 from jspec.cache.narrow import check_kv
 from jspec.core import tree
+from jspec.core.pieces import Pieces
 from jspec.core.sharding import check_split
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
@@ -273,6 +274,12 @@ class Decoder(LayerShape, Draft):
     # The forward
 
     @property
+    def packs(self) -> bool:
+        """Whether `forward` reads pieces of prompts (`jspec.core.pieces`): if its layers have keys of heads."""
+        layers = range(self.num_layers)
+        return len(self.attention_layers) == len(layers) and all(self.layer_keys(i).latent is None for i in layers)
+
+    @property
     def refuses_embeds(self) -> str | None:
         """Why a prompt cannot hold embeddings; None: it can."""
         if getattr(getattr(self, "rope", None), "sections", False):
@@ -292,14 +299,18 @@ class Decoder(LayerShape, Draft):
         *,
         capture_layers: tuple[int, ...] = (),
         select: Int[Array, " B"] | None = None,
+        pieces: Pieces | None = None,
     ) -> ForwardOutput:
-        """Reads all nodes of a token tree whose root is at position `start[b]`; writes nothing (see `apply`)."""
+        """Reads all nodes of a token tree whose root is at position `start[b]`; writes nothing (see `apply`).
+
+        pieces: of prompts, see `packs`.
+        """
         # A node has the position of its depth.
         positions = tree.depths(draft_tree)
         if start is not None:
             positions = start[:, None] + positions
         mask = tree.ancestor_mask(draft_tree)
-        options = {"mask": mask, "select": select, "embeds": draft_tree.embeds}
+        options = {"mask": mask, "select": select, "embeds": draft_tree.embeds, "pieces": pieces}
         batch = ForwardBatch(draft_tree.tokens, positions, cache, start, **options)
         return self.apply(params, batch, capture_layers=capture_layers)
 

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.embeds import Embeds
+from jspec.core.pieces import Pieces, begin_of
 from jspec.core.sharding import TENSOR, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models.adapted import Adapted
@@ -46,11 +47,12 @@ class ForwardBatch:
     """The N tokens that a forward reads for each sequence, and the rows that they see.
 
     cache: committed rows; training passes a stand-in with `attend` only.
-    start: committed rows to attend to; None: none.
+    start: committed rows to attend to, or before a prompt the position of each piece; None: none.
     mask: the rows each token sees, of the round's R; None: all up to its own.
     earlier: R - N rows of this round from earlier forwards, before the N new ones.
     select: the only token of each sequence whose output is needed; None: all are.
     embeds: in the places of some tokens; None: there are none.
+    pieces: of prompts, whose rows go on with those of the pieces before; None: each sequence has rows of its own.
     """
 
     tokens: Int[Array, "B N"]
@@ -61,6 +63,7 @@ class ForwardBatch:
     earlier: PyTree = None
     select: Int[Array, " B"] | None = None
     embeds: Embeds | None = None
+    pieces: Pieces | None = None
 
     @property
     def selected(self) -> SelectedToken | None:
@@ -68,6 +71,10 @@ class ForwardBatch:
         (batch, nodes), token, mask = self.tokens.shape, self.select, self.mask
         if token is None or nodes == 1 or self.earlier is not None:
             return None
+        if self.pieces is not None:
+            row, first = jnp.arange(batch * nodes, dtype=jnp.int32)[None], self.pieces.first * nodes
+            last = jnp.arange(batch, dtype=jnp.int32) * nodes + token
+            return SelectedToken(token, ((row >= first[:, None]) & (row <= last[:, None]))[:, None])
         if mask is None:
             return SelectedToken(token, jnp.arange(nodes, dtype=jnp.int32)[None, None] <= token[:, None, None])
         mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
@@ -143,7 +150,9 @@ class Reading:
     def attend_all(self, *args: Any, **options: Any) -> Any:
         """The cache's `attend` for the layer, for all tokens."""
         batch = self.batch
-        options = {"start": batch.start, "mask": batch.mask, **self.options, **options}
+        options = {"start": begin_of(batch.start, batch.pieces), "mask": batch.mask, **self.options, **options}
+        if batch.pieces is not None:
+            options["pieces"] = batch.pieces
         return batch.cache.attend(self.layer, *args, **options)
 
 

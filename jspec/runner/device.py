@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core import accept, branches
+from jspec.core import accept, branches, optional
 from jspec.core.embeds import Embeds
 from jspec.core.method import Method
+from jspec.core.pieces import Pieces
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
 from jspec.generation.embeds import embeds_dtype, embeds_of
@@ -46,7 +47,6 @@ EXECUTIONS = 2
 """How often `Device.warm_up` runs each program: on a GPU the second run captures its kernels in graphs."""
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
 """How many of the most probable tokens a program may record: the smallest count that suffices."""
-
 SUPPORT_SIZES: tuple[int, ...] = (0, 64, MAX_SUPPORT)
 """The same for the ids of possible tokens."""
 
@@ -91,6 +91,7 @@ class Device:
     Attributes:
       runner: runs the calls; owns weights and state.
       ready: the compiled programs.
+      packs: whether prompts are read in pieces.
       stops, grammars: the stop automata of the requests, and the automata of their grammars.
     """
 
@@ -107,6 +108,8 @@ class Device:
         self.stops, self.grammars = StopPool(model), GrammarPool(model)
         self._buckets = slot_buckets(sizes.slots) if only is None else [sizes.slots]
         self.ready, self._adapts = Ready(self._buckets), is_adapted(model.params)
+        parts = method.target, method.drafter
+        self.packs = only is None and method.watch is None and all(map(optional.packs, parts))
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
         self.runner = Runner(model.params, method, sizes, greedy_rule)
@@ -226,7 +229,7 @@ class Device:
 
     def _run(self, plan: Read | Burst, program: Program) -> InFlight:
         """Runs a plan with a program that has room for it."""
-        layout = self._layout(plan.slots, program.rows)
+        layout = self._layout(plan.slots, program)
         self._send(plan.requests, layout, program.needs)
         arguments = self._arguments(plan, layout, program.needs)
         report = self.runner.read(*arguments) if program.kind == "read" else self.runner.burst(*arguments)
@@ -255,7 +258,8 @@ class Device:
         chunks = (layout.column(values, np.int32) for values in (plan.begin, plan.count))
         flags = (layout.column(values, np.bool_) for values in (plan.ends, plan.resumed))
         embeds = self._embeds(plan, layout) if needs.embeds else None
-        return view, needs, ReadPlan(*chunks, *flags, embeds=embeds), plan.size
+        pieces = layout.pieces() if self.packs else None
+        return view, needs, ReadPlan(*chunks, *flags, embeds=embeds, pieces=pieces), plan.size
 
     def _embeds(self, plan: Read, layout: "Layout") -> Embeds:
         """The embeddings of the chunks of a plan; a request without any reads its tokens."""
@@ -279,7 +283,7 @@ class Device:
         else:
             inputs: dict[str, Any] = {name: pool.at(level) for name, pool, level in self._pools(needs)}
             inputs["sampling"] = self._columns([None] * rows, needs)
-            arguments = self._arguments(_nothing(program), self._layout([], rows), needs)
+            arguments = self._arguments(_nothing(program), self._layout([], program), needs)
             self.runner.compile(kind, *arguments, inputs=inputs)
 
     def score(self, chunk: Chunk) -> TokenScores:
@@ -309,8 +313,12 @@ class Device:
         if self.runner.here:
             jax.block_until_ready(self.runner.state)
 
-    def _layout(self, slots: Sequence[int], size: int) -> "Layout":
-        """Assigns slots to rows of a program of this size, padded with other slots; the program skips these."""
+    def _layout(self, slots: Sequence[int], program: Program) -> "Layout":
+        """Assigns slots to rows of a program, padded with other slots; the program skips these."""
+        size = program.rows
+        if program.kind == "read" and self.packs:
+            padded = [*slots, *[0] * (size - len(slots))]
+            return Layout(np.array(padded, np.int32), list(range(len(slots))), size)
         if size == self.sizes.slots:
             return Layout(None, list(slots), size)
         others = (slot for slot in range(self.sizes.slots) if slot not in slots)
@@ -364,6 +372,15 @@ class Layout:
         for row, block_table in zip(self.rows, pages, strict=True):
             table[row, : len(block_table)] = block_table
         return View(None if self.slots is None else _argument(self.slots), _argument(table))
+
+    def pieces(self) -> Pieces:
+        """The rows of a slot as pieces of a prompt."""
+        slots = np.array([-1, *([] if self.slots is None else self.slots[self.rows]), -1])
+        change, index = slots[1:] != slots[:-1], np.arange(self.size, dtype=np.int32)
+        first, last, count = index.copy(), np.zeros(self.size, bool), len(self.rows)
+        first[:count] = np.maximum.accumulate(np.where(change[:-1], index[:count], 0))
+        last[:count] = change[1:]
+        return Pieces(_argument(first), _argument(last))
 
     def column(self, values: Sequence[int] | Sequence[bool], kind: type[np.generic]) -> Array:
         """One value per request in its row, zeros elsewhere."""

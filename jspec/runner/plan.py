@@ -1,6 +1,6 @@
 """Messages between the scheduler and the device: plans in, outputs back.
 
-Lists of a program have an entry per request.
+Lists of a program have an entry per request, or per piece of a prompt.
 """
 
 import dataclasses
@@ -27,7 +27,10 @@ class _Program:
 
 @dataclasses.dataclass(eq=False)
 class Read(_Program):
-    """A program: prefills a chunk of each of some sequences."""
+    """A program: prefills a chunk of each of some sequences.
+
+    Its lists have an entry per row of the program. Where prompts are read in pieces, a request has a row for each.
+    """
 
     requests: list[Request]
     begin: list[int]
@@ -41,6 +44,17 @@ class Read(_Program):
     rows: int
     size: int
     """Shape of the program: sequences and columns, padding included."""
+
+    def add(self, request: Request, number: int) -> None:
+        """Adds the next `number` tokens of a request's prefill, in as many rows as they need."""
+        end = request.prefilled + number
+        for begin in range(request.prefilled, end, self.size):
+            self.requests.append(request)
+            self.begin.append(begin)
+            self.count.append(min(self.size, end - begin))
+            self.ends.append(begin + self.count[-1] == request.prefill_length)
+            self.resumed.append(request.resumed)
+            self.save.append(None)
 
     def max_tokens(self, index: int) -> int:
         """Maximum new tokens of request `index`."""

@@ -21,6 +21,7 @@ from jspec.core.automaton import Automaton
 from jspec.core.embeds import Embeds
 from jspec.core.loop import run_while
 from jspec.core.method import Method, on_devices
+from jspec.core.pieces import Pieces
 from jspec.core.prefill import Chunk, empty_record, read_columns
 from jspec.core.sampling import seeds_to_keys
 from jspec.core.struct import struct
@@ -178,7 +179,7 @@ def release(s: DecodeState, mask: Bool[Array, " S"], *, method: Method) -> Decod
 
 @struct
 class ReadPlan:
-    """The chunk of each of R slots in `read`: `count` tokens from `begin` on.
+    """The chunk of each of R slots in `read`: `count` tokens from `begin` on. A slot may have several pieces of one.
 
     ends: whether prefill ends there, so that the sequence runs rounds afterwards.
     resumed: whether the next token is known from before a preemption, so none is chosen.
@@ -190,6 +191,8 @@ class ReadPlan:
     resumed: Bool[Array, " R"]
     embeds: Embeds | None = None
     """In the places of some tokens of the chunks; None: no chunk has any."""
+    pieces: Pieces | None = None
+    """None: the slots are distinct."""
 
 
 @partial(jax.jit, static_argnames=("method", "size"), donate_argnames=("s",))
@@ -205,8 +208,12 @@ def read(
     part = dataclasses.replace(part, finish_code=finish)
     # A resumed sequence has its next token.
     active = plan.ends & ~plan.resumed
-    chunk = Chunk(plan.begin, plan.count, active, plan.embeds)
+    chunk = Chunk(plan.begin, plan.count, active, plan.embeds, plan.pieces)
     part = read_columns(_with_adapters(params, view), part, chunk, method=method, size=size)
+    if plan.pieces is not None and view.slots is not None:
+        # The state after the last piece counts; a slot out of range is not written.
+        last = jnp.where(plan.pieces.last, view.slots, s.tokens.shape[0])
+        return _whole(s, dataclasses.replace(view, slots=last), part), _report(part, before, 1)
     return _whole(s, view, part), _report(part, before, 1)
 
 

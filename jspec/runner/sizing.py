@@ -18,6 +18,20 @@ SNAPSHOT_SHARE = 0.1
 """Share of snapshots in the memory left after the slots and the pages of one sequence."""
 
 
+PIECE = 32
+"""Tokens of a piece of a prompt: with four query heads to a key head, it fills a tile of an attention kernel."""
+
+
+def piece_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
+    """Shapes (pieces, columns) of the read programs of a method that reads pieces of prompts: full, half, a quarter.
+
+    least: columns of a piece.
+    """
+    size = max(min(PIECE, prefill_tokens // 4), least)
+    most = slots * -(-context // size)
+    return sorted({(max(min(prefill_tokens // part // size, most), 1), size) for part in (1, 2, 4)})
+
+
 def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
     """Shapes (sequences, columns) of the read programs: few long chunks or many short ones.
 

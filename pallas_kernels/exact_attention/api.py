@@ -13,8 +13,8 @@ OPERATION = Operation(
 
 def exact_attention(
     q: Float[Array, "B N H D"],
-    k_rows: Float[Array, "B R K D"],
-    v_rows: Float[Array, "B R K D"] | None,
+    k_rows: Float[Array, "#B R K D"],
+    v_rows: Float[Array, "#B R K D"] | None,
     pool: Float[Array, "L planes P page K D"] | None,
     page_table: Int[Array, "B pages"] | None,
     prefix_length: Int[Array, " B"] | None,
@@ -25,6 +25,7 @@ def exact_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " H"] | None = None,
+    first_row: Int[Array, " B"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
     """`paged_attention` whose result for a node depends on the keys and values along its path alone, to the bit.
@@ -44,12 +45,15 @@ def exact_attention(
       mask: all ancestors of a node, those before its window too.
       window: positions a node sees, its own included: a sliding window. The result does not depend on earlier
         positions of the pool. None: all.
+      first_row: the first of the round's rows that the nodes of each sequence see, those before the window too.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
-    check_rows(q, k_rows, k_rows if v_rows is None else v_rows, mask)
-    check_prefix("k_rows", k_rows, pool, page_table, prefix_length, layer, planes=1 if v_rows is None else 2)
+    check_rows(q, k_rows, k_rows if v_rows is None else v_rows, mask, first_row)
+    check_prefix(
+        q.shape[0], "k_rows", k_rows, pool, page_table, prefix_length, layer, planes=1 if v_rows is None else 2
+    )
     if pool is not None and pool.dtype != q.dtype:
         raise ValueError(f"pool is {pool.dtype}: must be {q.dtype}, as q")
     if window is not None and window < 1:
@@ -57,4 +61,5 @@ def exact_attention(
     check_scores(q, soft_cap, sinks)
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "window": window, "sinks": sinks}
+    options["first_row"] = first_row
     return OPERATION.run(backend, *arrays, **options)

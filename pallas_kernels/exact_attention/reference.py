@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2, sink_state
+from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2, shared_mask, sink_state
 from pallas_kernels.each import map_each
 
 
@@ -22,12 +22,16 @@ def exact_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    first_row: jax.Array | None = None,
 ) -> jax.Array:
     """Arguments as in `api.exact_attention`."""
     v_rows = k_rows if v_rows is None else v_rows
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
+    if first_row is not None:
+        mask = shared_mask(jnp.broadcast_to(first_row[:, None], (batch, nodes)), nodes, rows)
     path, count = paths(mask, batch, nodes, rows)
+    shared = k_rows.shape[0] == 1
     capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
     blocks = -(-(capacity + rows) // BLOCK)
     if window is not None:
@@ -49,7 +53,7 @@ def exact_attention(
 
         def keys_and_values(position: jax.Array) -> list[jax.Array]:
             row = path[jnp.clip(position - committed, 0, rows - 1)]
-            pair = [part[sequence, row] for part in (k_rows, v_rows)]
+            pair = [part[0 if shared else sequence, row] for part in (k_rows, v_rows)]
             if pool is not None and page_table is not None:
                 page = page_table[sequence, jnp.minimum(position // pool.shape[3], page_table.shape[1] - 1)]
                 stored = (pool[layer, kind, page, position % pool.shape[3]] for kind in (0, -1))

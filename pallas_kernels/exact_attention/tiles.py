@@ -315,6 +315,8 @@ class Round:
     starts: jax.Array | None
     """The first visible position of each query; None: 0."""
     prefix: Prefix | None
+    first: jax.Array
+    """The first row of the round that is visible to a chain."""
     in_turn: bool
     """Whether a block's committed rows are loaded before its own, into the same registers, and values after the scores.
 
@@ -335,13 +337,19 @@ class Round:
         prefix: Prefix | None,
         window: int | None,
         in_turn: bool = False,
+        first_row: jax.Array | None = None,
     ):
-        """Load the tile of an index."""
+        """Load the tile of an index.
+
+        first_row: the first visible row, if all sequences share them; None: 0, of the sequence's own.
+        """
         nodes, rows = q_ref.shape[0], k_ref.shape[0]
         if count_ref is None:
             # The last nodes of a chain see the most rows: they go first, so short tiles fill the gaps at the end.
             tile = exist = Tile.load(q_ref, 0, (tiles - 1 - index) * block_m, nodes, block_m)
             node, seen = index, tile.seen(nodes, rows, None)
+            if first_row is not None:
+                seen += (pl.program_id(1) // tiles + 1) * nodes - rows - first_row
             most = seen.max()
         else:
             # A node has several tiles if its group is larger than a tile.
@@ -354,7 +362,8 @@ class Round:
         starts = None
         if window is not None:
             starts = seen - window if prefix is None else prefix.length + seen - window
-        return cls(tile, exist, k_ref, v_ref, path_ref, node, seen, most, starts, prefix, in_turn)
+        first = jnp.int32(0) if first_row is None else first_row
+        return cls(tile, exist, k_ref, v_ref, path_ref, node, seen, most, starts, prefix, first, in_turn)
 
     @property
     def committed(self) -> jax.Array:
@@ -373,7 +382,7 @@ class Round:
             position = i * BLOCK + jnp.arange(BLOCK)
             offset = position - self.committed
             used = (offset >= 0) & (offset < self.most)
-            row = offset
+            row = self.first + offset
             if self.path is not None:
                 row = pltriton.load(self.path.at[self.node, offset], mask=used, other=0)
             visible = offset[None] < self.seen[:, None]

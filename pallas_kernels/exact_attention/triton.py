@@ -74,6 +74,7 @@ def exact_attention(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    first_row: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -86,6 +87,9 @@ def exact_attention(
     capacity = min(capacity, seen_segments(capacity, window) * SEGMENT)
     shapes = {"batch": batch, "kv_heads": kv_heads, "rows": nodes * group, "capacity": capacity, "head_dim": dim}
     config = config or default_config(**shapes, dtype=q.dtype, tree=mask is not None)
+    if first_row is not None:
+        # Reads of prompts have many tiles.
+        config = dataclasses.replace(config, spread=False)
     # An array as the layer, because XLA compiles a kernel once for all calls that differ only in their arrays.
     table, length = int32_or_none(page_table), int32_or_none(prefix_length)
     stored = None
@@ -99,7 +103,9 @@ def exact_attention(
     queries = q.reshape(batch, nodes, kv_heads, group, dim)
     options = {"scale": scale, "soft_cap": soft_cap, "window": window}
     interpret = platform.resolve_interpret(interpret)
-    work = _Work(queries, k_rows, v_rows, path, count, stored, sinks, config, options, interpret)
+    work = _Work(
+        queries, k_rows, v_rows, path, count, int32_or_none(first_row), stored, sinks, config, options, interpret
+    )
     if stored is None or (path is None and not config.spread):
         return _result(work, ()).reshape(q.shape)
     if not config.spread:
@@ -113,10 +119,11 @@ class _Work:
     """The arrays of one call, and how it is computed."""
 
     queries: jax.Array  # [B, N, K, G, D]
-    k_rows: jax.Array  # [B, R, K, D]
-    v_rows: jax.Array  # [B, R, K, D]
+    k_rows: jax.Array  # [B or 1, R, K, D]
+    v_rows: jax.Array  # [B or 1, R, K, D]
     path: jax.Array | None  # [B, N, R]
     count: jax.Array | None  # [B, N]
+    first_row: jax.Array | None  # [B]
     stored: Stored | None
     sinks: jax.Array | None  # [K, G]
     config: Config
@@ -239,7 +246,8 @@ def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
         grid=(kv_heads, batch * specs.tiles),
         in_specs=[
             specs.queries(nodes, group, dim),
-            *specs.round(work.rows, dim, work.path),
+            *specs.round(work.rows, dim, work.path, shared=work.k_rows.shape[0] == 1),
+            None if work.first_row is None else specs.sequence(),
             *specs.stored(stored),
             specs.sinks(work.sinks),
             *specs.states(states),
@@ -252,6 +260,7 @@ def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
         work.v_rows,
         work.path,
         work.count,
+        work.first_row,
         *((None,) * 4 if stored is None else stored.arrays),
         work.sinks,
         *states,
@@ -374,6 +383,7 @@ def _own_kernel(
     v_ref: Ref,  # [R, D]
     path_ref: Ref | None,  # [N, R]
     count_ref: Ref | None,  # [N]
+    first_ref: Ref | None,  # []
     layer_ref: Ref | None,  # these four as in `Prefix`
     pool_ref: Ref | None,
     table_ref: Ref | None,
@@ -394,7 +404,8 @@ def _own_kernel(
         block_m, warps, in_turn = config.own_block_m, config.own_warps, config.own_stages == 1
     prefix = Prefix.load(layer_ref, pool_ref, table_ref, length_ref, window=window)
     index = pl.program_id(1) % tiles
-    part = Round.load(index, tiles, block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, in_turn)
+    first = None if first_ref is None else first_ref[...]
+    part = Round.load(index, tiles, block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, in_turn, first)
     tile, exist, done = part.tile, part.exist, part.committed // BLOCK
     (count,), whole = exist.node.shape, done // PER_SEGMENT
     merged, state = exist.empty(dim), tile.empty(dim)

@@ -54,7 +54,7 @@ def mla_attention(
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     _check_rows(q_latent, q_rope, rows, mask)
-    check_prefix("rows", rows, pool, page_table, prefix_length, layer, planes=1)
+    check_prefix(rows.shape[0], "rows", rows, pool, page_table, prefix_length, layer, planes=1)
     if prefix_mask is not None:
         if pool is None or page_table is None or prefix_length is None:
             raise ValueError("prefix_mask requires prefix_length")

@@ -17,8 +17,8 @@ OPERATION = Operation(
 
 def paged_attention(
     q: Float[Array, "B N H D"],
-    k_rows: Float[Array, "B R K D"],
-    v_rows: Float[Array, "B R K D"],
+    k_rows: Float[Array, "#B R K D"],
+    v_rows: Float[Array, "#B R K D"],
     pool: Float[Array, "L 2 P page K D"] | None,
     page_table: Int[Array, "B pages"] | None,
     prefix_length: Int[Array, " B"] | None,
@@ -30,13 +30,15 @@ def paged_attention(
     prefix_start: Int[Array, "B N"] | None = None,
     keep_first: int = 0,
     sinks: Float[Array, " H"] | None = None,
+    first_row: Int[Array, "B N"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
     """Attention of N nodes over a committed prefix in pages and over R rows of this round, not yet in a page.
 
     Args:
       q: queries of the nodes; query head h reads key head h // (H / K) (grouped-query attention).
-      k_rows, v_rows: keys and values of the round's rows; the last N of them belong to the nodes.
+      k_rows, v_rows: keys and values of the round's rows; the last N of them belong to the nodes. With a
+        batch of 1, all sequences share them.
       pool: keys (index 0) and values (index 1) of all layers, in pages; of any floating-point dtype.
       page_table: the pages of each sequence, in order; position t is in page t // page, row t % page.
       prefix_length: committed rows of each sequence; the result does not depend on the rows after them.
@@ -53,13 +55,16 @@ def paged_attention(
         windows.
       sinks: for each query head the score of one more key, neither scaled nor bounded, whose value is zero: attention
         that no row gets (gpt-oss, arXiv 2508.10925, section 2.2). None: there is none.
+      first_row: the first of the round's rows that each node sees up to its own; node n of sequence b is row b * N + n
+        of the B * N rows that all sequences share. So a sequence may go on with the rows of the one before it. None:
+        `mask` decides.
       backend: as in `dispatch.Operation.run`.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
-    check_rows(q, k_rows, v_rows, mask)
-    check_prefix("k_rows", k_rows, pool, page_table, prefix_length, layer)
+    check_rows(q, k_rows, v_rows, mask, first_row)
+    check_prefix(q.shape[0], "k_rows", k_rows, pool, page_table, prefix_length, layer)
     if prefix_start is not None and prefix_length is None:
         raise ValueError("prefix_start requires prefix_length")
     if prefix_start is not None and prefix_start.shape != q.shape[:2]:
@@ -70,4 +75,5 @@ def paged_attention(
 
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
-    return OPERATION.run(backend, *arrays, **options, prefix_start=prefix_start, keep_first=keep_first)
+    options |= {"prefix_start": prefix_start, "keep_first": keep_first, "first_row": first_row}
+    return OPERATION.run(backend, *arrays, **options)

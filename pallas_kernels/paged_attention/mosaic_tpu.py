@@ -33,7 +33,7 @@ from pallas_kernels._mosaic_tpu import (
     round_up,
 )
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import LOG2_E
+from pallas_kernels.attention import LOG2_E, shared_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,7 @@ def paged_attention(
     prefix_start: jax.Array | None = None,
     keep_first: int = 0,
     sinks: jax.Array | None = None,
+    first_row: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams | None = None,
 ) -> jax.Array:
@@ -112,6 +113,7 @@ def paged_attention(
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
     group = heads // kv_heads
+    mask = mask if first_row is None else shared_mask(first_row, nodes, rows)
     page_size, pages = 1, 1
     if pool is not None and page_table is not None and prefix_length is not None:
         page_size, pages = pool.shape[3], page_table.shape[1]
@@ -156,6 +158,7 @@ def paged_attention(
             pages=pages,
             last_seen=rows - nodes,
             group=group,
+            shared=k_rows.shape[0] < batch,
             scale=scale,
             soft_cap=soft_cap,
             keep_first=keep_first,
@@ -183,7 +186,7 @@ def _kernel(
     length_ref: Ref,  # [B]
     lower_ref: Ref,  # [B * tiles]
     q_ref: Ref,  # [K, block_m, D]
-    own_ref: Ref,  # [B, 2, R, K, D]
+    own_ref: Ref,  # [B or 1, 2, R, K, D]
     pool_ref: Ref | None,  # [L, 2, P, page, K, D]
     start_ref: Ref | None,  # [block_m, 1]
     mask_ref: Ref | None,  # [block_m, R]
@@ -196,6 +199,7 @@ def _kernel(
     pages: int,
     last_seen: int,
     group: int,
+    shared: bool,
     scale: float,
     soft_cap: float | None,
     keep_first: int,
@@ -221,6 +225,7 @@ def _kernel(
             state,
         )
     first_row, steps = tile * config.block_m, Steps(*own_scratch, KEYS_AND_VALUES)
-    state = attend_own_rows(own_ref.at[sequence], mask_ref, steps, first_row, last_seen, group, take, state)
+    round_ref = own_ref.at[0 if shared else sequence]
+    state = attend_own_rows(round_ref, mask_ref, steps, first_row, last_seen, group, take, state, shared=shared)
     _, total, summed = state
     out_ref[...] = (summed / total).astype(out_ref.dtype)

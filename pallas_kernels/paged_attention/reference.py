@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import attend, masked_scores, row_mask
+from pallas_kernels.attention import attend, masked_scores, row_mask, shared_mask
 
 
 def paged_attention(
@@ -21,11 +21,17 @@ def paged_attention(
     prefix_start: jax.Array | None = None,
     keep_first: int = 0,
     sinks: jax.Array | None = None,
+    first_row: jax.Array | None = None,
 ) -> jax.Array:
     """Gathers each sequence's pages, then one softmax over prefix and rows. Arguments as in `api.paged_attention`."""
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
     group = heads // kv_heads
+    k_rows, v_rows = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (k_rows, v_rows))
+    if first_row is not None:
+        mask = shared_mask(first_row, nodes, rows)
+        # Rows of other sequences may hold anything, as a free page may.
+        v_rows = jnp.where(mask.any(1)[:, :, None, None], v_rows, jnp.zeros((), v_rows.dtype))
     # The queries that share a key head are adjacent: [B, K, N * G, D].
     queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     queries = queries.reshape(batch, kv_heads, nodes * group, dim)

@@ -130,6 +130,7 @@ def paged_attention(
     prefix_start: jax.Array | None = None,
     keep_first: int = 0,
     sinks: jax.Array | None = None,
+    first_row: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -170,14 +171,14 @@ def paged_attention(
         grid=(kv_heads, batch * tiles, splits),
         in_specs=[
             specs.queries(nodes, group, dim),
-            specs.rows(rows, dim),
-            specs.rows(rows, dim),
+            *[specs.rows(rows, dim, shared=k_rows.shape[0] == 1)] * 2,
             pl.BlockSpec((None,), lambda h, bt, s: (0,)),
             None if pool is None else specs.pages(pool),
             None if page_table is None else specs.sequence(page_table.shape[1]),
             None if prefix_length is None else specs.sequence(),
             None if prefix_start is None else specs.sequence(nodes),
             None if mask is None else specs.sequence(nodes, rows, shared=mask.shape[0] == 1),
+            None if first_row is None else specs.sequence(nodes),
             None if sinks is None else pl.BlockSpec((None, group), lambda h, bt, s: (h, 0)),
         ],
         out_specs=out_specs,
@@ -196,6 +197,7 @@ def paged_attention(
         int32_or_none(prefix_length),
         int32_or_none(prefix_start),
         mask,
+        int32_or_none(first_row),
         None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group),
     )
     return (out[0] if config.splits == 1 else merge(out, q.dtype, interpret)).reshape(q.shape)
@@ -211,6 +213,7 @@ def _kernel(
     length_ref: Ref | None,  # []
     start_ref: Ref | None,  # [N]
     mask_ref: Ref | None,  # [N, R]
+    first_ref: Ref | None,  # [N]
     sink_ref: Ref | None,  # [G]
     *out_refs: Ref,  # [N, G, D]; or of this split: peaks [N, G], totals [N, G], sums [N, G, D]
     config: Config,
@@ -257,7 +260,13 @@ def _kernel(
             starts = pltriton.load(start_ref.at[node], mask=real, other=jnp.iinfo(jnp.int32).max)
         blocks = _committed(pool_ref, layer_ref[...], table_ref, length_ref[...], starts, keep_first, split, config)
         state = attend(blocks, state)
-    state = attend(_round_rows(k_ref, v_ref, mask_ref, node, real, nodes, split, config), state)
+    # The row of the first node, and the first visible row of each query row.
+    base, firsts = k_ref.shape[0] - nodes, None
+    if first_ref is not None:
+        base = pl.program_id(1) // tiles * nodes
+        firsts = pltriton.load(first_ref.at[node], mask=real, other=jnp.iinfo(jnp.int32).max)
+    last = base + jnp.minimum(node, nodes - 1)
+    state = attend(_round_rows(k_ref, v_ref, mask_ref, node, real, firsts, last, split, config), state)
 
     # The result, or what `merge` needs of this split.
     peak, total, summed = state
@@ -330,13 +339,18 @@ def _round_rows(
     mask_ref: Ref | None,
     node: jax.Array,
     real: jax.Array,
-    nodes: int,
+    firsts: jax.Array | None,
+    last: jax.Array,
     split: jax.Array,
     config: Config,
 ) -> Blocks:
-    """The blocks of the round's own rows: all of them in the last split, none in the others."""
+    """The blocks of the round's own rows: all of them in the last split, none in the others.
+
+    Args:
+      firsts, last: the first visible row of each query row (None: 0), and the last one without a mask.
+    """
     rows = k_ref.shape[0]
-    seen = rows if mask_ref is not None else rows - nodes + jnp.minimum(node.max(), nodes - 1) + 1
+    seen = rows if mask_ref is not None else last.max() + 1
     blocks = pl.cdiv(seen, config.block_k)
     if config.splits > 1:
         # A quotient, because Triton's lowering takes a choice between two constants for one between truth values.
@@ -345,9 +359,13 @@ def _round_rows(
     def fetch(i, _):
         position = i * config.block_k + jnp.arange(config.block_k)
         used = position < rows
+        if firsts is not None:
+            # Rows of other sequences may hold anything, and 0 * NaN is NaN.
+            used = (position >= firsts.min()) & (position <= last.max())
         keys, values = (load_rows(ref, (), position, used) for ref in (k_ref, v_ref))
         if mask_ref is None:
-            return keys, values, position[None] <= rows - nodes + node[:, None]
+            visible = position[None] <= last[:, None]
+            return keys, values, visible if firsts is None else visible & (position[None] >= firsts[:, None])
         return keys, values, load_mask(mask_ref, node, real, position, used)
 
-    return 0, blocks, lambda i: i, fetch
+    return 0 if firsts is None else firsts.min() // config.block_k, blocks, lambda i: i, fetch

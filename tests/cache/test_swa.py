@@ -11,6 +11,7 @@ import pytest
 from jspec.cache import MhaCache, SlidingCache, mha
 from jspec.cache.window import Window, window_mask, within
 from jspec.core import tree
+from jspec.core.pieces import Pieces
 from jspec.core.types import DraftTree
 from pallas_kernels import platform
 
@@ -186,6 +187,22 @@ def test_no_slot_is_written_twice_in_a_commit(monkeypatch, chain):
     ((start, path, count),) = written
     assert (start.tolist(), count.tolist()) == ([56, 40, 40], [9, 0, 5])
     assert path.tolist()[0] == list(range(16, 25)) and path.tolist()[2][:5] == list(range(5))
+
+
+def test_pieces_of_a_prompt_write_no_slot_twice(monkeypatch):
+    written = []
+    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    rng = np.random.default_rng(0)
+    cache = empty(8, 3, rng)
+    view = cache.take(jnp.array([0, 0, 0, 1]))
+    rows = jnp.zeros((LAYERS, 2, 4, 5, KV_HEADS, DIM))
+    pieces = Pieces(jnp.array([0, 0, 0, 3]), jnp.array([False, False, True, True]))
+    start, length = jnp.array([40, 45, 50, 0]), jnp.array([5, 5, 3, 5])
+    view.commit(tuple((k, v) for k, v in rows), start, None, length, pieces)
+    ((start, path, count),) = written
+    # A ring of 9 rows: the last ones of 13, and all of 5.
+    assert (start.tolist(), count.tolist()) == ([44, 45, 50, 0], [1, 5, 3, 5])
+    assert path[:, 0].tolist() == [4, 0, 0, 0] and path[1].tolist() == list(range(5))
 
 
 def test_the_pool_has_the_size_of_the_window_at_any_context_length():

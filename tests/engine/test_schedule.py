@@ -5,6 +5,7 @@ from storm import storms
 
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import OVERHEAD, Scheduler
+from jspec.runner import sizing
 from jspec.runner.plan import Output, Read
 from jspec.runner.request import Phase, Request
 
@@ -201,6 +202,38 @@ def test_reads_have_the_shape_that_reads_most(lengths, shape, count):
         scheduling.submit(Request([1] * length, 1))
     read = scheduling.plan(1).read
     assert ((read.rows, read.size), read.count) == (shape, count)
+
+
+@pytest.mark.parametrize(
+    "lengths, extra, rows, begin, count, ends",
+    [
+        # Whole prompts, the oldest first, and as much of the next one as there is room for.
+        ([17, 3, 90], 0, [0, 0, 0, 1, 2, 2, 2, 2], [0, 8, 16, 0, 0, 8, 16, 24], [8, 8, 1, 3, 8, 8, 8, 8], [2, 3]),
+        # The smallest shape that reads as much.
+        ([9, 2], 0, [0, 0, 1], [0, 8, 0], [8, 1, 2], [1, 2]),
+        # The last piece has room for a row more in the cache of the draft, so a token of the second prompt is left.
+        ([15, 16, 13], 1, [0, 0, 1, 1, 2, 2], [0, 8, 0, 8, 0, 8], [8, 7, 8, 7, 8, 5], [1, 5]),
+    ],
+)
+def test_reads_have_pieces_of_prompts(lengths, extra, rows, begin, count, ends):
+    shapes = [(4, 8), (8, 8)]
+    scheduling = scheduler(slots=4, context=99, pages=Pages(99, 4, None), read_shapes=shapes, extra_rows=extra)
+    scheduling.packs = True
+    requests = [Request([1] * length, 1) for length in lengths]
+    for request in requests:
+        scheduling.submit(request)
+    read = scheduling.plan(1).read
+    assert read.requests == [requests[row] for row in rows]
+    assert (read.begin, read.count) == (begin, count)
+    assert [index for index, end in enumerate(read.ends) if end] == ends
+    assert read.rows == (4 if len(rows) <= 4 else 8)
+
+
+def test_shapes_of_pieces():
+    assert sizing.piece_shapes(64, 2048, 1024, 1) == [(8, 32), (16, 32), (32, 32)]
+    assert sizing.piece_shapes(2, 40, 1024, 1) == [(4, 32)]
+    assert sizing.piece_shapes(4, 2048, 16, 2) == [(1, 4), (2, 4), (4, 4)]
+    assert sizing.piece_shapes(4, 2048, 16, 5) == [(1, 5), (3, 5)]
 
 
 @pytest.mark.parametrize("changed", [False, True])

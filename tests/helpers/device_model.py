@@ -32,7 +32,7 @@ class Device:
     """
 
     def __init__(self, rng, *, slots, count, size, depth, ahead, extra_rows, truths, users):
-        self.rng, self.size, self.depth, self.extra_rows = rng, size, depth, extra_rows
+        self.rng, self.size, self.depth, self.extra_rows, self.packs = rng, size, depth, extra_rows, False
         self.ahead, self.truths, self.users = ahead or 0, truths, users
         self.slots = [None] * slots
         self.target, self.draft = [None] * (count * size), [None] * (count * size)
@@ -110,15 +110,19 @@ class Device:
 
     def read(self, flight, output):
         assert 1 <= len(flight.requests) <= flight.rows
-        results = {}
+        results, first = {}, False
         for index, request in enumerate(flight.requests):
             slot = self.of(flight, index)
             begin, count = flight.begin[index], flight.count[index]
             known = len(slot.tokens)
             assert not slot.ready and begin == slot.rows, "a chunk does not follow the one before"
-            first = begin == slot.begin
-            assert 1 <= count <= flight.size - self.extra_rows * first, "a chunk of a wrong size"
-            assert not (first and begin) or count >= self.ahead, "a head of the drafter has nothing to read"
+            goes_on = index > 0 and flight.requests[index - 1] is request
+            first = first if goes_on else begin == slot.begin
+            if flight.requests[index + 1 : index + 2] == [request]:
+                assert self.packs and count == flight.size, "a piece that is not the last must be full"
+            else:
+                assert 1 <= count <= flight.size - self.extra_rows * first, "a chunk of a wrong size"
+            assert goes_on or not (first and begin) or count >= self.ahead, "a head of the drafter has nothing to read"
             assert begin + count <= known - slot.resumed, "a chunk beyond what is known"
             ends = begin + count == known - slot.resumed
             assert flight.ends[index] == ends and flight.resumed[index] == slot.resumed

@@ -29,6 +29,7 @@ from jspec.runner.request import Phase, Request
 from jspec.runner.slot_state import Sizes
 
 CONTEXT, PAGE, SLOTS, CHUNK, POOL = 48, 4, 4, 6, 40
+PIECES = [(4, CHUNK // 2), (2, CHUNK // 2)]
 EOS = 7
 
 
@@ -193,10 +194,11 @@ def start(setup: Setup, storm: Storm, given: list[Request]) -> Group:
         context=CONTEXT,
         depth=setup.drafter.depth,
         extra_rows=slot_state.extra_rows(device.runner.state, setup.drafter),
-        read_shapes=[(2, CHUNK)],
+        read_shapes=PIECES if device.packs else [(2, CHUNK)],
         prefill_tokens=2 * CHUNK,
         max_in_flight=storm.max_in_flight,
     )
+    scheduler.packs = device.packs
     return Group(model, device, scheduler, burst_seconds=1.0, versions=Versions(), fail=lambda error: None)
 
 

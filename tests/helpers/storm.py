@@ -32,7 +32,7 @@ class Storm:
         self.pages = pages(count, size, ahead, snapshots)
         narrow = max(1, ahead or 0) + extra_rows
         shapes = [(rng.randint(1, 4), rng.randint(narrow, 9)) for _ in range(rng.randint(1, 3))]
-        self.max_in_flight = rng.randint(1, 3)
+        self.max_in_flight, packs = rng.randint(1, 3), seed % 3 == 0
         self.scheduler = scheduler(
             slots=slots,
             pages=self.pages,
@@ -43,6 +43,7 @@ class Storm:
             prefill_tokens=rng.randint(1, 30),
             max_in_flight=self.max_in_flight,
         )
+        self.scheduler.packs = packs
         self.truths = {}
         self.device = Device(
             rng,
@@ -55,6 +56,7 @@ class Storm:
             truths=self.truths,
             users=self.pages._users,
         )
+        self.device.packs = packs
         self.device.states = {} if snapshots else None
         self.texts = [self.text(self.context) for _ in range(2)]
         self.air, self.alive, self.ended, self.delivered = deque(), [], [], {}

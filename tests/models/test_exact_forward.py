@@ -1,6 +1,7 @@
 """The exact forward of a model: a token's hidden states, logits and rows have the same bits in every forward."""
 
 import dataclasses
+from functools import partial
 
 import families
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import jspec
 from jspec.core import tree
+from jspec.core.pieces import Pieces
 from jspec.core.types import DraftTree
 from jspec.models import Deepseek, Gemma4, GptOss, Llama, Qwen3Next
 from jspec.models.deepseek import Indexer, Latent
@@ -106,12 +108,12 @@ class Reader:
         return cache, jnp.concatenate(logits, 1), jnp.concatenate(hidden, 1)
 
 
-def rows(cache):
-    """What each group of the cache has of the first sequence, by position; with a window, its end."""
+def rows(cache, sequence=0, length=LENGTH):
+    """What each group of the cache has of a sequence, by position; with a window, its end."""
     for group in getattr(cache, "groups", (cache,)):
-        position = np.arange(LENGTH)[-getattr(group, "window", LENGTH) :]
+        position = np.arange(length)[-getattr(group, "window", length) :]
         page_size = group.pool.shape[3]
-        yield bits(group.pool[:, :, group.page_table[0, position // page_size], position % page_size])
+        yield group.pool[:, :, group.page_table[sequence, position // page_size], position % page_size]
 
 
 def bits(x):
@@ -162,7 +164,7 @@ def test_a_token_has_the_same_bits_in_every_forward(name, dtype):
             np.testing.assert_array_equal(bits(again[b]), bits(logits[0]))
             np.testing.assert_array_equal(bits(states[b]), bits(hidden[0]))
         for ours, theirs in zip(rows(other), rows(cache), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+            np.testing.assert_array_equal(bits(ours), bits(theirs))
 
     # With few positions, attention has one block.
     again = reader.committed(tokens[:36], 2, 1, 16, 48)[1]
@@ -185,6 +187,52 @@ def test_a_token_has_the_same_bits_in_every_forward(name, dtype):
             for depth, node in enumerate(path):
                 np.testing.assert_array_equal(bits(out.logits[b, node]), bits(logits[0, starts[b] + depth]))
                 np.testing.assert_array_equal(bits(out.hidden[b, node]), bits(hidden[0, starts[b] + depth]))
+
+
+PROMPTS = (21, 40), (0, 9), (58, 33)
+"""Committed tokens of each sequence, and tokens to read."""
+PROMPT_OF = np.repeat([0, 1, 2, 0], [3, 1, 3, 1])
+"""The sequence of each piece of 16 tokens; the last piece is padding."""
+PIECES = Pieces(jnp.array([0, 0, 0, 3, 4, 4, 4, 7]), jnp.array([False, False, True, True, False, False, True, False]))
+
+
+@pytest.mark.slow(unless=("llama-False", "sandwich-False", "qwen3-True"))
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.packs])
+def test_prompts_may_be_read_in_pieces(name, exact):
+    target = TARGETS[name].exactly() if exact else TARGETS[name]
+    reader, rng = Reader(target, weights(target, "float32")), np.random.default_rng(1)
+    texts = rng.integers(0, target.vocab_size, (3, 96)).astype(np.int32)
+    same = np.testing.assert_array_equal if exact else partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
+    empty, zero = target.init_cache(reader.params, 3, 128, 16), jnp.zeros(3, jnp.int32)
+    whole = reader.read(tree.chain(jnp.asarray(texts)), empty, zero)
+    prefix, count = np.array(PROMPTS, np.int32).T
+    cache = reader.commit(empty, whole.rows, zero, None, jnp.asarray(prefix))
+
+    # The pieces of all prompts in one forward.
+    offset = (np.arange(8) - np.asarray(PIECES.first)) * 16
+    start = prefix[PROMPT_OF] + offset
+    length = np.clip(count[PROMPT_OF] - offset, 0, 16) * (np.arange(8) < 7)
+    column = np.arange(16)
+    ids = texts[PROMPT_OF[:, None], np.minimum(start[:, None] + column, 95)]
+    view, last = cache.take(jnp.asarray(PROMPT_OF)), jnp.asarray(np.maximum(length - 1, 0))
+    read = partial(reader.forward, reader.params, tree.chain(jnp.asarray(ids)), view, jnp.asarray(start), pieces=PIECES)
+    out, selected = read(), read(select=last)
+    for piece, number in enumerate(length):
+        place = PROMPT_OF[piece], slice(start[piece], start[piece] + number)
+        same(out.logits[piece, :number], whole.logits[place])
+        same(out.hidden[piece, :number], whole.hidden[place])
+        if number:
+            same(selected.logits[piece, 0], whole.logits[place][-1])
+
+    # Their rows in the cache.
+    commit = jax.jit(lambda cache, *args: cache.commit(*args, pieces=PIECES))
+    written = commit(view, out.rows, jnp.asarray(start), None, jnp.asarray(length))
+    cache = cache.put(jnp.arange(3), written)
+    expected = reader.commit(empty, whole.rows, zero, None, jnp.asarray(prefix + count))
+    for end, sequence in zip(prefix + count, range(3), strict=True):
+        for ours, theirs in zip(rows(cache, sequence, end), rows(expected, sequence, end), strict=True):
+            same(ours, theirs)
 
 
 @pytest.mark.slow
