@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import re
 
-import jax
-import jax.numpy as jnp
+import faults
 import pytest
 import verified
 from verified import TINY
@@ -16,10 +14,7 @@ from jspec.analysis import verify, verify_checks, verify_statistics
 from jspec.analysis.contract import Case, Outcome, difference
 from jspec.analysis.verify import Certificate, Finding
 from jspec.analysis.verify_subject import Subject, default_prompts, reshaped
-from jspec.cache import pages
-from jspec.core import accept, logprobs, round, sampling, stopping, tree
 from jspec.drafters import Standalone
-from jspec.engine.pages import Pages
 
 model = verified.model
 
@@ -29,198 +24,14 @@ def subject_of(model, drafter=None, new=24):
     return Subject(model, drafter or Standalone(depth=4), prompts, None, new, 0)
 
 
-def change(module, name, wrap):
-    """A fault: `wrap(right)` in place of a function."""
-    return lambda patch: patch.setattr(module, name, wrap(getattr(module, name)))
-
-
-def longer(right):
-    def follow(draft_tree, choice):
-        out = right(draft_tree, choice)
-        return dataclasses.replace(out, length=jnp.minimum(out.length + 1, draft_tree.tokens.shape[1]))
-
-    return follow
-
-
-def other_last_token(right):
-    def follow(draft_tree, choice):
-        out = right(draft_tree, choice)
-        last = jnp.arange(out.tokens.shape[1])[None] == out.length[:, None] - 1
-        return dataclasses.replace(out, tokens=jnp.where(last, jnp.roll(out.tokens, 1, 1), out.tokens))
-
-    return follow
-
-
-def all_see_all(right):
-    def mask(draft_tree):
-        if draft_tree.parents is not None or draft_tree.tokens.shape[1] > 8:
-            return right(draft_tree)
-        nodes = draft_tree.tokens.shape[1]
-        return jnp.ones((draft_tree.tokens.shape[0], nodes, nodes), bool)
-
-    return mask
-
-
-def wrong_parents(right):
-    def mask(draft_tree):
-        if draft_tree.parents is None:
-            return right(draft_tree)
-        # Nodes below the first generation hang at the sibling of their parent.
-        parents = jnp.where(draft_tree.parents > 1, draft_tree.parents - 1, draft_tree.parents)
-        return right(dataclasses.replace(draft_tree, parents=parents))
-
-    return mask
-
-
-def without_path(right):
-    return lambda s, path, *rest: right(s, jnp.full_like(path, -1), *rest)
-
-
-def other_noise(right):
-    return lambda key, name, position, count, size: right(key, name, position + int(count > 1), count, size)
-
-
-def all_read(right):
-    def run(stop, tokens, length):
-        after, _, finish = right(stop, tokens, length)
-        return after, length, finish
-
-    return run
-
-
-def forgets(right):
-    def run(stop, tokens, length):
-        state = None if stop.state is None else jnp.where(stop.state > 0, 0, stop.state).astype(stop.state.dtype)
-        return right(dataclasses.replace(stop, state=state), tokens, length)
-
-    return run
-
-
-def one_more(right):
-    return lambda s, accepted: right(dataclasses.replace(s, limit=s.limit + 1), accepted)
-
-
-def counts_twice(right):
-    def count(s, decision, branch=None):
-        out = right(s, decision, branch)
-        return dataclasses.replace(out, stats=dataclasses.replace(out.stats, dropped=out.stats.dropped + 1))
-
-    return count
-
-
-def shares_pages(right):
-    def table(batch, pages):
-        out = right(batch, pages)
-        return out.at[:, 1].set(out[0, 1]) if pages > 4 else out
-
-    return table
-
-
-@dataclasses.dataclass(frozen=True)
-class Faulty(Standalone):
-    """A draft with a fault of its own."""
-
-    fault: str = ""
-
-    def draft(self, params, s):
-        drafted, state = super().draft(params, s)
-        shift = jnp.zeros(s.length.shape, jnp.int32)
-        if self.fault == "batch":
-            shift = shift + int(s.length.shape[0] > 1)
-        if self.fault == "free rows":
-            shift = shift + jnp.isnan(s.cache.pool).any().astype(jnp.int32)
-        tokens = drafted.tokens.at[:, 1:].set((drafted.tokens[:, 1:] + shift[:, None]) % self.target.vocab_size)
-        return dataclasses.replace(drafted, tokens=tokens), state
-
-    def extend(self, params, s, committed):
-        if self.fault == "chunks" and committed.tokens.shape[1] == 2:
-            committed = dataclasses.replace(committed, length=jnp.minimum(committed.length, 1))
-        return super().extend(params, s, committed)
-
-
-def custom(fault):
-    return lambda patch: Faulty(depth=4, fault=fault)
-
-
-def one_row_late(right):
-    return lambda cache, rows, start, *rest, **options: right(cache, rows, start + 1, *rest, **options)
-
-
-def of_committed_tokens(right):
-    return lambda grammar, logits, path, *rest, **options: right(
-        grammar, logits, jnp.full_like(path, -1), *rest, **options
-    )
-
-
-def of_another_node(right):
-    return lambda logits, tokens: right(jnp.roll(logits, 1, 1), tokens)
-
-
-def without_tokens(right):
-    return lambda self, parent, tokens, index: right(self, parent, [0] * len(tokens), index)
-
-
-def of_another_token(right):
-    return lambda *arguments: jnp.roll(right(*arguments), 1, -1)
-
-
-def no_residual(right):
-    return lambda distribution, otherwise: otherwise
-
-
-DIFFERS = "differs from plain decoding at new token"
-FAULTS = {
-    "a draft too many is accepted": (change(accept, "follow", longer), "chains", DIFFERS),
-    "the bonus token of another node": (change(accept, "follow", other_last_token), "chains", DIFFERS),
-    "rows are committed one place late": (change(round, "commit_rows", one_row_late), "chains", DIFFERS),
-    "nodes see later nodes": (change(tree, "ancestor_mask", all_see_all), "chains", DIFFERS),
-    "rounds are counted as longer": (change(round, "count_round", counts_twice), "chains", "counts 1 +"),
-    "keys of other ancestors": (change(tree, "ancestor_mask", wrong_parents), "trees", DIFFERS),
-    "tokens after the end of the text": (change(stopping, "run", all_read), "ends of texts", "tokens instead of"),
-    "stop strings within a round only": (change(stopping, "run", forgets), "stop strings", "after a stop string"),
-    "a limit one too large": (change(round, "truncate_at_stop", one_more), "ends of texts", "tokens instead of"),
-    "sequences share a page": (change(pages, "contiguous_table", shares_pages), "pages", DIFFERS),
-    "penalties leave out drafted tokens": (change(sampling, "_count", without_path), "sampling", "_penalty"),
-    "noise of another position": (change(sampling, "gumbel", other_noise), "sampling", "with Sampling"),
-    "a grammar without drafts": (
-        change(sampling.grammars, "forbid", of_committed_tokens),
-        "grammars",
-        "with a grammar",
-    ),
-    "another node's log-probability": (
-        change(logprobs, "of_tokens", of_another_node),
-        "log-probabilities",
-        "at new token",
-    ),
-    "pages named without tokens": (change(Pages, "_key", without_tokens), "engine", "of an engine differs"),
-    "q of another token": (change(accept, "_chain_probs", of_another_token), "distributions", "the distribution of"),
-    "no residual distribution": (change(accept, "_normalize", no_residual), "rules", "have the probability"),
-    "a draft that depends on the batch": (custom("batch"), "batches", "other rounds alone than in a batch"),
-    "a draft that reads free rows": (custom("free rows"), "rounds", "other rounds with NaN"),
-    "a draft that depends on chunks": (custom("chunks"), "chunks", "other rounds if prompts are read in chunks"),
-}
-
-
 @pytest.mark.slow(unless=["a draft too many is accepted"])
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(model, name, monkeypatch):
-    plant, check, words = FAULTS[name]
-    subject = subject_of(model, custom("")(None))
-    # Programs are traced again, with the fault, and without it afterwards.
-    jax.clear_caches()
-    findings = []
-    try:
-        faulty = plant(monkeypatch)
-        if isinstance(faulty, Faulty):
-            subject = subject_of(model, faulty)
-        for case in verify_checks.CHECKS[check](subject):
-            findings.append(verify._run(check, case))
-            if findings[-1].verdict == "failed":
-                break
-    finally:
-        monkeypatch.undo()
-        jax.clear_caches()
-    assert findings[-1].verdict == "failed" and re.search(words, findings[-1].message), findings
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_planted_fault_is_found(model, name):
+    plant, check, words = faults.FAULTS[name]
+    with faults.planted(plant) as drafter:
+        cases = verify_checks.CHECKS[check](subject_of(model, drafter or faults.Faulty(depth=4)))
+        finding, _ = faults.until_failed({check: cases}, words=words)
+    assert finding
 
 
 def test_a_certificate_has_what_repeats_it():

@@ -1,11 +1,10 @@
 """`jspec verify --endpoint` finds planted faults of servers, and what they do not return is no failure."""
 
-import dataclasses
 import itertools
-import re
 
 import pytest
 import verified
+from faults import SERVER_FAULTS, Stub, until_failed
 from verified import TINY
 
 import jspec
@@ -15,71 +14,28 @@ from jspec.analysis import verify, verify_endpoint
 model = verified.model
 
 
-@dataclasses.dataclass
-class Stub:
-    """A server that answers by plain decoding; `fault` changes its answers."""
-
-    plain: verify_endpoint.Plain
-    fault: str = ""
-    url = name = model = "stub"
-
-    def complete(self, *, stop=(), **fields):
-        if self.fault == "hot" and fields["temperature"]:
-            fields["temperature"] = 2.0
-        out = self.plain.complete(**fields)
-        for choice in out["choices"]:
-            if self.fault == "lossy" and not fields["temperature"]:
-                choice["text"] = choice["text"][0] + "~" + choice["text"][2:]
-            for word in stop if self.fault != "stop" else ():
-                if word in choice["text"]:
-                    choice.update(text=choice["text"].split(word)[0], finish_reason="stop")
-        if self.fault == "usage":
-            out["usage"]["completion_tokens"] += 1
-        if self.fault == "no log-probabilities":
-            out["choices"] = [{**choice, "logprobs": None} for choice in out["choices"]]
-        if self.fault == "one choice":
-            out["choices"] = out["choices"][:1]
-        if self.fault == "no usage":
-            del out["usage"]
-        return out
-
-    def stream(self, **fields):
-        choice = self.complete(**fields)["choices"][0]
-        text = choice["text"][:-1] if self.fault == "truncated" else choice["text"]
-        parts = [{"text": part, "finish_reason": None} for part in (text[:5], text[5:])]
-        last = {"text": "", "finish_reason": choice["finish_reason"]}
-        events = [{"choices": [part]} for part in [*parts, last]]
-        if self.fault == "no end":
-            return events[:-1]
-        return events if self.fault == "no [DONE]" else [*events, "[DONE]"]
+PROMPT = "def mean(values):\n    "
 
 
-SERVER_FAULTS = {
-    "lossy": ("greedy", "the text differs at character 1: '~"),
-    "truncated": ("streams", "the end of a stream is"),
-    "no end": ("streams", "finish_reason of a stream is \\[\\] instead"),
-    "stop": ("stop strings", "the end of a text with stop="),
-    "usage": ("usage", "completion_tokens of n=1 is"),
-    "hot": ("distributions", "samples have another distribution"),
-}
-
-
-@pytest.mark.slow(unless=["truncated"])
-@pytest.mark.parametrize("fault", ["", *SERVER_FAULTS])
-def test_a_fault_of_a_server_is_found(model, fault):
+def checks_of(model, fault, only=None):
+    """The first case of each check, or some of one."""
     plain = verify_endpoint.Plain(model)
-    pair = verify_endpoint.Pair(Stub(plain, fault), plain, ["def mean(values):\n    "], 12)
-    checks = {name: check(pair) for name, check in verify_endpoint.CHECKS.items()}
-    if fault:
-        checks = {SERVER_FAULTS[fault][0]: checks[SERVER_FAULTS[fault][0]]}
-    count = 3 if fault == "hot" else 1
-    checks = {name: itertools.islice(cases, count) for name, cases in checks.items()}
-    out = verify.certify({"model": "m", "drafter": "d"}, checks, minutes=30, progress=False)
-    failed = [finding for finding in out.findings if finding.verdict == "failed"]
-    if fault:
-        assert failed and re.search(SERVER_FAULTS[fault][1], failed[0].message), out.findings
-    else:
-        assert out.passed and not failed, out
+    pair = verify_endpoint.Pair(Stub(plain, fault), plain, [PROMPT], 12)
+    checks = {name: check for name, check in verify_endpoint.CHECKS.items() if only in (None, name)}
+    return {name: itertools.islice(check(pair), 3 if fault == "hot" else 1) for name, check in checks.items()}
+
+
+@pytest.mark.parametrize("fault", SERVER_FAULTS)
+@pytest.mark.slow(unless=["truncated"])
+def test_a_fault_of_a_server_is_found(model, fault):
+    check, words = SERVER_FAULTS[fault]
+    assert until_failed(checks_of(model, fault, check), words=words)[0]
+
+
+@pytest.mark.slow
+def test_a_right_server_passes(model):
+    out = verify.certify({"model": "m", "drafter": "d"}, checks_of(model, ""), minutes=30, progress=False)
+    assert out.passed
 
 
 LACKING = {
@@ -93,10 +49,8 @@ LACKING = {
 @pytest.mark.slow(unless=["no usage"])
 @pytest.mark.parametrize("fault", LACKING)
 def test_what_a_server_lacks_is_no_failure(model, fault):
-    plain, (check, verdict, message) = verify_endpoint.Plain(model), LACKING[fault]
-    pair = verify_endpoint.Pair(Stub(plain, fault), plain, ["def mean(values):\n    "], 12)
-    checks = {name: itertools.islice(cases(pair), 1) for name, cases in verify_endpoint.CHECKS.items()}
-    out = verify.certify({}, checks, minutes=30, progress=False)
+    check, verdict, message = LACKING[fault]
+    out = verify.certify({}, checks_of(model, fault), minutes=30, progress=False)
     assert "failed" not in {finding.verdict for finding in out.findings}, out.findings
     assert [(one.verdict, message in one.message) for one in out.findings if one.check == check] == [(verdict, True)]
 
@@ -104,11 +58,11 @@ def test_what_a_server_lacks_is_no_failure(model, fault):
 @pytest.mark.slow
 def test_texts_that_differ_are_judged_by_the_reference(model):
     """By its log-probabilities; without them, the difference is shown and not judged."""
-    plain, prompt = verify_endpoint.Plain(model), "def mean(values):\n    "
+    plain = verify_endpoint.Plain(model)
     lossy = Stub(plain, "lossy")
-    assert verify_endpoint._greedy(verify_endpoint.Pair(lossy, plain, [prompt], 12), prompt).verdict == "failed"
+    assert verify_endpoint._greedy(verify_endpoint.Pair(lossy, plain, [PROMPT], 12), PROMPT).verdict == "failed"
     bare = Stub(plain, "no log-probabilities")
-    outcome = verify_endpoint._greedy(verify_endpoint.Pair(lossy, bare, [prompt], 12), prompt)
+    outcome = verify_endpoint._greedy(verify_endpoint.Pair(lossy, bare, [PROMPT], 12), PROMPT)
     assert outcome.verdict == "warning" and "whether this is a near-tie is not checked" in outcome.message
 
 
