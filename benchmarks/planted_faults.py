@@ -2,18 +2,21 @@
 
     python benchmarks/planted_faults.py --json benchmarks/results/DATE-MACHINE-planted-faults.jsonl
 
-All checks run as in the command, with the bundled model and nothing in a compilation cache. The lines have the seconds
-until the sentence, which is their note. The exit status is 1 if a fault is not found within two minutes.
+Each is verified in a process of its own, by all checks of the command, with a bundled model and no compilation cache.
+The lines have the time of all cores until the sentence, as other programs do not change it; `settings` has the seconds
+that passed, and `note` the sentence. The exit status is 1 if a fault is missed.
 """
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import recorded
 
-import jspec
 from jspec.analysis import verify, verify_endpoint
 from jspec.analysis.verify_subject import Subject, default_prompts
 from jspec.bench import report
@@ -22,60 +25,66 @@ from jspec.drafters import Standalone
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import faults  # noqa: E402, after the path of the tests' helpers
+import verified  # noqa: E402
 
-MODEL, DRAFT, MINUTES = "python-small", "python-tiny", 2.0
+MINUTES, NEW = 2.0, 48
 PROMPT = "def mean(values):\n    "
+NAMES = (*faults.FAULTS, *(f"server: {name}" for name in faults.SERVER_FAULTS))
 
 
-def checks_of_server(model: jspec.Model, fault: str):
-    """The checks of a server with this fault."""
-    plain = verify_endpoint.Plain(model)
-    pair = verify_endpoint.Pair(faults.Stub(plain, fault), plain, [PROMPT], 48)  # pyright: ignore[reportArgumentType]
-    return {name: check(pair) for name, check in verify_endpoint.CHECKS.items()}
+def find(name: str) -> None:
+    """Plants a fault, verifies, and ends the process with a line of JSON at the sentence."""
+    model, server = verified.noisy(), name.removeprefix("server: ")
+    plant, _, words = faults.FAULTS.get(name, (lambda patch: None, *faults.SERVER_FAULTS.get(server, ("", ""))))
+    began, busy = time.monotonic(), time.process_time()
 
+    def end(finding: verify.Finding) -> None:
+        times = {"seconds": time.monotonic() - began, "busy": time.process_time() - busy}
+        print(json.dumps({**times, "sentence": f"{finding.check}, {finding.case}: {finding.message}"}), flush=True)
+        os._exit(0)
 
-def find(name: str):
-    """Plants a fault and verifies; returns the finding, or None, and the seconds."""
-    model = jspec.load(f"bundled:{MODEL}", draft=f"bundled:{DRAFT}")
-    server = name.removeprefix("server: ")
-    if server in faults.SERVER_FAULTS:
-        check, words = faults.SERVER_FAULTS[server]
-        with faults.planted(lambda patch: None):
-            checks = checks_of_server(model, server)
-            return faults.until_failed(checks, MINUTES, words=words, only=check)
-    plant, _, words = faults.FAULTS[name]
     with faults.planted(plant) as drafter:
-        began = time.monotonic()
-        subject = Subject(model, drafter or Standalone(), default_prompts(model, 48), None, 48, 0)
-        checks = {check: cases(subject) for check, cases in verify.CHECKS.items()}
-        finding, _ = faults.until_failed(checks, MINUTES, verify.WORKERS, words)
-        return finding, time.monotonic() - began
+        if server in faults.SERVER_FAULTS:
+            plain = verify_endpoint.Plain(model)
+            stub: verify_endpoint.Server = faults.Stub(plain, server)  # pyright: ignore[reportAssignmentType]
+            pair = verify_endpoint.Pair(stub, plain, [PROMPT], NEW)
+            checks = {check: cases(pair) for check, cases in verify_endpoint.CHECKS.items()}
+        else:
+            subject = Subject(model, drafter or Standalone(depth=4), default_prompts(model, NEW), None, NEW, 0)
+            checks = {check: cases(subject) for check, cases in verify.CHECKS.items()}
+        workers = 1 if server in faults.SERVER_FAULTS else verify.WORKERS
+        faults.until_failed(checks, MINUTES, workers, words, end)
 
 
 def main() -> int:
-    """Measures all faults; returns the exit status."""
-    names = [*faults.FAULTS, *(f"server: {name}" for name in faults.SERVER_FAULTS)]
+    """Measures faults; returns the exit status."""
     parser = argparse.ArgumentParser(description="Measures how soon planted faults are found.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"faults to plant (default: all): {', '.join(names)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"faults (default: all): {', '.join(NAMES)}")
     parser.add_argument("--json", type=Path, help="file of measurements to which the lines are added")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.here:
+        find(options.names[0])
+        return 1
     missed = 0
-    for name in options.names or names:
-        finding, seconds = find(name)
-        missed += finding is None
-        sentence = f"{finding.check}, {finding.case}: {finding.message}" if finding else "not found"
-        print(f"{seconds:6.1f} s  {name}: {sentence}", flush=True)
+    for name in options.names or NAMES:
+        command, uncached = [sys.executable, __file__, "--here", name], {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | uncached, text=True)
+        missed += done.returncode != 0
+        out = {"sentence": "missed"} if done.returncode else json.loads(done.stdout.splitlines()[0])
+        print(name, out, flush=True)
         if options.json is not None:
             line = report.measurement(
                 environment(),
                 *("verify", name),
-                metric="seconds until a planted fault is found",
+                metric="time of all cores until a planted fault is found",
                 unit="s",
-                values=[round(seconds, 1)] if finding else [],
+                values=[] if done.returncode else [round(out["busy"], 1)],
                 command="python benchmarks/planted_faults.py",
-                subject=MODEL,
+                subject=verified.TINY,
                 mode=name,
-                note=sentence,
+                settings={"seconds": out.get("seconds"), "cores": os.cpu_count()},
+                note=out["sentence"],
             )
             recorded.add(options.json, [line])
     return int(missed > 0)

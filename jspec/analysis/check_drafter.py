@@ -8,18 +8,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis import verify_checks
-from jspec.analysis.contract import (
-    Case,
-    Cases,
-    Outcome,
-    abstract_prompts,
-    hidden,
-    in_float32,
-    report,
-    require,
-    run_cases,
-)
+from jspec.analysis import contract, verify_checks
+from jspec.analysis.contract import Case, Cases, Outcome
 from jspec.analysis.verify_subject import Subject
 from jspec.core import accept, returned
 from jspec.core.checks import check_int, shorten
@@ -27,14 +17,7 @@ from jspec.core.method import Method
 from jspec.core.prefill import prefill
 from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import (
-    DRAFTER_PARTS,
-    DecodeState,
-    Drafter,
-    DraftTree,
-    Params,
-    Target,
-)
+from jspec.core.types import DRAFTER_PARTS, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.generation.method import choose_drafter
 from jspec.generation.options import DEFAULT_PAGE_SIZE
 from jspec.generation.result import Generation, Generations
@@ -63,7 +46,7 @@ class DrafterReport:
 
     def __repr__(self) -> str:
         summary = f"accept length {self.accept_length:.2f} greedy, {self.sampled_accept_length:.2f} sampled"
-        return report(f"{self.drafter} satisfies the contract", self.checks, summary)
+        return contract.report(f"{self.drafter} satisfies the contract", self.checks, summary)
 
 
 def check_drafter(
@@ -102,12 +85,14 @@ def check_drafter(
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
-    disable = hidden(progress)
+    disable = contract.hidden(progress)
     sampling = [Sampling(temperature=t) for t in (0.0, temperature) for _ in ids]
-    subject = Subject(in_float32(model), _wrap(tested), [*map(list, ids)] * 2, None, max_new_tokens, seed, sampling)
+    subject = Subject(
+        contract.in_float32(model), _wrap(tested), [*map(list, ids)] * 2, None, max_new_tokens, seed, sampling
+    )
     _ = subject.options()
     name = type(tested.bind(model.target, model.draft)).__name__
-    passed = run_cases("check_drafter", name, _cases(subject), disable)
+    passed = contract.run_cases("check_drafter", name, _cases(subject), disable)
     greedy, sampled = subject.drafted()[: len(ids)], subject.drafted()[len(ids) :]
     passed = ("it has the attributes and methods of a drafter, and can be hashed", *passed)
     return DrafterReport(repr(tested), _accept_length(greedy), _accept_length(sampled), passed)
@@ -158,11 +143,9 @@ def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
         raise AssertionError(str(error)) from None
     name = type(tested).__name__
     try:
-        hash(tested)
-    except TypeError as error:
-        raise AssertionError(
-            f"{name}: {error}: a drafter is a static argument, so make it a frozen dataclass"
-        ) from None
+        contract.check_hashed(tested, "a drafter")
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from None
     bound = tested.bind(model.target, model.draft)
     if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
         kind = type(bound).__name__
@@ -182,13 +165,13 @@ def _check_state(subject: Subject) -> None:
         method = Method(model.target, bound, rule)
         capacity = width + subject.new
         read = partial(prefill, method=method, capacity=capacity, page_size=DEFAULT_PAGE_SIZE)
-        prompts = jax.eval_shape(partial(abstract_prompts, batch, width, sampling))
+        prompts = jax.eval_shape(partial(contract.abstract_prompts, batch, width, sampling))
         s = jax.eval_shape(read, model.params, prompts)
         drafted = jax.eval_shape(bound.draft, model.params, s)
-        _, state = require(returned.check_draft, bound, drafted, batch, bound.depth)
-        require(returned.check_same_form, f"{name}.draft", s.draft, state)
+        _, state = contract.require(returned.check_draft, bound, drafted, batch, bound.depth)
+        contract.require(returned.check_same_form, f"{name}.draft", s.draft, state)
         after = jax.eval_shape(partial(_round, method=method), model.params, s)
-        require(returned.check_same_form, f"{name}.extend", s.draft, after.draft)
+        contract.require(returned.check_same_form, f"{name}.extend", s.draft, after.draft)
 
 
 def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
@@ -201,25 +184,22 @@ def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
 
 def _round_by_round(subject: Subject) -> Generations:
     """A generation of one call per round, in which each tree is examined."""
-    run = Run(subject.precise, subject.prompts, subject.options(debug=True))
-    bound: Any = run.method.drafter
-    bound = getattr(bound, "drafter", bound)
-    draft: Callable[[Params, DecodeState], DraftTree] = jax.jit(lambda params, s: bound.draft(params, s)[0])
-    round_index, finished = 0, False
-    while not finished:
-        draft_tree, tokens, lengths = jax.device_get(
-            (draft(subject.precise.params, run.state), run.state.tokens, run.state.length)
-        )
+    draft: Callable[..., DraftTree] = jax.jit(lambda params, s, bound: bound.draft(params, s)[0], static_argnums=2)
+
+    def examine(run: Run) -> None:
+        s, bound = run.state, run.method.drafter
+        bound: Any = getattr(bound, "drafter", bound)
+        proposed = draft(subject.precise.params, s, bound)
+        draft_tree, tokens, lengths = jax.device_get((proposed, s.tokens, s.length))
         for i, (buffer, length) in enumerate(zip(tokens, lengths, strict=True)):
             fault = _find_fault(draft_tree, i, int(buffer[length - 1]), bound.depth, subject.model.target.vocab_size)
             if fault:
-                raise AssertionError(f"round {round_index}, sequence {i}: {fault}")
-        try:
-            finished = run.advance(1)
-        except jax.errors.JaxRuntimeError as error:
-            raise AssertionError(str(error).splitlines()[0]) from None
-        round_index += 1
-    return run.result()
+                raise AssertionError(f"round {int(s.round_index)}, sequence {i}: {fault}")
+
+    try:
+        return verify_checks.in_pieces(subject, before=examine, debug=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise AssertionError(str(error).splitlines()[0]) from None
 
 
 def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, vocab_size: int) -> str | None:
@@ -238,14 +218,15 @@ def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, voc
     if draft_tree.parents is None:
         return None
     parents = draft_tree.parents[sequence].tolist()
-    depths = [0] * len(tokens)
     if parents[0] != 0:
         return f"the parent of node 0 is {parents[0]}: must be 0, the root itself"
     for node, parent in enumerate(parents[1:], 1):
         if not 0 <= parent < node:
             return f"the parent of node {node} is {parent}: must come before its children"
-        depths[node] = depths[parent] + 1
-    deepest, widest = max(depths), max((parents[1:].count(node) for node in range(len(tokens))), default=0)
+    deepest, widest = (
+        max(contract.depths_of(parents)),
+        max((parents[1:].count(node) for node in range(len(tokens))), default=0),
+    )
     for kind, value, owner, bound in (
         ("depth", deepest, "the drafter's", depth),
         ("depth", deepest, "the tree's own", draft_tree.depth),
@@ -281,9 +262,8 @@ _CHUNKS = (
 
 
 def _cases(subject: Subject) -> Cases:
-    yield Case(
-        "draft and extend preserve the structure, shapes and dtypes of its state", partial(_check_state, subject)
-    )
+    words = "draft and extend preserve the structure, shapes and dtypes of its state"
+    yield Case(words, partial(_check_state, subject))
     yield from proposals(subject)
     yield Case(_SAME, partial(verify_checks.same_output, subject))
     yield Case("running all rounds in one call equals one call per round", partial(_pieces, subject))

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from tqdm.auto import tqdm
 
-from jspec.analysis.contract import hidden, report
+from jspec.analysis.contract import depths_of, hidden, path_to, report
 from jspec.core.accept import NEEDS, RULES
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.types import Accept, Acceptance, DraftTree
@@ -143,9 +143,7 @@ def _cases(trees: bool, sampled: Sequence[bool], seed: int) -> Iterator[_Case]:
             continue
         chain = parents is None
         parents = [0, *range(CHAIN_DEPTH[shape])] if parents is None else parents
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
+        depths = depths_of(parents)
         # Cases of one program follow each other.
         for samples, (index, kind) in itertools.product(sampled, enumerate(KINDS)):
             rng = np.random.default_rng([seed, number, index])
@@ -204,16 +202,7 @@ def _index(tokens: Int[np.ndarray, "B size"]) -> Int[np.ndarray, " B"]:
 
 def _after(case: _Case, table: list[np.ndarray], tokens: np.ndarray, node: int) -> Float[np.ndarray, "B V"]:
     """The distribution after a node, for each sequence."""
-    return table[case.depths[node]][_index(tokens[:, _ancestors(case, node)])]
-
-
-def _ancestors(case: _Case, node: int) -> list[int]:
-    """The path to a node, without the root."""
-    path = []
-    while node:
-        path.insert(0, node)
-        node = case.parents[node]
-    return path
+    return table[case.depths[node]][_index(tokens[:, path_to(case.parents, node)])]
 
 
 def _arguments(case: _Case, tokens: np.ndarray, seed: int) -> tuple[Any, ...]:

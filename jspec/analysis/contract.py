@@ -89,6 +89,31 @@ def difference(one: Sequence[object], other: Sequence[object]) -> int | None:
     return next((i for i in range(shared) if one[i] != other[i]), shared)
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Generations between each node and the root; a parent comes before its children."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root (excluded) to a node (included)."""
+    return [*path_to(parents, int(parents[node])), int(node)] if node else []
+
+
+def check_hashed(value: object, what: str) -> None:
+    """Check a static argument.
+
+    Raises:
+      AssertionError: it has no hash.
+    """
+    try:
+        hash(value)
+    except TypeError as error:
+        raise AssertionError(f"{error}: {what} is a static argument, so make it a frozen dataclass") from None
+
+
 def require(check: Callable[..., Out], *args: Any) -> Out:
     """Run a check of `jspec.core.returned`; its error becomes an AssertionError."""
     try:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jspec.analysis.contract import depths_of
 from jspec.core import optional, tree
 from jspec.core.checks import check_int, shorten
 from jspec.core.method import Method
@@ -87,9 +88,6 @@ def inspect_round(
     accepted = decision.accepted
     nodes = draft_tree.tokens.shape[1]
     parents = np.maximum(np.arange(nodes) - 1, 0) if draft_tree.parents is None else draft_tree.parents[0]
-    depths = np.zeros(nodes, int)
-    for node in range(1, nodes):
-        depths[node] = depths[parents[node]] + 1
     path = np.arange(nodes) if accepted.path is None else accepted.path[0]
     appended = accepted.tokens[0, : int(decision.appended.length[0])].tolist()
     return Round(
@@ -97,7 +95,7 @@ def inspect_round(
         before=[*run.prompts[0], *run.tokens[0]],
         tokens=draft_tree.tokens[0],
         parents=parents,
-        depths=depths,
+        depths=np.array(depths_of(parents)),
         choices=choices,
         accepted=path[: min(int(accepted.length[0]), len(appended) + 1)].tolist(),
         appended=appended,

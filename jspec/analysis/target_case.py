@@ -15,9 +15,9 @@ from jspec.loading.model import Model
 
 LENGTHS = (20, 7, 12)
 """Tokens of each text; shorter texts are padded on the right with other tokens."""
-WIDTH, CHUNK, NODES, DEPTH, ROUNDS = max(LENGTHS), 5, 7, 3, 3
-"""Columns of all texts, columns of a chunk, nodes and depth of a tree, rounds with trees."""
-CAPACITY, PAGE_SIZE, OTHER_PAGE_SIZES = 32, 4, (1, 16)
+WIDTH, CHUNK, NODES, DEPTH = max(LENGTHS), 5, 7, 3
+"""Columns of all texts, columns of a chunk, nodes and depth of a tree."""
+CAPACITY, PAGE_SIZE = 32, 4
 """Capacity of a cache in tokens, and rows of its pages."""
 
 

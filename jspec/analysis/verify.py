@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -26,8 +27,8 @@ from jspec.loading.model import Model, refuse_split
 Verdict: TypeAlias = Literal["passed", "near-tie", "warning", "failed", "not run"]
 VERDICTS: tuple[Verdict, ...] = ("failed", "warning", "near-tie", "passed", "not run")
 """From the most important one."""
-WORKERS = 4
-"""Cases that run side by side."""
+WORKERS = min(4, os.cpu_count() or 1)
+"""Cases that run side by side: with more than there are cores, the first ones would compile more slowly."""
 CHECKS: Mapping[str, Callable[[Subject], Cases]] = {
     **verify_checks.CHECKS,
     "proposals": check_drafter.proposals,

@@ -171,11 +171,11 @@ def poisoned(subject: Subject, *, chunk: int | None = None, spare: int = 0, **op
 
     chunk: columns of each prefill. spare: pages of NaN to add, with all pages shuffled.
     """
-    run = Run(subject.precise, subject.prompts, subject.options(**options), chunk=chunk)
     defaults = {"window": None, "keep_first": 0}
     window = {name: getattr(subject.drafter, name, default) for name, default in defaults.items()}
-    finished = run.advance(0)
-    while not finished:
+
+    def spoil(run: Run) -> None:
+        nonlocal spare
         s = run.state
         rows = np.where(s.done, 0, s.length - 1)
         changes: dict[str, Any] = {"cache": poison.spoil(s.cache, rows, spare=spare)}
@@ -184,15 +184,19 @@ def poisoned(subject: Subject, *, chunk: int | None = None, spare: int = 0, **op
             cache = poison.spoil(s.draft.cache, drafted, spare=spare, **window)
             changes["draft"] = dataclasses.replace(s.draft, cache=cache)
         run.state, spare = dataclasses.replace(s, **changes), 0
+
+    return in_pieces(subject, chunk, spoil, **options)
+
+
+def in_pieces(
+    subject: Subject, chunk: int | None = None, before: Callable[[Run], None] = lambda run: None, **options: Any
+) -> Generations:
+    """A generation of one call per round, with `before` each; prompts are read in chunks of this width."""
+    run = Run(subject.precise, subject.prompts, subject.options(**options), chunk=chunk)
+    finished = run.advance(0)
+    while not finished:
+        before(run)
         finished = run.advance(1)
-    return run.result()
-
-
-def in_pieces(subject: Subject, chunk: int | None) -> Generations:
-    """A generation of one call per round, whose prompts are read in chunks of this width."""
-    run = Run(subject.precise, subject.prompts, subject.options(), chunk=chunk)
-    while not run.advance(1):
-        pass
     return run.result()
 
 
@@ -223,7 +227,7 @@ def _batches(subject: Subject) -> Cases:
 
 def _pieces(subject: Subject) -> Cases:
     run = partial(same_rounds, subject)
-    yield Case("round by round", partial(run, partial(in_pieces, subject, None), "if the host calls each round"))
+    yield Case("round by round", partial(run, partial(in_pieces, subject), "if the host calls each round"))
     spoiled = partial(poisoned, subject)
     yield Case("NaN in free rows", partial(run, spoiled, "with NaN in rows without committed tokens"), quick=True)
 

@@ -66,115 +66,83 @@ class Repeat:
         return jnp.zeros(batch, jnp.int32)
 
     def draft(self, params, s):
-        return self.tree(jnp.repeat(self.last(s), self.depth + 1, axis=1)), s.draft
+        return tree.chain(self.tokens(s)), s.draft
 
     def extend(self, params, s, committed):
         return s.draft
 
-    def tree(self, tokens):
-        return tree.chain(tokens)
-
-    def last(self, s):
-        return s.root
+    def tokens(self, s):
+        return jnp.repeat(s.root, self.depth + 1, axis=1)
 
 
-# Attributes and methods
+def broken(name, base=Repeat, **members):
+    """A drafter with other members."""
+    return dataclasses.dataclass(frozen=True)(type(name, (base,), members))()
 
 
-class NoExtend:
-    depth, capture_layers = 1, ()
-
-    def bind(self, target, draft): ...
-
-    def init(self, params, batch, capacity, page_size): ...
-
-    def draft(self, params, s): ...
+def proposing(name, change):
+    """A drafter whose proposal is a function of its tokens."""
+    return broken(name, draft=lambda self, params, s: (change(self.tokens(s)), s.draft))
 
 
-class Unhashable(Repeat):
-    __hash__ = None
+def extending(name, change):
+    """A drafter whose state is a function of itself after the prompt."""
+    new = lambda self, params, s, committed: s.draft if committed.first else change(s.draft)  # noqa: E731
+    return broken(name, extend=new)
 
 
-class BindsToNothing(Repeat):
-    def bind(self, target, draft):
-        return None
-
-
-class ListOfLayers(Repeat):
-    capture_layers = [1]
-
-
-# State
-
-
-class StateGrows(Repeat):
-    def draft(self, params, s):
-        return super().draft(params, s)[0], jnp.zeros((*s.draft.shape, 1), jnp.int32)
-
-
-class StateBecomesFloat(Repeat):
-    def extend(self, params, s, committed):
-        return s.draft if committed.first else s.draft.astype(jnp.float32)
-
-
-class StateBecomesDict(Repeat):
-    def extend(self, params, s, committed):
-        return s.draft if committed.first else {"count": s.draft}
-
-
-class NoState(Repeat):
-    def draft(self, params, s):
-        return super().draft(params, s)[0]
-
-
-# Trees
-
-
-class NoTree(Repeat):
-    def tree(self, tokens):
-        return tokens
-
-
-class FloatTokens(Repeat):
-    def tree(self, tokens):
-        return DraftTree(tokens.astype(jnp.float32))  # pyright: ignore
-
-
-class LongChain(Repeat):
-    def tree(self, tokens):
-        return tree.chain(jnp.concatenate([tokens, tokens], axis=1))
-
-
-class OtherRoot(Repeat):
-    def tree(self, tokens):
-        return tree.chain((tokens + 1) % 61)
+NO_EXTEND = type(
+    "NoExtend", (), {name: getattr(Repeat, name) for name in ("depth", "capture_layers", "bind", "init", "draft")}
+)
+OTHER_FORM = "returns a state of another form: it is"
+NO_PAIR = r"must return \(jspec.core.types.DraftTree, state\)"
+BROKEN = [
+    (NO_EXTEND(), "NoExtend is not a drafter: it has no extend"),
+    (Repeat, "give an object, not a class"),
+    (Repeat(depth=-1), "Repeat: depth=-1: must be the length of the longest chain"),
+    (Repeat(depth=2.0), "Repeat: depth=2.0"),
+    (
+        type("Unhashable", (Repeat,), {"__hash__": None})(),
+        "Unhashable: unhashable type: .* so make it a frozen dataclass",
+    ),
+    (broken("BindsToNothing", bind=lambda *_: None), "bind must return a drafter, but this NoneType has no depth"),
+    (broken("ListOfLayers", capture_layers=[1]), r"capture_layers=\[1\]: must be a tuple of layers"),
+    (
+        broken("StateGrows", draft=lambda self, params, s: (tree.chain(self.tokens(s)), s.draft[:, None])),
+        rf"draft: {OTHER_FORM} int32\[4, 1\], but was int32\[4\]",
+    ),
+    (
+        extending("StateBecomesFloat", lambda state: state.astype(jnp.float32)),
+        rf"extend: {OTHER_FORM} float32\[4\], but was int32\[4\]",
+    ),
+    (
+        extending("StateBecomesDict", lambda state: {"count": state}),
+        rf"extend: {OTHER_FORM} missing, but was int32\[4\]",
+    ),
+    (
+        broken("NoState", draft=lambda self, params, s: tree.chain(self.tokens(s))),
+        f"draft: returns DraftTree; {NO_PAIR}",
+    ),
+    (proposing("NoTree", lambda tokens: tokens), rf"draft: returns \(.*\); {NO_PAIR}"),
+    (
+        proposing("FloatTokens", lambda tokens: DraftTree(tokens.astype(jnp.float32))),  # pyright: ignore
+        r"draft: returns tokens float32\[4, 3\]; must be int32\[4, N\]",
+    ),
+    (
+        proposing("LongChain", lambda tokens: tree.chain(jnp.concatenate([tokens, tokens], axis=1))),
+        "draft: returns a chain of 5 drafts; must have at most depth=2",
+    ),
+    (
+        proposing("OtherRoot", lambda tokens: tree.chain((tokens + 1) % 61)),
+        "round 0, sequence 0: node 0 of the tree has the token 52, but the last token of the sequence is 51",
+    ),
+]
 
 
 @pytest.mark.parametrize(
     "drafter, message",
-    [
-        (NoExtend(), "NoExtend is not a drafter: it has no extend"),
-        (Repeat, "give an object, not a class"),
-        (Repeat(depth=-1), "Repeat: depth=-1: must be the length of the longest chain"),
-        (Repeat(depth=2.0), "Repeat: depth=2.0"),
-        (Unhashable(), "Unhashable: unhashable type: .* so make it a frozen dataclass"),
-        (BindsToNothing(), "bind must return a drafter, but this NoneType has no depth"),
-        (ListOfLayers(), r"capture_layers=\[1\]: must be a tuple of layers"),
-        (StateGrows(), r"draft: returns a state of another form: it is int32\[4, 1\], but was int32\[4\]"),
-        (StateBecomesFloat(), r"extend: returns a state of another form: it is float32\[4\], but was int32\[4\]"),
-        (StateBecomesDict(), r"extend: returns a state of another form: it is missing, but was int32\[4\]"),
-        (NoState(), r"draft: returns DraftTree; must return \(jspec.core.types.DraftTree, state\)"),
-        (NoTree(), r"draft: returns \(.*\); must return \(jspec.core.types.DraftTree, state\)"),
-        (FloatTokens(), r"draft: returns tokens float32\[4, 3\]; must be int32\[4, N\]"),
-        (LongChain(), "draft: returns a chain of 5 drafts; must have at most depth=2"),
-        (
-            OtherRoot(),
-            "round 0, sequence 0: node 0 of the tree has the token 52, but the last token of the sequence is 51",
-        ),
-    ],
-    ids=lambda value: (
-        (value if isinstance(value, type) else type(value)).__name__ if not isinstance(value, str) else ""
-    ),
+    BROKEN,
+    ids=[(drafter if isinstance(drafter, type) else type(drafter)).__name__ for drafter, _ in BROKEN],
 )
 def test_a_broken_drafter_is_reported(drafter, message):
     with pytest.raises(AssertionError, match=message):
@@ -249,18 +217,30 @@ def test_sampled_output_is_compared_with_plain_sampling(monkeypatch):
 # Rounds
 
 
-@dataclasses.dataclass(frozen=True)
-class Impure(Ngram):
-    """Proposes other tokens at random, with randomness that is not an argument."""
+def other_drafts(name, change):
+    """`Ngram` with drafts that are a function of its own."""
 
     def draft(self, params, s):
-        draft_tree, state = super().draft(params, s)
-        shift = jax.experimental.io_callback(lambda: np.int32(COIN.randrange(2)), jax.ShapeDtypeStruct((), np.int32))
-        tokens = draft_tree.tokens.at[:, 1:].add(shift) % 61
+        draft_tree, state = Ngram.draft(self, params, s)
+        tokens = draft_tree.tokens.at[:, 1:].set(change(draft_tree.tokens[:, 1:]) % 61)
         return dataclasses.replace(draft_tree, tokens=tokens), state
 
+    return broken(name, Ngram, draft=draft)
 
-COIN = random.Random(0)
+
+def at_random(tokens):
+    """Other tokens at random, with randomness that is not an argument."""
+    return tokens + jax.experimental.io_callback(
+        lambda: np.int32(COIN.randrange(2)), jax.ShapeDtypeStruct((), np.int32)
+    )
+
+
+def of_the_first(tokens):
+    """The tokens of the first sequence for all of them."""
+    return jnp.broadcast_to(tokens[:1], tokens.shape)
+
+
+COIN, NUMBERS = random.Random(0), itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,16 +263,6 @@ class ChangedByEmptyChunks(Ngram):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedDraft(Ngram):
-    """Proposes the tokens of the first sequence for all of them."""
-
-    def draft(self, params, s):
-        draft_tree, state = super().draft(params, s)
-        first = jnp.broadcast_to(draft_tree.tokens[:1, 1:], draft_tree.tokens[:, 1:].shape)
-        return tree.chain(jnp.concatenate([draft_tree.tokens[:, :1], first], axis=1)), state
-
-
-@dataclasses.dataclass(frozen=True)
 class NeverEqual(Repeat):
     """Binds to another value every time."""
 
@@ -302,16 +272,13 @@ class NeverEqual(Repeat):
         return dataclasses.replace(self, number=next(NUMBERS))
 
 
-NUMBERS = itertools.count()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (Impure(), "has other (rounds|tokens) in a single call than round by round"),
+        (other_drafts("Impure", at_random), "has other (rounds|tokens) in a single call than round by round"),
         (ChangedByEmptyChunks(), "has other rounds if its prompt is read in chunks"),
-        (SharedDraft(), "sequence 1 has other rounds alone than in a batch"),
+        (other_drafts("SharedDraft", of_the_first), "sequence 1 has other rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],
     ids=("impure", "changed_by_empty_chunks", "shared_draft", "never_equal"),
@@ -321,12 +288,7 @@ def test_rounds_depend_only_on_the_sequence(drafter, message):
         check(drafter)
 
 
-class Raises(Repeat):
-    def draft(self, params, s):
-        raise KeyError("mine")
-
-
 def test_an_exception_of_the_drafter_gets_a_note():
     with pytest.raises(KeyError, match="mine") as raised:
-        check(Raises())
+        check(broken("Raises", draft=lambda self, params, s: {}["mine"]))
     assert any("check_drafter(Raises(...))" in note for note in raised.value.__notes__)

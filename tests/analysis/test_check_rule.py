@@ -1,16 +1,14 @@
 """`check_rule` passes the lossless rules of this package and finds what is wrong with others."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
+from faults import at_last, result
 
 from jspec.analysis import check_rule as checks
 from jspec.analysis.check_rule import check_rule
 from jspec.core import accept
 from jspec.core.accept import Imposed, LossyThresholds
-from jspec.core.types import Acceptance
 
 FEW = {"one draft": None, "a tree": [0, 0, 0, 1]}
 
@@ -34,14 +32,8 @@ def test_lossless_rules_pass(rule, request, capsys):
 
 
 def changed(**fields):
-    """`rejection` with parts of its result changed by functions of (key, tree, logits, result)."""
-
-    def rule(key, draft_tree, logits, position):
-        result = accept.rejection(key, draft_tree, logits, position)
-        new = {name: change(key, draft_tree, logits, result) for name, change in fields.items()}
-        return dataclasses.replace(result, **new)
-
-    return rule
+    """`rejection` with fields of its result that are functions of it and of (key, tree, logits, position)."""
+    return result(**fields)(accept.rejection)
 
 
 def accepts_too_often(key, draft_tree, logits, position):
@@ -53,53 +45,37 @@ def one_key(key, draft_tree, logits, position):
     return accept.rejection(jnp.broadcast_to(key[:1], key.shape), draft_tree, logits, position)
 
 
-def no_residual(key, draft_tree, logits, position):
-    """The bonus token is sampled from p, not from what rejection leaves of it."""
-    result = accept.rejection(key, draft_tree, logits, position)
-    plain = accept.coupled(key, draft_tree, logits, position)
-    column = jnp.arange(result.tokens.shape[1])[None]
-    last = column == result.length[:, None] - 1
-    return dataclasses.replace(result, tokens=jnp.where(last, plain.tokens[:, :1], result.tokens))
+def on_paths(change):
+    return changed(path=lambda out, *_: None if out.path is None else change(out.path))
 
 
+PROBABILITY = "have the probability"
 WRONG = {
-    "greedy": (accept.greedy, "have the probability"),
-    "thresholds": (LossyThresholds(0.3), "have the probability"),
-    "scaled": (LossyThresholds(1.0, 0.8), "have the probability"),
-    "imposed": (Imposed(2.0), "have the probability"),
-    "too often": (accepts_too_often, "have the probability"),
+    "greedy": (accept.greedy, PROBABILITY),
+    "thresholds": (LossyThresholds(0.3), PROBABILITY),
+    "scaled": (LossyThresholds(1.0, 0.8), PROBABILITY),
+    "imposed": (Imposed(2.0), PROBABILITY),
+    "too often": (accepts_too_often, PROBABILITY),
     "one key": (one_key, "depends on the others|have the probability"),
-    "no residual": (no_residual, "have the probability"),
-    "length 0": (changed(length=lambda k, t, z, r: r.length - 1), "length is from 0"),
-    "too long": (changed(length=lambda k, t, z, r: r.length + 9), "must be from 1 to 2"),
+    # The bonus token is sampled from p, not from the residual distribution.
+    "no residual": (changed(tokens=lambda out, *args: at_last(out, accept.coupled(*args).tokens[:, :1])), PROBABILITY),
+    "length 0": (changed(length=lambda out, *_: out.length - 1), "length is from 0"),
+    "too long": (changed(length=lambda out, *_: out.length + 9), "must be from 1 to 2"),
     "lengths in floats": (
-        changed(length=lambda k, t, z, r: r.length.astype(jnp.float32)),
+        changed(length=lambda out, *_: out.length.astype(jnp.float32)),
         r"length is float32\[65536\]",
     ),
-    "one length": (changed(length=lambda k, t, z, r: r.length[:1]), r"length is int32\[1\]"),
+    "one length": (changed(length=lambda out, *_: out.length[:1]), r"length is int32\[1\]"),
     "a token of the batch": (
-        changed(tokens=lambda k, t, z, r: jnp.where(r.length[:, None] > 0, r.tokens.max() - r.tokens, 0)),
+        changed(tokens=lambda out, *_: jnp.where(out.length[:, None] > 0, out.tokens.max() - out.tokens, 0)),
         "accepted nodes|have the probability",
     ),
-    "tokens in floats": (changed(tokens=lambda k, t, z, r: r.tokens.astype(jnp.float32)), "tokens are float32"),
-    "few tokens": (changed(tokens=lambda k, t, z, r: r.tokens[:, :1]), r"tokens are int32\[65536, 1\]"),
-    "no vocabulary": (
-        changed(
-            tokens=lambda k, t, z, r: jnp.where(
-                jnp.arange(r.tokens.shape[1])[None] == r.length[:, None] - 1, 4, r.tokens
-            )
-        ),
-        "outside of the vocabulary",
-    ),
-    "no path": (changed(path=lambda k, t, z, r: None), "path is None for a tree"),
-    "another path": (
-        changed(path=lambda k, t, z, r: r.path if r.path is None else r.path[:, ::-1]),
-        "path is no path of the tree",
-    ),
-    "nodes that are not there": (
-        changed(path=lambda k, t, z, r: r.path if r.path is None else r.path + 9),
-        "path must be nodes of the tree",
-    ),
+    "tokens in floats": (changed(tokens=lambda out, *_: out.tokens.astype(jnp.float32)), "tokens are float32"),
+    "few tokens": (changed(tokens=lambda out, *_: out.tokens[:, :1]), r"tokens are int32\[65536, 1\]"),
+    "no vocabulary": (changed(tokens=lambda out, *_: at_last(out, 4)), "outside of the vocabulary"),
+    "no path": (changed(path=lambda *_: None), "path is None for a tree"),
+    "another path": (on_paths(lambda path: path[:, ::-1]), "path is no path of the tree"),
+    "nodes that are not there": (on_paths(lambda path: path + 9), "path must be nodes of the tree"),
     "a pair": (lambda *args: (jnp.zeros(1), jnp.zeros(1)), "returns a tuple: must be a jspec.core.types.Acceptance"),
 }
 
@@ -116,13 +92,9 @@ def test_what_is_wrong_is_found(name, few):
 
 
 def test_tokens_of_other_nodes_are_found(few):
-    def rule(key, draft_tree, logits, position):
-        result = accept.rejection(key, draft_tree, logits, position)
-        moved = jnp.where(result.length[:, None] > 1, (result.tokens + 1) % 4, result.tokens)
-        return Acceptance(result.path, moved, result.length)
-
+    moved = changed(tokens=lambda out, *_: jnp.where(out.length[:, None] > 1, (out.tokens + 1) % 4, out.tokens))
     with pytest.raises(AssertionError, match="tokens before the last are not those of the accepted nodes"):
-        check_rule(rule)
+        check_rule(moved)
 
 
 @pytest.mark.parametrize(

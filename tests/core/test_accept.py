@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.analysis.contract import depths_of, path_to
 from jspec.core import accept, sampling, tree
 from jspec.core.types import DraftTree
 
@@ -48,10 +49,7 @@ def naive(tokens, parents, logits):
 
 
 def depth_of(parents):
-    depth = np.zeros(parents.shape, int)
-    for node in range(1, parents.shape[1]):
-        depth[:, node] = np.take_along_axis(depth, parents[:, node, None], axis=1)[:, 0] + 1
-    return int(depth.max())
+    return max(max(depths_of(row)) for row in parents)
 
 
 @pytest.mark.parametrize("static_depth", (False, True))
@@ -157,16 +155,10 @@ def test_sequences_do_not_influence_each_other(name, shape):
     assert len(set(out.length)) > 1
 
 
-@pytest.mark.slow(
-    unless=(
-        "rejection-sampled tree",
-        "thresholds-chain",
-        "rejection-chain",
-        "block-chain",
-        "coupled-tree",
-        "greedy-chain",
-    )
-)
+KEYED = "rejection-sampled tree", "thresholds-chain", "rejection-chain", "block-chain", "coupled-tree", "greedy-chain"
+
+
+@pytest.mark.slow(unless=(*KEYED,))
 @all_cases
 def test_a_decision_depends_on_the_key_of_the_sequence_and_on_the_position(name, shape):
     draft_tree, logits = one_of(shape, 5, 2)
@@ -236,18 +228,11 @@ def test_block_refuses_a_tree():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    (
-        ({"single": -0.1}, r"LossyThresholds\(single=-0.1\)"),
-        ({"single": 1.5}, r"LossyThresholds\(single=1.5\)"),
-        ({"total": 0.0}, r"LossyThresholds\(total=0.0\)"),
-        ({"total": 1.01}, r"LossyThresholds\(total=1.01\)"),
-        ({"total": float("nan")}, r"LossyThresholds\(total=nan\)"),
-    ),
+    ("name", "value"), (("single", -0.1), ("single", 1.5), ("total", 0.0), ("total", 1.01), ("total", float("nan")))
 )
-def test_invalid_thresholds_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        accept.LossyThresholds(**values)
+def test_invalid_thresholds_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"LossyThresholds\({name}={value}\)"):
+        accept.LossyThresholds(**{name: value})
 
 
 # Imposed acceptance
@@ -255,13 +240,8 @@ def test_invalid_thresholds_are_refused(values, message):
 
 def naive_path(parents, length):
     """The first node of depth length - 1, or of the greatest depth, and its ancestors, root first."""
-    depth = [0]
-    for node in range(1, len(parents)):
-        depth.append(depth[parents[node]] + 1)
-    path = [depth.index(min(length - 1, max(depth)))]
-    while path[0]:
-        path.insert(0, int(parents[path[0]]))
-    return path
+    depth = depths_of(parents)
+    return [0, *path_to(parents, depth.index(min(length - 1, max(depth))))]
 
 
 @pytest.mark.parametrize("static_depth", (False, True))

@@ -7,12 +7,14 @@ and the residual distribution of the last token is compared.
 """
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.analysis.contract import depths_of
 from jspec.core import accept, grow, sampling
 from jspec.core.types import DraftTree
 
@@ -121,20 +123,11 @@ class Drafted:
         return found
 
 
-class Given:
-    """The arrays of one sequence."""
-
-    def __init__(self, tokens, parents, p, q):
-        self.tokens, self.parents, self.dist_p, self.dist_q = tokens, parents, p, q
-
-    def p(self, node):
-        return self.dist_p[node]
-
-    def q(self, node):
-        return None if self.dist_q is None else self.dist_q[node]
-
-    def children(self, node):
-        return [n for n in range(1, len(self.parents)) if self.parents[n] == node]
+def of_arrays(tokens, parents, p, q):
+    """The same of the arrays of one sequence."""
+    below = [[n for n in range(1, len(parents)) if parents[n] == node] for node in range(len(parents))]
+    q = [None] * len(p) if q is None else q
+    return SimpleNamespace(tokens=tokens, p=p.__getitem__, q=q.__getitem__, children=below.__getitem__)
 
 
 def sample_distinct(pick, q, count):
@@ -273,17 +266,10 @@ def distance(rule, seed, kind, vocabulary, parents, certain=False):
     """Between the distributions of the first tokens with a rule and without: half of what they differ by in all."""
     p, q = dists(seed, kind, vocabulary)
     tokens = np.random.default_rng(seed).integers(0, vocabulary, len(parents)) if certain else None
-    count = max(3, 1 + max(generations(parents)))
+    count = max(3, 1 + max(depths_of(parents)))
     got = output(rule, p, vocabulary, count, lambda choices: Drafted(choices, parents, p, q, tokens))
     assert abs(got.sum() - 1) < 1e-9
     return np.abs(got - first_tokens(count, vocabulary, p)).sum() / 2
-
-
-def generations(parents):
-    depth = [0]
-    for parent in parents[1:]:
-        depth.append(depth[parent] + 1)
-    return depth
 
 
 def chain(depth):
@@ -398,10 +384,7 @@ def random_rows(seed, parents, sampled):
             p[b, node], q[b, node] = dist_p((b, node)), dist_q((b, node))
             children = np.flatnonzero((parents[b] == node) & (np.arange(nodes) > 0))
             if sampled:
-                pick = functools.partial(rng.choice, WORDS)
-                tokens[b, children] = sample_distinct(
-                    lambda dist, pick=pick: int(pick(p=dist)), q[b, node], len(children)
-                )
+                tokens[b, children] = sample_distinct(lambda q: rng.choice(WORDS, p=q), q[b, node], len(children))
     return tokens, p, q if sampled else None
 
 
@@ -420,8 +403,8 @@ def assert_same_decisions(rule, program, parents, sampled, *, is_chain=False, wi
     coins = rng.random((ROWS, parents.shape[1]))
     expected = []
     for b in range(ROWS):
-        given = Given(tokens[b], parents[b], p[b], None if q is None else q[b])
-        expected.append(program(Probing(rng, coins[b]), given))
+        candidates = of_arrays(tokens[b], parents[b], p[b], None if q is None else q[b])
+        expected.append(program(Probing(rng, coins[b]), candidates))
     last = rng.integers(0, WORDS, ROWS).astype(np.int32)
     draft_tree = DraftTree(
         tokens.astype(np.int32),
@@ -458,7 +441,7 @@ def test_on_chains_the_code_decides_like_the_program(name, depth, sampled):
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "tree" in shape or "siblings" in shape])
 def test_in_trees_of_sampled_drafts_rejection_decides_like_the_program(shape):
     _, parents = SHAPES[shape]
-    depth, width = max(generations(parents)), max(parents.count(node) - (node == 0) for node in parents)
+    depth, width = max(depths_of(parents)), max(parents.count(node) - (node == 0) for node in parents)
     assert_same_decisions(accept.rejection, rejection, fixed(parents), True, width=width, depth=depth)
 
 
@@ -499,12 +482,12 @@ def test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position(mon
     out = accept.coupled(keys, draft_tree, jnp.asarray(logits), jnp.zeros(ROWS, jnp.int32))
     assert asked == [(sampling.NOISE, nodes, WORDS)]
     for b in range(ROWS):
-        depth = generations(parents[b])
+        depth = depths_of(parents[b])
 
         def choose(node, b=b, depth=depth):
             return int(np.argmax(logits[b, node] + noise[b, depth[node]]))
 
-        path, last = walk(Given(tokens[b], parents[b], p[b], None), choose)
+        path, last = walk(of_arrays(tokens[b], parents[b], p[b], None), choose)
         assert out.length[b] == len(path) + 1
         np.testing.assert_array_equal(out.tokens[b, : len(path) + 1], [*tokens[b, path], np.argmax(last)])
     assert len(set(map(int, out.length))) > 2

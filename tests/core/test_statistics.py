@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from faults import at_last
 from scipy import stats
 
 import jspec
@@ -32,16 +33,7 @@ from jspec.models import Llama
 # A program runs longer here than it compiles.
 AS_SHIPPED = True
 VOCABULARY, NEW, EOS = 5, 3, 4
-MODEL = Llama(
-    vocab_size=VOCABULARY,
-    hidden_size=8,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    max_length=32,
-)
+MODEL = Llama(VOCABULARY, 8, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, max_length=32)
 SETS = (
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
@@ -67,13 +59,6 @@ def weights():
     return Params(target, toy.near(target, other, 0.5))
 
 
-def padded(rows):
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for b, row in enumerate(rows):
-        ids[b, : len(row)] = row
-    return ids, np.array([len(row) for row in rows], np.int32)
-
-
 # Exact distributions
 
 
@@ -82,9 +67,9 @@ def dists(of_draft=False):
     """dists()[i][x]: distribution of the token after prompt i and the new tokens x, with the parameters of set i."""
     contexts = [x for count in range(NEW) for x in np.ndindex((VOCABULARY,) * count)]
     places = [(i, x) for i in range(len(SETS)) for x in contexts]
-    ids, length = padded([[*PROMPTS[i], *x] for i, x in places])
+    ids, length = toy.padded([[*PROMPTS[i], *x] for i, x in places])
     rows = per_row([SETS[i] for i, _ in places], len(places), VOCABULARY)
-    new, count = padded([list(x) for _, x in places])
+    new, count = toy.padded([list(x) for _, x in places])
     stop = stopping.init(stopping.build_table(VOCABULARY, [EOS]), len(places))
     own = Params(weights().draft if of_draft else weights().target)
 
@@ -126,21 +111,9 @@ def expected():
 
 @functools.partial(jax.jit, static_argnames=("drafter", "rule"))
 def sample(params, ids, length, seeds, rows, *, drafter, rule):
-    keys = jax.vmap(jax.random.key)(seeds)
-    out = jspec.generate_ids(
-        params,
-        ids,
-        length,
-        keys,
-        target=MODEL,
-        draft=MODEL,
-        max_new_tokens=NEW,
-        drafter=drafter,
-        eos=[EOS],
-        page_size=8,
-        sampling=rows,
-        accept=rule,
-    )
+    keys, models = jax.vmap(jax.random.key)(seeds), {"target": MODEL, "draft": MODEL, "eos": [EOS], "page_size": 8}
+    options = {"max_new_tokens": NEW, "drafter": drafter, "sampling": rows, "accept": rule}
+    out = jspec.generate_ids(params, ids, length, keys, **models, **options)
     column = length[:, None] + jnp.arange(NEW, dtype=jnp.int32)[None]
     new = jnp.take_along_axis(out.tokens, column, axis=1, mode="clip")
     return jnp.where(column < out.length[:, None], new, END), out.stats
@@ -149,7 +122,7 @@ def sample(params, ids, length, seeds, rows, *, drafter, rule):
 def counts(drafter, rule):
     """How many sequences of each set took each continuation, and the mean accept length."""
     which = np.arange(BATCH) % len(SETS)
-    ids, length = padded([PROMPTS[i] for i in which])
+    ids, length = toy.padded([PROMPTS[i] for i in which])
     rows = per_row([SETS[i] for i in which], BATCH, VOCABULARY)
     found, rounds, appended = np.zeros((len(SETS), (VOCABULARY + 1) ** NEW), int), 0, 0
     for call in range(CALLS):
@@ -221,9 +194,7 @@ def without_residual(key, draft_tree, logits, position):
     """Rejection on a chain, except that the token after it is sampled from all of p."""
     out = accept.rejection(key, draft_tree, logits, position)
     p = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), out.length[:, None, None] - 1, axis=1)[:, 0]
-    column = jnp.arange(out.tokens.shape[1], dtype=jnp.int32)[None]
-    final = accept._sample(key, p, position)
-    return dataclasses.replace(out, tokens=jnp.where(column == out.length[:, None] - 1, final[:, None], out.tokens))
+    return dataclasses.replace(out, tokens=at_last(out, accept._sample(key, p, position)[:, None]))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +42,9 @@ def argument(index, new):
     return lambda right: lambda *args, **options: right(*args[:index], new(args[index]), *args[index + 1 :], **options)
 
 
-def last_moved(out, *_):
-    last = jnp.arange(out.tokens.shape[1])[None] == out.length[:, None] - 1
-    return jnp.where(last, jnp.roll(out.tokens, 1, 1), out.tokens)
+def at_last(out, new):
+    """The tokens that a rule appends, with new ones after the accepted drafts."""
+    return jnp.where(jnp.arange(out.tokens.shape[1])[None] == out.length[:, None] - 1, new, out.tokens)
 
 
 def all_see_all(right):
@@ -113,97 +112,78 @@ def without_path(path):
     return jnp.full_like(path, -1)
 
 
+def too_long(out, draft_tree, _):
+    return jnp.minimum(out.length + 1, draft_tree.tokens.shape[1])
+
+
+def another_position(right):
+    return lambda key, name, position, count, size: right(key, name, position + int(count > 1), count, size)
+
+
+def too_early(right):
+    return lambda draft_tree: jnp.maximum(right(draft_tree) - 1, 0)
+
+
+def dropped_twice(out, *_):
+    return dataclasses.replace(out.stats, dropped=out.stats.dropped + 1)
+
+
 DIFFERS = "differs from plain decoding at new token"
-FAULTS = {
-    "a draft too many is accepted": (
-        change(accept, "follow", result(length=lambda out, t, _: jnp.minimum(out.length + 1, t.tokens.shape[1]))),
-        "chains",
-        DIFFERS,
-    ),
-    "the bonus token of another node": (change(accept, "follow", result(tokens=last_moved)), "chains", DIFFERS),
-    "rows are committed one place late": (
-        change(round, "commit_rows", argument(2, lambda start: start + 1)),
-        "chains",
-        DIFFERS,
-    ),
-    "rows of other nodes than the accepted ones": (
-        change(round, "commit_rows", argument(3, lambda path: None)),
-        "trees",
-        DIFFERS,
-    ),
-    "drafts at positions one too early": (
-        change(tree, "depths", lambda right: lambda draft_tree: jnp.maximum(right(draft_tree) - 1, 0)),
-        "chains",
-        DIFFERS,
-    ),
-    "nodes see later nodes": (change(tree, "ancestor_mask", all_see_all), "chains", DIFFERS),
-    "rounds are counted as longer": (
-        change(
-            round,
-            "count_round",
-            result(stats=lambda out, *_: dataclasses.replace(out.stats, dropped=out.stats.dropped + 1)),
+_BY_CHECK = {
+    ("chains", DIFFERS): {
+        "a draft too many is accepted": change(accept, "follow", result(length=too_long)),
+        "the bonus token of another node": change(
+            accept, "follow", result(tokens=lambda out, *_: at_last(out, jnp.roll(out.tokens, 1, 1)))
         ),
-        "chains",
-        "counts 1 +",
-    ),
-    "keys of other ancestors": (change(tree, "ancestor_mask", argument(0, at_siblings)), "trees", DIFFERS),
-    "tokens after the end of the text": (change(stopping, "run", all_read), "ends of texts", "tokens instead of"),
-    "stop strings within a round only": (
-        change(stopping, "run", argument(0, forgetful)),
-        "stop strings",
-        "after a stop string",
-    ),
-    "a limit one too large": (
-        change(round, "truncate_at_stop", argument(0, lambda s: dataclasses.replace(s, limit=s.limit + 1))),
-        "ends of texts",
-        "tokens instead of",
-    ),
-    "sequences share a page": (change(pages, "contiguous_table", shares_pages), "pages", DIFFERS),
-    "penalties leave out drafted tokens": (
-        change(sampling, "_count", argument(1, without_path)),
-        "sampling",
-        "_penalty",
-    ),
-    "noise of another position": (
-        change(
-            sampling,
-            "gumbel",
-            lambda right: (
-                lambda key, name, position, count, size: right(key, name, position + int(count > 1), count, size)
-            ),
+        "rows are committed one place late": change(round, "commit_rows", argument(2, lambda start: start + 1)),
+        "drafts at positions one too early": change(tree, "depths", too_early),
+        "nodes see later nodes": change(tree, "ancestor_mask", all_see_all),
+    },
+    ("chains", r"counts 1 \+"): {
+        "rounds are counted as longer": change(round, "count_round", result(stats=dropped_twice))
+    },
+    ("trees", DIFFERS): {
+        "rows of other nodes than the accepted ones": change(round, "commit_rows", argument(3, lambda path: None)),
+        "keys of other ancestors": change(tree, "ancestor_mask", argument(0, at_siblings)),
+    },
+    ("ends of texts", "tokens instead of"): {
+        "tokens after the end of the text": change(stopping, "run", all_read),
+        "a limit one too large": change(
+            round, "truncate_at_stop", argument(0, lambda s: dataclasses.replace(s, limit=s.limit + 1))
         ),
-        "sampling",
-        "with Sampling",
-    ),
-    "a grammar without drafts": (
-        change(sampling.grammars, "forbid", argument(2, without_path)),
-        "grammars",
-        "with a grammar",
-    ),
-    "another node's log-probability": (
-        change(logprobs, "of_tokens", argument(0, lambda logits: jnp.roll(logits, 1, 1))),
-        "log-probabilities",
-        "at new token",
-    ),
-    "pages named without tokens": (
-        change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens))),
-        "engine",
-        "of an engine differs",
-    ),
-    "q of another token": (
-        change(accept, "_chain_probs", lambda right: lambda *args: jnp.roll(right(*args), 1, -1)),
-        "distributions",
-        "the distribution of",
-    ),
-    "no residual distribution": (
-        change(accept, "_normalize", lambda right: lambda distribution, otherwise: otherwise),
-        "rules",
-        "have the probability",
-    ),
-    "a draft that depends on the batch": (custom("batch"), "batches", "other rounds alone than in a batch"),
-    "a draft that reads free rows": (custom("free rows"), "rounds", "other rounds with NaN"),
-    "a draft that depends on chunks": (custom("chunks"), "chunks", "other rounds if prompts are read in chunks"),
+    },
+    ("stop strings", "after a stop string"): {
+        "stop strings within a round only": change(stopping, "run", argument(0, forgetful))
+    },
+    ("pages", DIFFERS): {"sequences share a page": change(pages, "contiguous_table", shares_pages)},
+    ("sampling", "_penalty"): {
+        "penalties leave out drafted tokens": change(sampling, "_count", argument(1, without_path))
+    },
+    ("sampling", "with Sampling"): {"noise of another position": change(sampling, "gumbel", another_position)},
+    ("grammars", "with a grammar"): {
+        "a grammar without drafts": change(sampling.grammars, "forbid", argument(2, without_path))
+    },
+    ("log-probabilities", "at new token"): {
+        "another node's log-probability": change(logprobs, "of_tokens", argument(0, lambda x: jnp.roll(x, 1, 1)))
+    },
+    ("engine", "of an engine differs"): {
+        "pages named without tokens": change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens)))
+    },
+    ("distributions", "the distribution of"): {
+        "q of another token": change(
+            accept, "_chain_probs", lambda right: lambda *arguments: jnp.roll(right(*arguments), 1, -1)
+        )
+    },
+    ("rules", "have the probability"): {
+        "no residual distribution": change(
+            accept, "_normalize", lambda right: lambda distribution, otherwise: otherwise
+        )
+    },
+    ("batches", "other rounds alone than in a batch"): {"a draft that depends on the batch": custom("batch")},
+    ("rounds", "other rounds with NaN"): {"a draft that reads free rows": custom("free rows")},
+    ("chunks", "other rounds if prompts are read in chunks"): {"a draft that depends on chunks": custom("chunks")},
 }
+FAULTS = {name: (plant, *by) for by, plants in _BY_CHECK.items() for name, plant in plants.items()}
 """Name -> what plants it, the check that finds it, and words of the sentence."""
 
 
@@ -228,6 +208,9 @@ class Stub:
             for word in stop if self.fault != "stop" else ():
                 if word in choice["text"]:
                     choice.update(text=choice["text"].split(word)[0], finish_reason="stop")
+        if self.fault == "penalty":
+            for top in out["choices"][0]["logprobs"]["top_logprobs"]:
+                top["~"] = 0.0
         if self.fault == "usage":
             out["usage"]["completion_tokens"] += 1
         if self.fault == "no log-probabilities":
@@ -273,23 +256,21 @@ def planted(plant):
             jax.clear_caches()
 
 
-def until_failed(checks, minutes=30.0, workers=1, words=".", only=None):
-    """Runs cases until one has failed with these words; returns it, or None, and the seconds.
-
-    only: the check that must fail; None: any.
-    """
-    began, failures = time.monotonic(), []
+def until_failed(checks, minutes=30.0, workers=1, words=".", then=lambda finding: None):
+    """Runs cases until one has failed with these words; returns its finding, or None. then: called with it at once."""
+    failures = []
 
     def watched(name, cases):
         for case in itertools.takewhile(lambda _: not failures, cases):
 
             def run(case=case):
                 finding = verify._run(name, case)
-                if finding.verdict == "failed" and only in (None, name) and re.search(words, finding.message):
-                    failures.append((finding, time.monotonic() - began))
+                if finding.verdict == "failed" and re.search(words, finding.message):
+                    failures.append(finding)
+                    then(finding)
 
             yield Case(case.name, run, case.quick)
 
     checks = {name: watched(name, cases) for name, cases in checks.items()}
     verify.certify({}, checks, minutes=minutes, workers=workers, progress=False)
-    return failures[0] if failures else (None, time.monotonic() - began)
+    return failures[0] if failures else None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import toy
 
+from jspec.analysis import contract
 from jspec.core import accept, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.method import Method
@@ -151,11 +152,7 @@ def best_first_by_hand(dist, root, depth, width, nodes):
 
 def path_to(tokens, parents, node):
     """The tokens of one sequence from the root (excluded) to a node (included)."""
-    path = []
-    while node:
-        path.insert(0, int(tokens[node]))
-        node = parents[node]
-    return path
+    return [int(tokens[below]) for below in contract.path_to(parents, node)]
 
 
 def prefilled(model, prompts, drafter, new_tokens: int):
