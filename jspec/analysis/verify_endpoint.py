@@ -49,11 +49,13 @@ class Server:
     url: its address, with or without /v1.
     model: name of the model in requests; None: the first in its list.
     key: of the API.
+    fields: further ones of all requests, such as a `repeat_penalty` of 1 where the server has another default.
     """
 
     url: str
     model: str | None = None
     key: str | None = None
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -90,11 +92,11 @@ class Server:
 
     def complete(self, **fields: Any) -> dict[str, Any]:
         """The answer to a request."""
-        return json.loads(self.request("completions", {"model": self.model, **fields}))
+        return json.loads(self.request("completions", {"model": self.model, **fields, **self.fields}))
 
     def stream(self, **fields: Any) -> list[Any]:
         """The events of a streamed answer; the last one is None if it ends with [DONE]."""
-        text = self.request("completions", {"model": self.model, **fields, "stream": True}).decode()
+        text = self.request("completions", {"model": self.model, **fields, **self.fields, "stream": True}).decode()
         events = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
         return [event if event == "[DONE]" else json.loads(event) for event in events]
 
@@ -172,6 +174,9 @@ def _greedy(pair: Pair, prompt: str) -> Outcome:
             gaps = [value - other for name, other in top.items() if name and text.startswith(name, begin)]
             if not gaps or begin == len(text):
                 break
+            if min(gaps) < -NEAR_TIE_ELSEWHERE:
+                other = "the reference has a more probable token there: its own options, such as penalties, decide"
+                return Outcome("warning", at, f"{where}; not judged, as {other}")
             verdict = "near-tie" if min(gaps) < NEAR_TIE_ELSEWHERE else "failed"
             likely = f"log-probabilities of both tokens under the reference differ by {min(gaps):.2g}"
             return Outcome(verdict, at, f"{where}; {likely}")

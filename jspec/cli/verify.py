@@ -6,9 +6,11 @@ one, or with plain decoding of --model. The exit status is 1 if anything failed.
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jspec.analysis.verify import Certificate, verify
 from jspec.analysis.verify_endpoint import Server, verify_endpoint
@@ -20,7 +22,7 @@ from jspec.core.options import option, typed
 from jspec.generation.options import MAX_SEED
 
 _KEY_VARIABLE = "OPENAI_API_KEY"
-_OF_ENDPOINTS = ("reference", "served")
+_OF_ENDPOINTS = ("reference", "served", "fields")
 _OF_MODELS = ("drafter", "accept", "seed", "draft", "corpus", "depth", "width", "num_nodes", "window", "keep_first")
 """Options that only servers, or only drafts here, can follow."""
 
@@ -47,6 +49,9 @@ class Options(ModelOptions):
         None, "the server that it must equal (default: plain decoding of --model)", metavar="URL"
     )
     served: str | None = option(None, "name of the model in requests (default: the first that the server lists)")
+    fields: str | None = option(
+        None, """further fields of all requests, such as '{"repeat_penalty": 1}'""", metavar="JSON"
+    )
     json: Path | None = option(None, "write the certificate to FILE as JSON", metavar="FILE")
     markdown: Path | None = option(None, "write it to FILE as a page", metavar="FILE.md")
     command: str | None = None
@@ -56,6 +61,7 @@ class Options(ModelOptions):
         for name, path in {"--json": self.json, "--markdown": self.markdown}.items():
             if path is not None:
                 check_output(name, path)
+        _parse_fields(self.fields)
         # Options without effect.
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         others = _OF_ENDPOINTS if self.endpoint is None else _OF_MODELS
@@ -65,6 +71,16 @@ class Options(ModelOptions):
             if getattr(self, name) != defaults[name]:
                 needs = "requires --endpoint" if self.endpoint is None else "has no effect on a server; leave it out"
                 raise ValueError(f"{typed(self, name)}: {needs}")
+
+
+def _parse_fields(text: str | None) -> dict[str, Any]:
+    try:
+        fields = {} if text is None else json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(f"--fields {text}: must be an object of JSON")
+    return fields
 
 
 def add_command(commands: Commands) -> None:
@@ -95,10 +111,10 @@ def _verified(options: Options, environment: Mapping[str, str]) -> Certificate:
         drafter = make_drafter(options.drafter, options, model)
         certificate = verify(model, drafter, accept=options.accept, seed=options.seed, **limits)
     else:
-        key = environment.get(_KEY_VARIABLE)
-        server = Server(options.endpoint, options.served, key)
+        rest = options.served, environment.get(_KEY_VARIABLE), _parse_fields(options.fields)
+        server = Server(options.endpoint, *rest)
         if options.reference is not None:
-            reference = Server(options.reference, options.served, key)
+            reference = Server(options.reference, *rest)
         else:
             reference = load_model("plain", options)
         certificate = verify_endpoint(server, reference, **limits)

@@ -61,6 +61,8 @@ def test_texts_that_differ_are_judged_by_the_reference(model):
     plain = verify_endpoint.Plain(model)
     lossy = Stub(plain, "lossy")
     assert verify_endpoint._greedy(verify_endpoint.Pair(lossy, plain, [PROMPT], 12), PROMPT).verdict == "failed"
+    penalized = verify_endpoint._greedy(verify_endpoint.Pair(lossy, Stub(plain, "penalty"), [PROMPT], 12), PROMPT)
+    assert penalized.verdict == "warning" and "not judged, as the reference has a more probable" in penalized.message
     bare = Stub(plain, "no log-probabilities")
     outcome = verify_endpoint._greedy(verify_endpoint.Pair(lossy, bare, [PROMPT], 12), PROMPT)
     assert outcome.verdict == "warning" and "whether this is a near-tie is not checked" in outcome.message
@@ -95,6 +97,8 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
         (("--accept", "block"), "--accept block: has no effect on a server"),
         (("--reference", "http://b", "--model", TINY), f"--model {TINY}: has no effect on a server"),
         (("--reference", "http://b", "--exact"), "--exact: has no effect on a server"),
+        (("--fields", "[1]"), "--fields [1]: must be an object of JSON"),
+        (("--fields", "{"), "--fields {: must be an object of JSON"),
     ],
 )
 def test_options_that_a_server_cannot_follow_are_refused(arguments, words, capsys):
