@@ -29,11 +29,10 @@ from jspec.runner.programs import Admitted, ReadPlan, Report, View
 from jspec.runner.ready import Program, Ready, joined_needs
 from jspec.runner.request import Needs, Request
 from jspec.runner.runner import Runner
-from jspec.runner.slot_state import Sizes
+from jspec.runner.slot_state import Sizes, slot_states
 
-SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
-"""Slot counts for which rounds are compiled; above them, every power of two. Rounds of few sequences take about equally
-long, because reading the weights dominates."""
+ADMISSIONS: tuple[int, ...] = (1, 4, 16)
+"""How many requests a program admits at most; another one admits as many as there are slots."""
 OPTION_SETS: tuple[tuple[str, ...], ...] = (
     (),
     ("temperature", "top_k", "top_p", "min_p"),
@@ -106,13 +105,18 @@ class Device:
     ):
         self.method, self.sizes, self._only = method, sizes, only
         self.stops, self.grammars = StopPool(model), GrammarPool(model)
-        self._buckets = slot_buckets(sizes.slots) if only is None else [sizes.slots]
-        self.ready, self._adapts = Ready(self._buckets), is_adapted(model.params)
         parts = method.target, method.drafter
         self.packs = only is None and method.watch is None and all(map(optional.packs, parts))
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
-        self.runner = Runner(model.params, method, sizes, greedy_rule)
+        self.runner, self._adapts = Runner(model.params, method, sizes, greedy_rule), is_adapted(model.params)
+        self._buckets = self._admissions = [sizes.slots]
+        if only is None:
+            # A view copies slot states twice per burst, those of recurrent layers are large.
+            moves = any(map(jax.tree.leaves, slot_states(self.runner.state)))
+            self._buckets = slot_buckets(sizes.slots, fine=not moves)
+            self._admissions = [*(count for count in ADMISSIONS if count < sizes.slots), sizes.slots]
+        self.ready = Ready(self._buckets, self._admissions)
 
     def compile_ahead(self, notify: Callable[[], object]) -> None:
         """Compiles programs in a thread before requests that need them are admitted, if this process has all devices.
@@ -300,8 +304,8 @@ class Device:
         programs = [Program("read", needs, *shape) for shape in shapes]
         programs += [Program("burst", needs, size) for size in self._buckets]
         for _ in range(EXECUTIONS):
-            for size in self._buckets:
-                self._admit([], size)
+            for count in self._admissions:
+                self._admit([], count)
             in_flight = [self._run(_nothing(program), program) for program in programs]
             if self.sizes.snapshots:
                 # A snapshot may be in use, so it is copied to an empty slot and back.
@@ -389,11 +393,16 @@ class Layout:
         return _argument(column)
 
 
-def slot_buckets(num_slots: int) -> list[int]:
-    """Slot counts for which rounds are compiled, ascending; the last is all of them."""
-    sizes = list(SMALL_BUCKETS)
-    while sizes[-1] < num_slots:
-        sizes.append(2 * sizes[-1])
+def slot_buckets(num_slots: int, *, fine: bool) -> list[int]:
+    """Slot counts for which rounds are compiled, ascending; the last is all of them.
+
+    Rounds of few sequences take about equally long, because reading the weights dominates; those of many take longer
+    with each row, also an empty one.
+
+    fine: every 8 up to 64, then every 16; otherwise powers of two.
+    """
+    powers = [16 << index for index in range(num_slots.bit_length())]
+    sizes = [1, 4, *range(8, 64, 8), *range(64, num_slots, 16)] if fine else [1, 4, *powers]
     return [*(size for size in sizes if size < num_slots), num_slots]
 
 

@@ -41,14 +41,15 @@ class Program(NamedTuple):
 class Ready:
     """The compiled programs of a device.
 
-    buckets: rows of bursts and admissions, ascending; the last are all slots.
+    buckets: rows of bursts, ascending; the last are all slots.
+    admissions: the same for admissions; None: those of bursts.
 
     Attributes:
       refused: requests whose programs do not compile, until the caller takes and ends them.
     """
 
-    def __init__(self, buckets: Sequence[int]):
-        self._buckets = buckets
+    def __init__(self, buckets: Sequence[int], admissions: Sequence[int] | None = None):
+        self._buckets, self._admissions = buckets, admissions or buckets
         self.refused: list[tuple[Request, CompilationError]] = []
         self._compiled: set[Program] = set()
         self._failed: dict[Program, Exception] = {}
@@ -188,7 +189,8 @@ class Ready:
         """The program with its rows rounded up to a bucket."""
         if program.kind not in ("burst", "admit"):
             return program
-        return program._replace(rows=next(size for size in self._buckets if size >= program.rows))
+        sizes = self._buckets if program.kind == "burst" else self._admissions
+        return program._replace(rows=next(size for size in sizes if size >= program.rows))
 
     def _find(self, program: Program) -> Program | None:
         """The smallest compiled program to take the place of another one."""

@@ -66,7 +66,7 @@ def test_the_number_of_programs_follows_from_the_sizes(case, compiled):
         tables = len(stop.table).bit_length() + len(stop.token_class).bit_length() - 1
     shapes = read_shapes(SIZES["slots"], SIZES["context"], SIZES["prefill_tokens"], 1)
     options = len(OPTION_SETS) * (1 + len(TOP_SIZES)) * tables if case == "all" else 1
-    sizes = slot_buckets(SIZES["slots"])
+    sizes = slot_buckets(SIZES["slots"], fine=True)
     got = {name: compiled(name) for name in ("burst", "read", "admit", "release")}
     assert 0 < got["burst"] <= len(sizes) * options
     assert 0 < got["read"] <= len(shapes) * options

@@ -2,9 +2,15 @@
 
 import jax
 import numpy as np
+import pytest
+import qwen
+import toy
 
 import jspec
+from jspec.core.types import Params
 from jspec.engine.engine import Engine
+from jspec.runner.device import slot_buckets
+from jspec.runner.ready import Program
 from jspec.runner.request import Request
 
 
@@ -27,3 +33,23 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
     assert state < 0 <= start, "the end of the stop string was found, and only after its beginning"
     np.testing.assert_array_equal(jax.random.key_data(s.key[2]), jax.random.key_data(jax.random.key(41)))
     assert (int(s.length[2]), int(s.stats.rounds[2])) == (len(request.all_tokens), 3)
+
+
+def test_views_are_finer_where_rounds_depend_on_their_rows():
+    assert slot_buckets(64, fine=True) == [1, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert slot_buckets(128, fine=True)[9:] == [64, 80, 96, 112, 128]
+    assert slot_buckets(64, fine=False) == [1, 4, 16, 32, 64]
+    assert [slot_buckets(3, fine=fine) for fine in (True, False)] == [[1, 3]] * 2
+    assert slot_buckets(50, fine=True)[-2:] == [48, 50] and slot_buckets(50, fine=False)[-2:] == [32, 50]
+
+
+@pytest.mark.parametrize("recurrent", (False, True))
+def test_models_with_recurrent_states_have_few_views(recurrent):
+    """Admissions have few sizes anyway."""
+    model = jspec.Model("toy", toy.TARGET, Params(toy.params().target), None, (), None)
+    if recurrent:
+        model = jspec.Model("hybrid", qwen.KINDS["dense"], Params(qwen.params("dense")), None, (), None)
+    with Engine(model, drafter=None, slots=20, context=32, page_size=8) as engine:
+        ready = engine.groups[0].device.ready
+        padded = {kind: [ready._padded(Program(kind, rows=n)).rows for n in (3, 7, 19)] for kind in ("burst", "admit")}
+    assert padded == {"burst": [4, 16 if recurrent else 8, 20], "admit": [4, 16, 20]}
