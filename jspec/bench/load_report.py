@@ -25,7 +25,8 @@ _TIMES: Mapping[str, Callable[[LoadRun], tuple[float, float]]] = {
 class LoadReport:
     """All results of a run.
 
-    settings: the drafter and its shape. parameters: of target and draft.
+    settings: the drafter and its shape, and those of the load. parameters: of target and draft.
+    tokens: of all prompts and outputs together; None: they differ between rates.
     """
 
     model: str
@@ -34,8 +35,8 @@ class LoadReport:
     environment: machine.Environment
     settings: Mapping[str, Scalar]
     parameters: Mapping[str, int]
-    tokens: tuple[int, int]
-    requests: int
+    tokens: tuple[int, int] | None
+    requests: int | None
     results: list[LoadResult] = dataclasses.field(default_factory=list)
 
 
@@ -48,12 +49,17 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
     # Settings of all lines.
     unused = report.unused_settings(result.mode)
     settings = {name: value for name, value in out.settings.items() if name not in unused}
-    settings |= {"requests": out.requests, "prompt_tokens": out.tokens[0], "output_tokens": out.tokens[1]}
+    if out.tokens is not None:
+        settings |= {"requests": out.requests, "prompt_tokens": out.tokens[0], "output_tokens": out.tokens[1]}
+    case = [f"{result.slots}-slots"]
+    if result.rate is not None:
+        settings["rate"] = result.rate
+        case.append(f"{result.rate:g}-per-second")
 
     def line(metric: str, unit: str, values: Sequence[float]) -> Measurement:
         return report.measurement(
             out.environment,
-            *(out.model, "load", result.mode, f"{result.slots}-slots"),
+            *(out.model, "load", result.mode, *case),
             metric=metric,
             unit=unit,
             values=values,
@@ -80,23 +86,42 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
         lines.append(line(f"median {name} time", unit, [scale * middle for middle, _ in times]))
         lines.append(line(f"99th percentile of the {name} time", unit, [scale * high for _, high in times]))
     lines.append(line("preemptions", "", [run.preemptions for run in runs]))
+    # What servers are judged by.
+    if result.rate is not None:
+        lines.append(line("good requests", "", [run.good for run in runs]))
+        lines.append(
+            line("good requests per second", "requests/s", [run.good * run.requests / run.seconds for run in runs])
+        )
+    if out.settings.get("prefix_cache"):
+        lines.append(line("cached prompt tokens", "", [run.cached for run in runs]))
     return lines
 
 
 def table(out: LoadReport) -> str:
-    """The results as aligned text: the model and the load, one line per case, then the problems."""
+    """The results as aligned text: the model and the load, one line per case, then goodput and the problems."""
     # Columns and rows.
     names = ["mode", "slots", *_COLUMNS, "row-rounds used"]
     names += [f"{name} ms p{percent}" for name in _TIMES for percent in (50, 99)]
-    rows = [[*names, "preemptions"], *(_cells(result) for result in out.results if result.runs)]
+    names += ["preemptions", "rate", "good", "cached"]
+    rows = [names, *(_cells(result) for result in out.results if result.runs)]
+    # Without columns that say nothing about this load.
+    used = [index for index in range(len(names)) if any(row[index] not in ("", "-") for row in rows[1:])]
+    rows = [[row[index] for index in used] for row in rows] if len(rows) > 1 else [names]
     # The line above the table.
-    prompt, output = out.tokens
-    what = f"{out.requests} requests of {prompt:,} prompt and {output:,} output tokens in all"
-    model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype)
+    what = "Poisson arrivals"
+    if out.tokens is not None:
+        what = f"{out.requests} requests of {out.tokens[0]:,} prompt and {out.tokens[1]:,} output tokens in all"
+    kind = "varied" if "acceptance" in out.settings else "imposed"
+    model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype, kind)
     where = machine_name(out.environment.device, out.environment.device_count)
     head = f"{model}; {where}, jax {out.environment.jax}; {what}"
     problems = [f"{result.mode} {result.slots}: {result.problem}" for result in out.results if result.problem]
-    return "\n".join([head, *report.aligned(rows), *problems])
+    by_case: dict[str, list[LoadResult]] = {}
+    for result in out.results:
+        if result.rate is not None:
+            by_case.setdefault(f"{result.mode}, {result.slots} slots", []).append(result)
+    good = [f"goodput of {case}: {traffic.goodput(results):g} requests/s" for case, results in by_case.items()]
+    return "\n".join([head, *report.aligned(rows), *good, *problems])
 
 
 def _cells(result: LoadResult) -> list[str]:
@@ -106,19 +131,48 @@ def _cells(result: LoadResult) -> list[str]:
     for times in _TIMES.values():
         for index in (0, 1):
             cells.append(f"{1e3 * statistics.median(times(run)[index] for run in result.runs):.1f}")
-    return [*cells, f"{result.median(lambda run: run.preemptions):.0f}"]
+    rate, good, cached = result.rate, result.median(lambda run: run.good), result.median(lambda run: run.cached)
+    judged = [f"{rate:g}", f"{good:.1%}"] if rate is not None else ["-", "-"]
+    return [*cells, f"{result.median(lambda run: run.preemptions):.0f}", *judged, f"{cached:.0%}" if cached else "-"]
 
 
 def draw(out: LoadReport, path: Path) -> None:
-    """Draws the last run of each case into a file: running, waiting and held sequences over time."""
+    """Draws the last run of each case into a file: running, waiting and held sequences over time.
+
+    Of several rates: good requests and the time to the first token by rate.
+    """
     import matplotlib.pyplot as plt
 
     # One panel for each load.
     measured = [result for result in out.results if result.runs]
+    if any(result.rate is not None for result in measured):
+        _draw_rates(out, measured, path)
+        return
     picture, axes = plt.subplots(len(measured), figsize=(8.0, 2.6 * len(measured)), layout="constrained", squeeze=False)
     for result, ax in zip(measured, axes[:, 0], strict=True):
         title = f"{out.model}, {out.environment.device}, {result.mode}, {result.slots} slots"
         _timeline(result.runs[-1].samples, title, ax)
+    picture.savefig(path, dpi=150)
+    plt.close(picture)
+
+
+def _draw_rates(out: LoadReport, measured: Sequence[LoadResult], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    values: dict[str, Callable[[LoadRun], float]] = {
+        "good requests, %": lambda run: 100 * run.good,
+        "first token, p99, s": lambda run: run.first_token[1],
+    }
+    cases = dict.fromkeys((result.mode, result.slots) for result in measured)
+    picture, axes = plt.subplots(1, len(values), figsize=(9.0, 3.4), layout="constrained")
+    for ax, (name, value) in zip(axes, values.items(), strict=True):
+        for mode, slots in cases:
+            points = [(x.rate, x.median(value)) for x in measured if (x.mode, x.slots) == (mode, slots)]
+            ax.plot(*zip(*points, strict=True), marker="o", label=f"{mode}, {slots} slots")
+        ax.set(xlabel="requests per second", ylabel=name, ylim=(0, None))
+    axes[0].axhline(100 * traffic.GOOD, color="gray", linewidth=0.8)
+    axes[0].legend(frameon=False)
+    picture.suptitle(f"{out.model}, {out.environment.device}", fontsize=10)
     picture.savefig(path, dpi=150)
     plt.close(picture)
 

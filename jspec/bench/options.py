@@ -12,7 +12,7 @@ from jspec.checkpoints.files import DTYPES
 from jspec.core.accept import Imposed
 from jspec.core.options import check_options, option, typed
 from jspec.core.types import Drafter
-from jspec.drafters import DRAFTERS
+from jspec.drafters import DRAFTERS, Adaptive
 from jspec.models.quantized import BLOCKS, FORMATS, WIDE
 
 MODES = ("plain", "chain", "tree")
@@ -215,8 +215,8 @@ def drafter_of(mode: str, name: str, options: SubjectOptions) -> Drafter | None:
 
     name: in `DRAFTS`.
     """
-    if mode == "plain":
-        return None
+    if mode in ("plain", "adaptive"):
+        return None if mode == "plain" else Adaptive()
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
     return DRAFTERS[name](depth=options.depth, **tree, **window_of(name, options))
 

@@ -102,6 +102,8 @@ def lines(report: Report) -> list[Measurement]:
 
 def unused_settings(mode: str) -> tuple[str, ...]:
     """The settings without a meaning in a mode."""
+    if mode == "adaptive":
+        return ("depth", *_TREE_SETTINGS)
     return _DRAFT_SETTINGS if mode == "plain" else () if mode == "tree" else _TREE_SETTINGS
 
 
@@ -153,13 +155,15 @@ def headline(report: Report) -> str:
     return f"{model}; {machine}, jax {report.environment.jax}; {speeds}"
 
 
-def describe(model: str, parameters: Mapping[str, int], drafter: object, dtype: str) -> str:
+def describe(
+    model: str, parameters: Mapping[str, int], drafter: object, dtype: str, acceptance: str = "imposed"
+) -> str:
     """The model, its draft and how drafts are accepted, in words.
 
     parameters: as in `Report`.
     """
     draft = f" + {drafter} draft of {_count(parameters['draft'])}" if parameters["draft"] else ""
-    return f"{model}: {_count(parameters['target'])} parameters{draft}, {dtype}, imposed acceptance"
+    return f"{model}: {_count(parameters['target'])} parameters{draft}, {dtype}, {acceptance} acceptance"
 
 
 def _cells(report: Report, result: CaseResult) -> list[str]:

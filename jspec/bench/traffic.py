@@ -1,15 +1,19 @@
-"""A load: many requests of ordinary lengths through the engine, with imposed acceptance.
+"""A load: many requests of ordinary lengths through the engine.
 
-All requests arrive at once. The lengths of prompts and of outputs are lognormal, as in traffic of a server, and the
-same in every run and for every model; the ids are random.
+All requests arrive at once, or at random times at a given rate. The lengths of prompts and of outputs are lognormal, as
+in traffic of a server, and the same in every run and for every model; the ids are random. Each request may be a chat of
+several turns, and all may begin with the same ids.
 """
 
 import dataclasses
+import heapq
+import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +31,26 @@ SAMPLE_SECONDS = 0.01
 """Time between two samples of what the engine holds."""
 MOST_EXTRA = 2
 """Limit of additional runs, for those that compiled a program and do not count."""
+BLOCK = 16
+"""Tokens of a block of a prompt in a trace."""
+GOOD = 0.95
+"""Share of good requests that a rate must have to count as goodput."""
 
 Request = tuple[list[int], int]
 """The ids of a prompt, and the number of new tokens."""
 Sample = tuple[float, int, int, int]
 """Seconds since the start, and the running, waiting and held sequences."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat: each turn adds ids to the text so far, once the one before it has ended.
+
+    start: seconds from the beginning of the load.
+    """
+
+    start: float
+    turns: list[Request]
 
 
 def requests(count: int, vocab_size: int) -> list[Request]:
@@ -43,6 +62,44 @@ def requests(count: int, vocab_size: int) -> list[Request]:
 
 def _length(source: random.Random, median: float, sigma: float, least: int, most: int) -> int:
     return min(most, max(least, round(source.lognormvariate(math.log(median), sigma))))
+
+
+def chats(starts: Sequence[float], vocab_size: int, *, turns: int = 1, shared: int = 0) -> list[Chat]:
+    """A chat of `turns` turns for each start; all begin with the same `shared` ids."""
+    prefix = np.random.default_rng(1).integers(0, vocab_size, shared).tolist()
+    every, out = iter(requests(len(starts) * turns, vocab_size)), []
+    for start in starts:
+        (ids, new), *later = itertools.islice(every, turns)
+        out.append(Chat(start, [(prefix + ids, new), *later]))
+    return out
+
+
+def poisson(rate: float, seconds: float) -> list[float]:
+    """The times of arrivals at `rate` per second within some seconds, in order; the same in every run."""
+    source, times, now = random.Random(SEED + 1), [], 0.0
+    while (now := now + source.expovariate(rate)) < seconds:
+        times.append(now)
+    return times
+
+
+def trace(load: Sequence[Chat]) -> Iterator[dict[str, Any]]:
+    """The lines of a file from which other tools repeat the load: the seconds of each request, its lengths, and an
+    integer for each block of `BLOCK` ids, equal where two prompts agree up to its end."""
+    names: dict[tuple[int, ...], int] = {}
+    for chat in load:
+        ((ids, new),) = chat.turns
+        blocks = [-1]
+        for begin in range(0, len(ids), BLOCK):
+            blocks.append(names.setdefault((blocks[-1], *ids[begin : begin + BLOCK]), len(names)))
+        yield {"timestamp": chat.start, "input_length": len(ids), "output_length": new, "hash_ids": blocks[1:]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a good request keeps: seconds to its first token, and between tokens at the 99th percentile."""
+
+    first_token: float = 1.0
+    inter_token: float = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +114,9 @@ class LoadRun:
       distances since the report before it.
     preemptions: sequences preempted because pages ran out.
     samples: what the engine held, over time.
+    requests: turns of chats.
+    good: share of the requests that keep the objective.
+    cached: share of the prompts' tokens found in the prefix cache.
     """
 
     seconds: float
@@ -67,6 +127,9 @@ class LoadRun:
     inter_token: tuple[float, float]
     preemptions: int
     samples: list[Sample]
+    requests: int = 0
+    good: float = 1.0
+    cached: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,12 +139,16 @@ class LoadRun:
 
 @dataclasses.dataclass
 class LoadResult:
-    """The runs of one mode and number of slots. problem: why there are none, or fewer than asked for."""
+    """The runs of one mode, number of slots and rate. rate: arrivals per second; None: all at once.
+
+    problem: why there are no runs, or fewer than asked for.
+    """
 
     mode: str
     slots: int
     runs: list[LoadRun] = dataclasses.field(default_factory=list)
     problem: str | None = None
+    rate: float | None = None
 
     def row_rounds_used(self) -> list[float]:
         """For each run the used share of slots times rounds."""
@@ -92,31 +159,63 @@ class LoadResult:
         return statistics.median(map(value, self.runs))
 
 
-def run(engine: Engine, load: Sequence[Request]) -> LoadRun:
-    """Submits all requests at once and waits for the last one."""
+def goodput(results: Sequence[LoadResult]) -> float:
+    """The highest rate up to which all rates have enough good requests; 0: none."""
+    best = 0.0
+    for result in sorted((result for result in results if result.rate), key=lambda result: result.rate or 0.0):
+        if not result.runs or result.median(lambda run: run.good) < GOOD:
+            break
+        best = result.rate or 0.0
+    return best
+
+
+def run(engine: Engine, load: Sequence[Chat], objective: Objective = Objective()) -> LoadRun:
+    """Submits each turn when it is due, and waits for the last one."""
     before, samples = engine.metrics(), []
-    began = time.monotonic()
-    # Submit everything, then sample what the engine holds.
-    handles = [engine.submit(prompt, max_new_tokens=new) for prompt, new in load]
-    while not all(handle.done for handle in handles):
-        now = engine.metrics()
-        samples.append((time.monotonic() - began, now.running, now.waiting, now.held))
-        time.sleep(SAMPLE_SECONDS)
+    began = now = time.monotonic()
+    # What is to come, as heaps of (time, chat, turn, text so far), what runs, and what has ended.
+    coming = [(began + chat.start, index, 0, []) for index, chat in enumerate(load)]
+    heapq.heapify(coming)
+    running: list[tuple[Handle, float, int, int]] = []
+    ended: list[tuple[Handle, float]] = []
+    while coming or running:
+        while coming and coming[0][0] <= now:
+            due, index, turn, text = heapq.heappop(coming)
+            ids, new = load[index].turns[turn]
+            # Each request has a seed of its own, for what is random.
+            running.append((engine.submit(text + ids, max_new_tokens=new, seed=index), due, index, turn))
+        held = engine.metrics()
+        samples.append((now - began, held.running, held.waiting, held.held))
+        time.sleep(max(0.0, min([SAMPLE_SECONDS, *(due - time.monotonic() for due, *_ in coming[:1])])))
+        now = time.monotonic()
+        for handle, due, index, turn in [entry for entry in running if entry[0].done]:
+            running.remove((handle, due, index, turn))
+            ended.append((handle, due))
+            if turn + 1 < len(load[index].turns):
+                text = [*handle.request.prompt, *handle.result().tokens]
+                heapq.heappush(coming, (now, index, turn + 1, text))
     # Counters of this run alone.
-    tokens = sum(len(handle.result().tokens) for handle in handles)
+    tokens = sum(len(handle.result().tokens) for handle, _ in ended)
     after = engine.metrics()
-    ended = max(handle.times.ended or began for handle in handles)
-    samples.append((ended - began, 0, 0, 0))
-    gaps = np.array([gap for handle in handles for gap in _gaps(handle)])
+    last = max(handle.times.ended or began for handle, _ in ended)
+    samples.append((last - began, 0, 0, 0))
+    firsts = [handle.times.arrivals[0][0] - due for handle, due in ended]
+    gaps = [_gaps(handle) for handle, _ in ended]
+    high = [np.percentile(times, 99) if times else 0.0 for times in gaps]
+    good = [a < objective.first_token and b < objective.inter_token for a, b in zip(firsts, high, strict=True)]
+    read = after.prefix_queries - before.prefix_queries
     return LoadRun(
-        seconds=ended - began,
+        seconds=last - began,
         tokens=tokens,
         rounds=after.device_rounds - before.device_rounds,
-        row_rounds=sum(handle.request.rounds for handle in handles),
-        first_token=_percentiles([handle.times.arrivals[0][0] - handle.times.submitted for handle in handles]),
-        inter_token=_percentiles(gaps),
+        row_rounds=sum(handle.request.rounds for handle, _ in ended),
+        first_token=_percentiles(firsts),
+        inter_token=_percentiles([gap for times in gaps for gap in times]),
         preemptions=after.preemptions - before.preemptions,
         samples=samples,
+        requests=len(ended),
+        good=float(np.mean(good)),
+        cached=(after.prefix_hits - before.prefix_hits) / read if read else 0.0,
     )
 
 
@@ -130,47 +229,66 @@ def _gaps(handle: Handle) -> list[float]:
     return gaps
 
 
-def _percentiles(seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
     middle, high = np.percentile(seconds, (50, 99))
     return float(middle), float(high)
 
 
 def measure(
-    result: LoadResult,
+    cases: Sequence[tuple[LoadResult, Sequence[Chat]]],
     start: Callable[[], Engine],
-    load: Sequence[Request],
     repeats: int,
     report: Callable[[str], object],
+    objective: Objective = Objective(),
+    *,
+    settles: bool = False,
+    shares: bool = False,
 ) -> None:
-    """Runs a load `repeats` times, once all programs are compiled, and adds the runs to `result`.
+    """Runs loads `repeats` times in one engine, once all programs are compiled, and adds the runs to their results.
 
     start: returns an engine, or raises a ValueError if it does not fit in memory.
     report: called with the name of the current step.
+    settles: whether the first load runs once more before, for what the engine measures by its first bursts.
+    shares: whether prompts begin alike; each run then begins with an empty prefix cache.
     """
+    results = [result for result, _ in cases]
     try:
         engine = start()
     except ValueError as error:
-        result.problem = str(error)
+        for result in results:
+            result.problem = str(error)
         return
     with engine:
         try:
             report("compiling")
             engine.warm_up()
-            _repeat(engine, load, result, repeats, report)
+            if settles:
+                run(engine, cases[0][1])
+            for result, load in cases:
+                _repeat(engine, load, result, repeats, report, objective, shares)
         except EngineError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            result.problem = f"out of memory while running: {str(error).splitlines()[0]}"
+            for result in results:
+                result.problem = f"out of memory while running: {str(error).splitlines()[0]}"
 
 
 def _repeat(
-    engine: Engine, load: Sequence[Request], result: LoadResult, repeats: int, report: Callable[[str], object]
+    engine: Engine,
+    load: Sequence[Chat],
+    result: LoadResult,
+    repeats: int,
+    report: Callable[[str], object],
+    objective: Objective,
+    shares: bool,
 ) -> None:
     for _ in range(repeats + MOST_EXTRA):
         report(f"run {len(result.runs) + 1} of {repeats}")
+        if shares:
+            engine.update(engine.params)  # drops the prefix cache
         # A run with a compilation does not count.
         before = startup.compilations()
-        done = run(engine, load)
+        done = run(engine, load, objective)
         if startup.compilations() == before:
             result.runs.append(done)
         if len(result.runs) == repeats:

@@ -1,0 +1,65 @@
+"""Acceptance of drafts as with trained weights, at random."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from jspec.core import sampling
+from jspec.core.options import check_options, option
+from jspec.core.types import Acceptance, DraftTree
+
+BETA = 8.4, 3.6
+"""The distribution of the acceptance of sequences, before it is scaled to its mean."""
+LEAST, MOST = 0.05, 0.97
+"""Bounds of a sequence's acceptance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Varied:
+    """Accepts drafts of a chain at random, right or wrong: **the output is not the target's**. Only for benchmarks.
+
+    Each sequence has a probability of its own that a draft is accepted if all before it are: of a beta distribution
+    (8.4, 3.6), scaled to a mean, by the sequence's key. The draft of a position is accepted or not whichever round has
+    it, so texts are equally hard for all depths. The round does its full work.
+
+    mean: of the probabilities.
+    """
+
+    mean: float = option(least=0.0, most=1.0)
+    for_greedy: ClassVar[bool] = True
+    """Greedy sequences keep their unprocessed logits."""
+
+    def __post_init__(self):
+        check_options(self, "Varied")
+
+    def rates(self, key: Key[Array, " B"]) -> Float[Array, " B"]:
+        """The probability of each sequence."""
+        a, b = BETA
+        grid = np.linspace(0.0, 1.0, 4097)
+        share = np.cumsum(grid ** (a - 1) * (1 - grid) ** (b - 1))
+        skill = jnp.interp(_coins(key, jnp.zeros((len(key), 1), jnp.int32))[:, 0], share / share[-1], grid)
+        return jnp.clip(skill * self.mean * (a + b) / a, LEAST, MOST)
+
+    def __call__(
+        self, key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
+    ) -> Acceptance:
+        """The leading drafts whose coins are below the probability; the target's argmax follows."""
+        if draft_tree.parents is not None:
+            raise ValueError("Varied judges chains only")
+        choice, drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32), draft_tree.tokens[:, 1:]
+        column = jnp.arange(choice.shape[1], dtype=jnp.int32)[None]
+        # Coins of positions: of the root, which no draft has, and of each draft.
+        hits = _coins(key, position[:, None] + column)[:, 1:] < self.rates(key)[:, None]
+        accepted = jnp.cumprod(hits, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+        tokens = jnp.concatenate([drafts, choice[:, -1:]], axis=1)
+        return Acceptance(None, jnp.where(column == accepted[:, None], choice, tokens), accepted + 1)
+
+
+def _coins(key: Key[Array, " B"], positions: Int[Array, "B N"]) -> Float[Array, "B N"]:
+    """A number from 0 to 1 for each position of a sequence."""
+    columns = [sampling.stream(key, sampling.COINS, positions[:, i]) for i in range(positions.shape[1])]
+    return jnp.stack([jax.vmap(jax.random.uniform)(keys) for keys in columns], axis=1)
