@@ -38,6 +38,7 @@ class Varied:
 
     def rates(self, key: Key[Array, " B"]) -> Float[Array, " B"]:
         """The probability of each sequence."""
+        # By the quantiles of the distribution, as random samples of it would need loops.
         a, b = BETA
         grid = np.linspace(0.0, 1.0, 4097)
         share = np.cumsum(grid ** (a - 1) * (1 - grid) ** (b - 1))

@@ -76,6 +76,7 @@ def chats(starts: Sequence[float], vocab_size: int, *, turns: int = 1, shared: i
 
 def poisson(rate: float, seconds: float) -> list[float]:
     """The times of arrivals at `rate` per second within some seconds, in order; the same in every run."""
+    # Another seed than that of the lengths, or both would go together.
     source, times, now = random.Random(SEED + 1), [], 0.0
     while (now := now + source.expovariate(rate)) < seconds:
         times.append(now)
@@ -199,6 +200,7 @@ def run(engine: Engine, load: Sequence[Chat], objective: Objective = Objective()
     after = engine.metrics()
     last = max(handle.times.ended or began for handle, _ in ended)
     samples.append((last - began, 0, 0, 0))
+    # From when it was due: the host may have been late, which a user would notice.
     firsts = [handle.times.arrivals[0][0] - due for handle, due in ended]
     gaps = [_gaps(handle) for handle, _ in ended]
     high = [np.percentile(times, 99) if times else 0.0 for times in gaps]
@@ -284,6 +286,7 @@ def _repeat(
 ) -> None:
     for _ in range(repeats + MOST_EXTRA):
         report(f"run {len(result.runs) + 1} of {repeats}")
+        # Each run has the same prompts, all of which would be in the cache.
         if shares:
             engine.update(engine.params)  # drops the prefix cache
         # A run with a compilation does not count.

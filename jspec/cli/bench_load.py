@@ -171,6 +171,7 @@ def run(options: Options) -> int:
 def _write_trace(options: Options, path: Path) -> int:
     """Writes the load; returns the exit status. Its lengths do not depend on the model."""
     check_output("--trace", path)
+    # Ids of any vocabulary will do.
     (load,) = options.loads(2**15).values()
     path.write_text("".join(json.dumps(line) + "\n" for line in traffic.trace(load)), encoding="utf-8")
     print(f"{path}: {len(load)} requests")

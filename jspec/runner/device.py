@@ -29,6 +29,7 @@ from jspec.runner.programs import Admitted, ReadPlan, Report, View
 from jspec.runner.ready import Program, Ready, joined_needs
 from jspec.runner.request import Needs, Request
 from jspec.runner.runner import Runner
+from jspec.runner.sizing import slot_buckets
 from jspec.runner.slot_state import Sizes, slot_states
 
 ADMISSIONS: tuple[int, ...] = (1, 4, 16)
@@ -391,19 +392,6 @@ class Layout:
         column = np.zeros(self.size, kind)
         column[self.rows] = values
         return _argument(column)
-
-
-def slot_buckets(num_slots: int, *, fine: bool) -> list[int]:
-    """Slot counts for which rounds are compiled, ascending; the last is all of them.
-
-    Rounds of few sequences take about equally long, because reading the weights dominates; those of many take longer
-    with each row, also an empty one.
-
-    fine: every 8 up to 64, then every 16; otherwise powers of two.
-    """
-    powers = [16 << index for index in range(num_slots.bit_length())]
-    sizes = [1, 4, *range(8, 64, 8), *range(64, num_slots, 16)] if fine else [1, 4, *powers]
-    return [*(size for size in sizes if size < num_slots), num_slots]
 
 
 def option_set_of(sampling: Sampling | None) -> int:

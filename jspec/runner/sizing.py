@@ -1,4 +1,4 @@
-"""Chooses the sizes of an engine by the memory available, and the shapes of its read programs."""
+"""Chooses the sizes of an engine by the memory available, and the shapes of its programs."""
 
 import dataclasses
 from functools import partial
@@ -20,6 +20,19 @@ SNAPSHOT_SHARE = 0.1
 
 PIECE = 32
 """Tokens of a piece of a prompt: with four query heads to a key head, it fills a tile of an attention kernel."""
+
+
+def slot_buckets(num_slots: int, *, fine: bool) -> list[int]:
+    """Slot counts for which rounds are compiled, ascending; the last is all of them.
+
+    Rounds of few sequences take about equally long, because reading the weights dominates; those of many take longer
+    with each row, also an empty one.
+
+    fine: every 8 up to 64, then every 16; otherwise powers of two.
+    """
+    powers = [16 << index for index in range(num_slots.bit_length())]
+    sizes = [1, 4, *range(8, 64, 8), *range(64, num_slots, 16)] if fine else [1, 4, *powers]
+    return [*(size for size in sizes if size < num_slots), num_slots]
 
 
 def piece_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:

@@ -9,8 +9,8 @@ import pytest
 import jspec
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
-from jspec.runner.device import OPTION_SETS, TOP_SIZES, slot_buckets
-from jspec.runner.sizing import read_shapes
+from jspec.runner.device import OPTION_SETS, TOP_SIZES
+from jspec.runner.sizing import read_shapes, slot_buckets
 
 SAMPLINGS = (
     (None, Sampling(temperature=0.0)),

@@ -23,8 +23,7 @@ from jspec.generation.method import bind_drafter
 from jspec.loading import memory
 from jspec.models.sizes import tree_bytes
 from jspec.runner import programs, sizing, slot_state
-from jspec.runner.device import slot_buckets
-from jspec.runner.sizing import read_shapes
+from jspec.runner.sizing import read_shapes, slot_buckets
 from jspec.runner.slot_state import Sizes
 
 directories, load = split.directories, split.load

@@ -9,9 +9,9 @@ import toy
 import jspec
 from jspec.core.types import Params
 from jspec.engine.engine import Engine
-from jspec.runner.device import slot_buckets
 from jspec.runner.ready import Program
 from jspec.runner.request import Request
+from jspec.runner.sizing import slot_buckets
 
 
 def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
