@@ -203,7 +203,7 @@ def run(engine: Engine, load: Sequence[Chat], objective: Objective = Objective()
     # From when it was due: the host may have been late, which a user would notice.
     firsts = [handle.times.arrivals[0][0] - due for handle, due in ended]
     gaps = [_gaps(handle) for handle, _ in ended]
-    high = [np.percentile(times, 99) if times else 0.0 for times in gaps]
+    high = [float(np.percentile(times, 99)) if times else 0.0 for times in gaps]
     good = [a < objective.first_token and b < objective.inter_token for a, b in zip(firsts, high, strict=True)]
     read = after.prefix_queries - before.prefix_queries
     return LoadRun(

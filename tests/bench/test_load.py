@@ -76,8 +76,10 @@ def test_a_trace_has_equal_numbers_where_prompts_begin_alike():
 class TimedEngine:
     """Answers each request `first` seconds after it comes and then a token each `gap`, on a clock of the test."""
 
-    def __init__(self, monkeypatch, first, gap):
+    def __init__(self, monkeypatch, first, gap, delay=0.0, last=0.0):
+        """delay: seconds of a submission. last: seconds that the last token of a request takes longer."""
         self.now, self.first, self.gap, self.handles = 100.0, iter(first), iter(gap), []
+        self.delay, self.last = delay, last
         monkeypatch.setattr("time.monotonic", lambda: self.now)
         monkeypatch.setattr("time.sleep", self.sleep)
 
@@ -86,7 +88,8 @@ class TimedEngine:
 
     def submit(self, prompt, *, max_new_tokens, seed):
         begin, gap = self.now + next(self.first), next(self.gap)
-        arrivals = [(begin + gap * i, 1) for i in range(max_new_tokens)]
+        arrivals = [(begin + gap * i + self.last * (i == max_new_tokens - 1), 1) for i in range(max_new_tokens)]
+        self.now += self.delay
         times = SimpleNamespace(arrivals=arrivals, ended=arrivals[-1][0], submitted=self.now)
         handle = TimedHandle(self, times, SimpleNamespace(prompt=prompt, rounds=max_new_tokens - 1, seed=seed))
         self.handles.append(handle)
@@ -132,6 +135,14 @@ def test_a_run_counts_from_when_a_request_is_due(monkeypatch):
     assert traffic.run(engine, load, Objective(1.1, 1 / 64)).good == 0.5
     engine = TimedEngine(monkeypatch, first=(0.5, 0.25, 1.0, 0.5), gap=GAPS)
     assert traffic.run(engine, load, Objective(1.1, 0.07)).good == 1.0
+
+
+def test_late_submissions_and_rare_gaps_count(monkeypatch):
+    """Two requests are due at once, and the second one is submitted late; one gap in eight is long."""
+    for objective, good in ((Objective(0.7, 0.2), 0.5), (Objective(0.8, 0.2), 1.0), (Objective(0.8, 0.1), 0.0)):
+        engine = TimedEngine(monkeypatch, first=(0.5, 0.5), gap=(1 / 64, 1 / 64), delay=0.25, last=7 / 64)
+        run = traffic.run(engine, [Chat(0.0, [([1], 9)])] * 2, objective)
+        assert run.good == good and run.first_token == pytest.approx((0.625, 0.7475))
 
 
 def test_a_turn_of_a_chat_continues_the_text_after_the_reply(monkeypatch):
