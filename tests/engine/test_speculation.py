@@ -105,13 +105,17 @@ def test_a_request_chooses_among_the_drafters_of_the_engine():
     limits = [Speculation(name) for name in names] + [Speculation("ngram", 1)]
     with Engine(heads, drafter=ALL, **SIZES) as engine:
         out = engine.generate(PROMPTS[:6], speculation=limits, max_new_tokens=24)
+        alone = engine.generate(PROMPTS[3:4], speculation=limits[1:2], max_new_tokens=24)[0]
         (stream,) = {tuple(handle_tokens(engine.submit(PROMPTS[0], speculation=limits[0], max_new_tokens=24)))}
     plain = jspec.generate(heads, PROMPTS[:6], drafter=None, max_new_tokens=24)
     assert out.tokens == plain.tokens and list(stream) == plain.tokens[0]
     counts = np.array([item.stats.branches.counts[0] for item in out])
     accepted = counts[:, :, 1:].sum(2) > 0
     assert not accepted[0, 1] and not accepted[1, 2] and not accepted[2:4].any() and not counts[5, :, 2:].any()
-    assert accepted.any(0)[1:].all() and out[2].stats.drafted == out[3].stats.drafted == 0
+    assert accepted[:, 2].any() and out[2].stats.drafted == out[3].stats.drafted == 0
+    # Whether the batch's branch is that of the head where it is right depends on the schedule, unless it is alone.
+    counts = alone.stats.branches.counts[0]
+    assert alone.tokens == plain.tokens[3] and sum(counts[1][1:]) > 0 and not any(counts[2])
 
 
 def handle_tokens(handle):
