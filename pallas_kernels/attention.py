@@ -131,9 +131,13 @@ def check_rows(
     rows, kv_heads = k_rows.shape[1:3]
     if k_rows.shape != v_rows.shape:
         raise ValueError(f"k_rows {k_rows.shape} and v_rows {v_rows.shape} must have the same shape")
-    if k_rows.shape[0] not in (batch, 1) or k_rows.shape[3] != dim:
+    if first_row is not None and (mask is not None or k_rows.shape[:2] != (1, batch * nodes)):
+        raise ValueError(f"first_row: requires no mask, and k_rows {k_rows.shape} of the shape {(1, batch * nodes)}")
+    # Common rows have those of all nodes, and something says which of them each node sees.
+    common = k_rows.shape[0] == 1 and rows >= batch * nodes and (first_row is not None or mask is not None)
+    if (k_rows.shape[0] != batch and not common) or k_rows.shape[3] != dim:
         raise ValueError(
-            f"k_rows {k_rows.shape}: must have the batch of {batch}, or 1, and the dimension {dim} of q {q.shape}"
+            f"k_rows {k_rows.shape}: must have the batch of {batch} and the dimension {dim} of q {q.shape}"
         )
     if not q.dtype == k_rows.dtype == v_rows.dtype:
         dtypes = f"{q.dtype}, {k_rows.dtype} and {v_rows.dtype}"
@@ -143,8 +147,6 @@ def check_rows(
     if rows < nodes:
         raise ValueError(f"k_rows has {rows} rows: must have at least one for each of the {nodes} nodes of q")
     check_mask(mask, batch, nodes, rows)
-    if first_row is not None and (mask is not None or k_rows.shape[:2] != (1, batch * nodes)):
-        raise ValueError(f"first_row: requires no mask, and k_rows {k_rows.shape} of the shape {(1, batch * nodes)}")
 
 
 def check_mask(mask: jax.Array | None, batch: int, nodes: int, rows: int) -> None:

@@ -38,7 +38,7 @@ def paged_attention(
     Args:
       q: queries of the nodes; query head h reads key head h // (H / K) (grouped-query attention).
       k_rows, v_rows: keys and values of the round's rows; the last N of them belong to the nodes. With a
-        batch of 1, all sequences share them.
+        batch of 1, all sequences share them: those of all nodes, with a mask or `first_row`.
       pool: keys (index 0) and values (index 1) of all layers, in pages; of any floating-point dtype.
       page_table: the pages of each sequence, in order; position t is in page t // page, row t % page.
       prefix_length: committed rows of each sequence; the result does not depend on the rows after them.

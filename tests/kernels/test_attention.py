@@ -363,7 +363,7 @@ def half(x):
 
 WRONG = {
     "heads-values": ({"v": lambda v: v[:, :1]}, r"k_rows \(.*\) and v_rows \(.*\) must have the same shape"),
-    "heads-batch": ({"k": lambda k: k[:2], "v": lambda v: v[:2]}, r"k_rows \(2, .*\): must have the batch of 3, or 1"),
+    "heads-batch": ({"k": lambda k: k[:1], "v": lambda v: v[:1]}, r"k_rows \(1, .*\): must have the batch of 3"),
     "heads-dtype": ({"q": half}, "must have the same dtype, not bfloat16, float32 and float32"),
     "heads-rows": (
         {"k": lambda k: k[:, 1:], "v": lambda v: v[:, 1:]},
