@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jspec.analysis.measure_costs import WARM_UP, Case
 from jspec.bench import measurement, report
+from jspec.bench.acceptance import until_a_miss
 from jspec.bench.machine import environment
 from jspec.bench.presets import PRESETS, Preset
 from jspec.bench.weights import random_weights
@@ -53,17 +54,9 @@ class ImposedByKey:
         self, key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
     ) -> Acceptance:
         """The leading drafts whose coins are below the probability; the target's argmax follows."""
-        if draft_tree.parents is not None:
-            raise ValueError("ImposedByKey judges chains only")
-        choice, drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32), draft_tree.tokens[:, 1:]
-        rate = jax.random.key_data(key)[:, 0].astype(jnp.float32) / 2.0**32
-        coins = jax.vmap(lambda key: jax.random.uniform(key, drafts.shape[1:]))(
-            sampling.stream(key, sampling.COINS, position)
-        )
-        accepted = jnp.cumprod(coins < rate[:, None], axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
-        column = jnp.arange(choice.shape[1], dtype=jnp.int32)[None]
-        kept = jnp.concatenate([drafts, choice[:, -1:]], axis=1)
-        return Acceptance(None, jnp.where(column == accepted[:, None], choice, kept), accepted + 1)
+        rate, count = jax.random.key_data(key)[:, 0].astype(jnp.float32) / 2.0**32, draft_tree.tokens.shape[1] - 1
+        coins = jax.vmap(lambda key: jax.random.uniform(key, (count,)))(sampling.stream(key, sampling.COINS, position))
+        return until_a_miss(draft_tree, logits, coins < rate[:, None])
 
 
 def keys(rate: float, batch: int, call: int) -> Array:

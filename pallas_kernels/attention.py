@@ -133,7 +133,7 @@ def check_rows(
         raise ValueError(f"k_rows {k_rows.shape} and v_rows {v_rows.shape} must have the same shape")
     if first_row is not None and (mask is not None or k_rows.shape[:2] != (1, batch * nodes)):
         raise ValueError(f"first_row: requires no mask, and k_rows {k_rows.shape} of the shape {(1, batch * nodes)}")
-    # Common rows have those of all nodes, and something says which of them each node sees.
+    # Common rows have those of all nodes, and a mask or first_row decides which of them each node sees.
     common = k_rows.shape[0] == 1 and rows >= batch * nodes and (first_row is not None or mask is not None)
     if (k_rows.shape[0] != batch and not common) or k_rows.shape[3] != dim:
         raise ValueError(

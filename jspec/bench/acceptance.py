@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import sampling
 from jspec.core.options import check_options, option
@@ -49,15 +49,25 @@ class Varied:
         self, key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
     ) -> Acceptance:
         """The leading drafts whose coins are below the probability; the target's argmax follows."""
-        if draft_tree.parents is not None:
-            raise ValueError("Varied judges chains only")
-        choice, drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32), draft_tree.tokens[:, 1:]
-        column = jnp.arange(choice.shape[1], dtype=jnp.int32)[None]
         # Coins of positions: of the root, which no draft has, and of each draft.
+        column = jnp.arange(draft_tree.tokens.shape[1], dtype=jnp.int32)[None]
         hits = _coins(key, position[:, None] + column)[:, 1:] < self.rates(key)[:, None]
-        accepted = jnp.cumprod(hits, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
-        tokens = jnp.concatenate([drafts, choice[:, -1:]], axis=1)
-        return Acceptance(None, jnp.where(column == accepted[:, None], choice, tokens), accepted + 1)
+        return until_a_miss(draft_tree, logits, hits)
+
+
+def until_a_miss(draft_tree: DraftTree, logits: Float[Array, "B N V"], hits: Bool[Array, "B D"]) -> Acceptance:
+    """The drafts of a chain before the first one that is no hit; the target's argmax follows.
+
+    Raises:
+      ValueError: the drafts are a tree.
+    """
+    if draft_tree.parents is not None:
+        raise ValueError("acceptance at random judges chains only")
+    choice, drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32), draft_tree.tokens[:, 1:]
+    column = jnp.arange(choice.shape[1], dtype=jnp.int32)[None]
+    accepted = jnp.cumprod(hits, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+    tokens = jnp.concatenate([drafts, choice[:, -1:]], axis=1)
+    return Acceptance(None, jnp.where(column == accepted[:, None], choice, tokens), accepted + 1)
 
 
 def _coins(key: Key[Array, " B"], positions: Int[Array, "B N"]) -> Float[Array, "B N"]:

@@ -61,17 +61,16 @@ def attend_within(
     first_row: as in `paged_attention`, without the window.
     """
     nodes, rows, begin = q.shape[1], k.shape[1], None
-    row = jnp.arange(q.shape[0] * nodes, dtype=jnp.int32).reshape(-1, nodes)
+    # The visible rows of the round, and how many a node follows without a window.
+    if first_row is None:
+        depths, mask = _depths(mask, nodes, rows), window_mask(mask, nodes, rows, window, start)
+    else:
+        row = jnp.arange(q.shape[0] * nodes, dtype=jnp.int32).reshape(-1, nodes)
+        depths, first_row = row - first_row, jnp.maximum(first_row, row - window.length + 1)
     if start is not None:
         # The first committed position in the window of each node.
-        if positions is None:
-            before = _depths(mask, nodes, rows) if first_row is None else row - first_row
-            positions = start[:, None] + before
+        positions = start[:, None] + depths if positions is None else positions
         begin = jnp.broadcast_to(jnp.maximum(positions - window.length + 1, 0), q.shape[:2])
-    if first_row is None:
-        mask = window_mask(mask, nodes, rows, window, start)
-    else:
-        first_row = jnp.maximum(first_row, row - window.length + 1)
     return paged_attention(
         q,
         k,

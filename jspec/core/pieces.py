@@ -23,5 +23,5 @@ class Pieces:
 
 
 def begin_of(start: Int[Array, " B"] | None, pieces: Pieces | None) -> Int[Array, " B"] | None:
-    """The committed rows before each sequence, from the position of its first token; None: there are none."""
+    """The rows of each sequence that are committed, from the position of its first token; None: there are none."""
     return start if start is None or pieces is None else pieces.begin(start)

@@ -297,7 +297,7 @@ class Scheduler:
             return None
         self._patience = 0.0
         # The chunk of each request, and its state after it.
-        read = Read([], [], [], [], [], [], rows=rows, size=size)
+        read = Read(rows, size)
         for request, number in zip(requests, self._chunks(requests, (rows, size)), strict=False):
             read.add(request, number)
             request.prefilled += number
@@ -346,7 +346,7 @@ class Scheduler:
         """
         extra = self.extra_rows if request.prefilled == request.cached else 0
         count = min(size * rows - extra, request.prefill_length - request.prefilled)
-        if self.packs:  # They are in the last piece.
+        if self.packs:  # Those rows follow in the last piece.
             count -= max(0, extra - -count % size)
         ends = [pages * self.pages.size - request.prefilled for pages in request.save_points]
         # A state can only be saved at the end of a page.

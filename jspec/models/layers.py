@@ -47,12 +47,13 @@ class ForwardBatch:
     """The N tokens that a forward reads for each sequence, and the rows that they see.
 
     cache: committed rows; training passes a stand-in with `attend` only.
-    start: committed rows to attend to, or before a prompt the position of each piece; None: none.
+    start: committed rows to attend to; None: none. With pieces, the position of each: a prompt has the committed rows
+      before its first piece.
     mask: the rows each token sees, of the round's R; None: all up to its own.
     earlier: R - N rows of this round from earlier forwards, before the N new ones.
     select: the only token of each sequence whose output is needed; None: all are.
     embeds: in the places of some tokens; None: there are none.
-    pieces: of prompts, whose rows go on with those of the pieces before; None: each sequence has rows of its own.
+    pieces: of prompts, which see the rows of the pieces before them; None: each sequence has rows of its own.
     """
 
     tokens: Int[Array, "B N"]

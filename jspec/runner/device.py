@@ -113,7 +113,7 @@ class Device:
         self.runner, self._adapts = Runner(model.params, method, sizes, greedy_rule), is_adapted(model.params)
         self._buckets = self._admissions = [sizes.slots]
         if only is None:
-            # A view copies slot states twice per burst, those of recurrent layers are large.
+            # A view copies slot states twice per burst; those of recurrent layers are large.
             moves = any(map(jax.tree.leaves, slot_states(self.runner.state)))
             self._buckets = slot_buckets(sizes.slots, fine=not moves)
             self._admissions = [*(count for count in ADMISSIONS if count < sizes.slots), sizes.slots]
@@ -407,7 +407,7 @@ def option_set_of(sampling: Sampling | None) -> int:
 def _nothing(program: Program) -> Read | Burst:
     """A plan without requests for a program; it changes nothing."""
     if program.kind == "read":
-        return Read([], [], [], [], [], [], rows=program.rows, size=program.columns)
+        return Read(program.rows, program.columns)
     return Burst([], [], rounds=1, per_round=1, stop_early=False)
 
 

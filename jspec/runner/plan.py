@@ -32,18 +32,18 @@ class Read(_Program):
     Its lists have an entry per row of the program. Where prompts are read in pieces, a request has a row for each.
     """
 
-    requests: list[Request]
-    begin: list[int]
-    count: list[int]
-    ends: list[bool]
-    """Whether prefill ends: the sequence runs rounds afterwards."""
-    resumed: list[bool]
-    """Whether the next token is known from before a preemption, so none is chosen."""
-    save: list[int | None]
-    """The snapshot in which to save the state after the chunk; None: it is not saved."""
     rows: int
     size: int
     """Shape of the program: sequences and columns, padding included."""
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    begin: list[int] = dataclasses.field(default_factory=list)
+    count: list[int] = dataclasses.field(default_factory=list)
+    ends: list[bool] = dataclasses.field(default_factory=list)
+    """Whether prefill ends: the sequence runs rounds afterwards."""
+    resumed: list[bool] = dataclasses.field(default_factory=list)
+    """Whether the next token is known from before a preemption, so none is chosen."""
+    save: list[int | None] = dataclasses.field(default_factory=list)
+    """The snapshot in which to save the state after the chunk; None: it is not saved."""
 
     def add(self, request: Request, number: int) -> None:
         """Adds the next `number` tokens of a request's prefill, in as many rows as they need."""

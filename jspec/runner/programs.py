@@ -212,8 +212,7 @@ def read(
     part = read_columns(_with_adapters(params, view), part, chunk, method=method, size=size)
     if plan.pieces is not None and view.slots is not None:
         # The state after the last piece counts; a slot out of range is not written.
-        last = jnp.where(plan.pieces.last, view.slots, s.tokens.shape[0])
-        return _whole(s, dataclasses.replace(view, slots=last), part), _report(part, before, 1)
+        view = dataclasses.replace(view, slots=jnp.where(plan.pieces.last, view.slots, s.tokens.shape[0]))
     return _whole(s, view, part), _report(part, before, 1)
 
 
