@@ -131,3 +131,18 @@ def test_a_stale_draft_warns(monkeypatch):
     assert sum(entry.rounds for entry in metrics.acceptance_by_version) == metrics.drafting_rounds
     plain = jspec.generate(other, PROMPTS, drafter="plain", **OPTIONS)
     assert [item.tokens for item in again] == [item.tokens for item in plain]
+
+
+def test_adaptive_leaves_a_stale_draft_for_n_grams():
+    """By costs and acceptance, as it counts the rounds of each drafter; the tokens stay those of plain decoding."""
+    model, other = of_weights(toy.params().target), of_weights(toy.random_params(toy.TARGET, seed=9))
+    drafters = None, jspec.Ngram(depth=3), jspec.Standalone(depth=3)
+    shares = []
+    with jspec.Engine(model, drafter=jspec.Adaptive(drafters, costs=(1.0, 1.1, 1.5)), slots=10, context=64) as engine:
+        for now in (model, other):
+            engine.update(now.params)
+            out = engine.generate(PROMPTS, **OPTIONS)
+            assert out.tokens == jspec.generate(now, PROMPTS, drafter="plain", **OPTIONS).tokens
+            counts = out.stats.branches.rounds
+            shares.append(counts["Standalone(depth=3)"] / sum(counts.values()))
+    assert shares[0] > 0.6 and shares[1] < 0.2
