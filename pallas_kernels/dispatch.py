@@ -77,7 +77,7 @@ class Operation:
         static = tuple((name, value) for name, value in options.items() if name not in traced)
         positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int | jnp.integer))
         here = platform.platform(), platform.interpret(), platform.device()
-        return _traced_once(function, static, positions, here)(*args, **traced)
+        return _traced_once(function, self.xla, static, positions, here)(*args, **traced)
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
@@ -113,17 +113,37 @@ class Operation:
 
 @functools.cache
 def _traced_once(
-    function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], here: object
+    kernel: Callable[..., Any],
+    xla: Callable[..., Any],
+    options: tuple[tuple[str, object], ...],
+    static: tuple[int, ...],
+    here: object,
 ) -> Any:
     """Wrap a kernel in `jax.jit`: one trace for all calls with equal shapes and static arguments.
 
     A model calls the same kernels in every layer, and tracing and lowering them takes most of the time before XLA
-    compiles. XLA inlines the calls.
+    compiles. XLA inlines the calls. The gradients are those of plain JAX: in training, launches take no time.
 
     static: positions of arguments other than arrays.
     here: the platform and the device of the kernel's configuration.
     """
-    return jax.jit(functools.partial(function, **dict(options)), static_argnums=static)
+
+    def call(*args: Any, **arrays: Any) -> Any:
+        def of_arrays(function: Callable[..., Any], traced: dict[int, Any], named: dict[str, Any]) -> Any:
+            return function(*(traced.get(i, arg) for i, arg in enumerate(args)), **dict(options), **named)
+
+        def residuals(*operands: Any) -> tuple[Any, Any]:
+            return with_gradients(*operands), operands
+
+        def backward(operands: Any, gradients: Any) -> Any:
+            return jax.vjp(functools.partial(of_arrays, xla), *operands)[1](gradients)
+
+        with_gradients = jax.custom_vjp(functools.partial(of_arrays, kernel))
+        with_gradients.defvjp(residuals, backward)
+        return with_gradients({i: arg for i, arg in enumerate(args) if i not in static}, arrays)
+
+    call.__name__ = kernel.__name__
+    return jax.jit(call, static_argnums=static)
 
 
 @functools.cache

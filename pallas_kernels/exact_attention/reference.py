@@ -17,7 +17,7 @@ def exact_attention(
     prefix_length: jax.Array | None,
     mask: jax.Array | None,
     *,
-    layer: int,
+    layer: int | jax.Array,
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,

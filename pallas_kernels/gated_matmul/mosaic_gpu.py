@@ -15,8 +15,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import ROWS, refuse_device, refuse_dtype
 from pallas_kernels._mosaic_product import Config, count_tiles, make_config, product
-from pallas_kernels.gated_matmul import reference
-from pallas_kernels.gradients import with_gradients_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +117,4 @@ def gated_matmul(
     if inner % config.block_k or config.columns > width:
         raise ValueError(f"{config}: block_k must divide {inner}, and columns be at most {width}")
     options = {"config": config, "interpret": platform.resolve_interpret(interpret), "name": "gated_matmul"}
-    kernel = functools.partial(product, activation=activation, **options)
-    # Training has more tokens than the kernel is for.
-    out = with_gradients_of(functools.partial(reference.gated_matmul, activation=activation), kernel)(rows, weight)
-    return out.reshape(*x.shape[:-1], -1)
+    return product(rows, weight, activation=activation, **options).reshape(*x.shape[:-1], -1)

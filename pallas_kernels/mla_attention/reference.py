@@ -15,7 +15,7 @@ def mla_attention(
     prefix_length: jax.Array | None,
     mask: jax.Array | None,
     *,
-    layer: int,
+    layer: int | jax.Array,
     scale: float,
     prefix_mask: jax.Array | None = None,
 ) -> jax.Array:

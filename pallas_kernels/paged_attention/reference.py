@@ -15,7 +15,7 @@ def paged_attention(
     prefix_length: jax.Array | None,
     mask: jax.Array | None,
     *,
-    layer: int,
+    layer: int | jax.Array,
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,

@@ -12,9 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
-from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.parts import add_parts
-from pallas_kernels.residual_norm import reference
 
 Norms = tuple[jax.Array | None, jax.Array | None]
 
@@ -57,24 +55,8 @@ def residual_norm(
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Arguments as in `api.residual_norm` and `dispatch.Operation`; always exact."""
-    config = config or default_config(width=x.shape[-1])
-    options = {"eps": eps, "wide": wide}
-    kernel = functools.partial(_call, **options, config=config, interpret=platform.resolve_interpret(interpret))
-    return with_gradients_of(functools.partial(reference.residual_norm, **options), kernel)(x, branch, norms, factor)
-
-
-def _call(
-    x: jax.Array,
-    branch: jax.Array | None,
-    norms: Norms,
-    factor: jax.Array | None,
-    *,
-    eps: float,
-    wide: bool,
-    config: Config,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array | None]:
     width = x.shape[-1]
+    config = config or default_config(width=width)
     tokens = x.size // width
     # The part of each array for a token.
     row, weight = pl.BlockSpec((None, width), lambda token: (token, 0)), pl.BlockSpec((width,), lambda token: (0,))
@@ -97,7 +79,7 @@ def _call(
         ],
         out_specs=[row] * results,
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=platform.resolve_interpret(interpret),
         name="residual_norm",
     )(x.reshape(tokens, width), branch, *norms, None if factor is None else factor.reshape(1))
     out = [result.reshape(x.shape) for result in out]

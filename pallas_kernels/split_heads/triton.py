@@ -12,9 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
-from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.parts import add_parts
-from pallas_kernels.split_heads import reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +59,6 @@ def split_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments as in `api.split_heads` and `dispatch.Operation`; always exact: a program owns heads of one token."""
     config = config or default_config(heads=qkv.shape[-2], head_dim=qkv.shape[-1])
-    options = {"kv_heads": kv_heads, "eps": eps}
-    kernel = functools.partial(_call, **options, config=config, interpret=platform.resolve_interpret(interpret))
-    return with_gradients_of(functools.partial(reference.split_heads, **options), kernel)(qkv, cos, sin, q_norm, k_norm)
-
-
-def _call(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    *norms: jax.Array | None,
-    kv_heads: int,
-    eps: float,
-    config: Config,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
     *parts, batch, nodes, total, dim = qkv.shape
     dtype = cos.dtype if parts else qkv.dtype
     tokens, half = batch * nodes, dim // 2
@@ -86,9 +69,9 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct((tokens, count, dim), dtype) for count in counts],
         grid=(tokens, pl.cdiv(total, config.heads)),
         num_warps=config.num_warps,
-        interpret=interpret,
+        interpret=platform.resolve_interpret(interpret),
         name="split_heads",
-    )(qkv.reshape(*parts, tokens, total, dim), *angles, *norms)
+    )(qkv.reshape(*parts, tokens, total, dim), *angles, q_norm, k_norm)
     shape = batch, nodes, -1, dim
     return q.reshape(shape), k.reshape(shape), v.reshape(shape)
 

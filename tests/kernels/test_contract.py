@@ -175,6 +175,31 @@ def test_every_backend_equals_the_reference(package, monkeypatch):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=backend)
 
 
+@pytest.mark.slow(unless=("paged_attention", "residual_norm"))
+@operations
+def test_every_backend_has_the_gradients_of_plain_jax(package):
+    operation = OPERATIONS[package]
+
+    def gradients(backend):
+        run, arrays = call(package, backend)
+        leaves, structure = jax.tree.flatten(arrays)
+        floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+        def loss(changed):
+            changed = iter(changed)
+            whole = [next(changed) if own else leaf for own, leaf in zip(floating, leaves, strict=True)]
+            out = [x for x in jax.tree.leaves(run(structure.unflatten(whole))) if jnp.issubdtype(x.dtype, jnp.floating)]
+            return sum((jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in out), jnp.zeros(()))
+
+        return jax.jit(jax.grad(loss))([leaf for own, leaf in zip(floating, leaves, strict=True) if own])
+
+    expected = gradients("xla")
+    for backend in operation.kernels:
+        if not requires(backend).args[0]:
+            for ours, theirs in zip(gradients(backend), expected, strict=True):
+                np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (ours, theirs)), rtol=1e-4, atol=1e-5)
+
+
 @operations
 def test_the_first_kernel_of_a_platform_runs(package, monkeypatch):
     operation = OPERATIONS[package]

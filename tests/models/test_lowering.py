@@ -39,6 +39,26 @@ def test_more_layers_have_no_more_kernels(where, exact, monkeypatch):
     assert 0 < few == many
 
 
+@pytest.mark.slow(unless=("cuda-True-False", "tpu-False-True"))
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("starts", (False, True))
+@pytest.mark.parametrize(("where", "exact"), [("cuda", False), ("cuda", True), ("tpu", False)])
+def test_a_forward_has_gradients(where, exact, starts, monkeypatch):
+    """On a GPU and on a TPU, of a whole text and of nodes after committed ones: those of a trainer's loss."""
+    monkeypatch.setattr(platform, "platform", lambda: {"cuda": "gpu"}.get(where, where))
+    target = dataclasses.replace(toy.TARGET, **SHAPE, exact=exact)
+    params = target.param_shapes(jnp.bfloat16)
+    cache = jax.eval_shape(functools.partial(target.init_cache, batch=2, capacity=64, page_size=16), params)
+    start = jax.ShapeDtypeStruct((2,), jnp.int32) if starts else None
+
+    def loss(params, tokens, cache, start):
+        out = target.forward(params, DraftTree(tokens, None), cache, start)
+        return jax.nn.logsumexp(out.logits.astype(jnp.float32), -1).sum()
+
+    lowered = cross_lower(jax.grad(loss), where, params, jax.ShapeDtypeStruct((2, 8), jnp.int32), cache, start)
+    assert lowered.count("custom_call @") > 0
+
+
 @pytest.mark.parametrize(("batch", "kernel"), [(32, True), (8, False)])
 @pytest.mark.parametrize("activation", (jax.nn.silu, layers.gelu))
 def test_the_gate_of_many_tokens_is_a_kernel_of_its_own(activation, batch, kernel, monkeypatch):
