@@ -8,6 +8,7 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -107,6 +108,19 @@ class Options(RunOptions):
         }
 
 
+def _settings(options: Options, subject: subjects.Subject, page_size: int) -> dict[str, Any]:
+    """What the lines of data record of the options."""
+    settings = {**subjects.settings_of(options, subject, SHAPE), "page_size": page_size}
+    if options.acceptance is not None:
+        del settings["tokens_per_round"]
+        settings["acceptance"] = options.acceptance
+    if options.turns > 1 or options.shared_prefix:
+        settings |= {name: getattr(options, name) for name in ("turns", "shared_prefix", "prefix_cache")}
+    if options.rate:
+        settings |= {name: getattr(options, name) for name in ("seconds", "slo_first_token", "slo_inter_token")}
+    return settings
+
+
 def run(options: Options) -> int:
     """Measures each mode and number of slots; returns the exit status."""
     assert options.tokens_per_round is not None
@@ -121,20 +135,12 @@ def run(options: Options) -> int:
     model = Model(subject.name, subject.target, subject.make(), None, (), subject.draft, subject.placement)
     turns = [turn for chat in loads.get(None, []) for turn in chat.turns]
     page_size = fit_page_size(options.page_size, options.context)
-    settings = {**subjects.settings_of(options, subject, SHAPE), "page_size": page_size}
-    if options.acceptance is not None:
-        del settings["tokens_per_round"]
-        settings["acceptance"] = options.acceptance
-    if options.turns > 1 or options.shared_prefix:
-        settings |= {name: getattr(options, name) for name in ("turns", "shared_prefix", "prefix_cache")}
-    if options.rate:
-        settings |= {name: getattr(options, name) for name in ("seconds", "slo_first_token", "slo_inter_token")}
     out = LoadReport(
         model=model.name,
         dtype=str(model.params.target.embed.dtype),
         command=options.command,
         environment=machine.environment(options.tensor * options.data),
-        settings=settings,
+        settings=_settings(options, subject, page_size),
         parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
         tokens=(sum(len(prompt) for prompt, _ in turns), sum(new for _, new in turns)) if turns else None,
         requests=len(turns) or None,

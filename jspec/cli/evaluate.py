@@ -92,12 +92,8 @@ def add_command(commands: Commands) -> None:
     arguments.add_command(commands, "evaluate", Options, run, help=summary, description=description, groups=groups)
 
 
-def run(options: Options) -> int:
-    """Runs the command; returns its exit status."""
-    sampling = options.sampling()
-    groups = prompt_sets.read(options.prompts, chat=options.chat, limit=options.limit)
-
-    # Plain decoding first, which the others are compared with.
+def _runs(options: Options) -> list[tuple[Model, Drafter | None]]:
+    """Models with drafters; plain decoding comes first, as the others are compared with it."""
     loaded: dict[str | None, Model] = {}
     model = common.load_model("auto", options, names=options.drafter, loaded=loaded)
     names = options.drafter or (["ngram"] if model.draft is None else ["ngram", "auto"])
@@ -106,6 +102,16 @@ def run(options: Options) -> int:
         if name != "plain":
             drafted = common.load_model(name, options, names=options.drafter, loaded=loaded)
             runs += [(drafted, common.make_drafter(name, shape, drafted)) for shape in options.shapes()]
+    return runs
+
+
+def run(options: Options) -> int:
+    """Runs the command; returns its exit status."""
+    sampling = options.sampling()
+    groups = prompt_sets.read(options.prompts, chat=options.chat, limit=options.limit)
+
+    runs = _runs(options)
+    model, _ = runs[0]
     generation = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "accept": options.accept}
     prompts = prompt_sets.encode(
         model, groups, chat=options.chat, batch=options.batch, seed=options.seed, generation=generation
@@ -230,7 +236,15 @@ def _lines(
             **({} if model.placement is None else {"tensor": model.placement.size, "data": model.placement.groups}),
         },
     }
-    # The metrics of one line each.
+    parts = [subject, out.drafter, f"b{options.batch}", *([] if category is None else [category])]
+    return [
+        report.measurement(here, *parts, metric=metric, unit=unit, values=[value], **shared)
+        for metric, unit, value in _values(out, plain, options)
+    ]
+
+
+def _values(out: Evaluation, plain: Evaluation, options: Options) -> list[tuple[str, str, float]]:
+    """Metric, unit and value of each line."""
     metrics = [
         ("accept length", "", out.accept_length),
         *((f"acceptance at {i}", "", float(share)) for i, share in enumerate(out.acceptance_by_position, 1)),
@@ -249,8 +263,4 @@ def _lines(
         ]
     if options.repeats_plain:
         metrics.append(("sequences unlike plain", "", _different(out, plain)))
-    parts = [subject, out.drafter, f"b{options.batch}", *([] if category is None else [category])]
-    return [
-        report.measurement(here, *parts, metric=metric, unit=unit, values=[value], **shared)
-        for metric, unit, value in metrics
-    ]
+    return metrics

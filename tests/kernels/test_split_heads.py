@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import each_backend, requires
+from backends import each_backend
 from crosslower import cross_lower
 
 from pallas_kernels import platform
