@@ -356,8 +356,9 @@ def _served(subject: Subject, preempts: bool, sampling: Sampling | None) -> Outc
 
 
 def _engine(subject: Subject) -> Cases:
-    yield Case("shared beginnings", partial(_served, subject, False, None))
-    yield Case("preemption", partial(_served, subject, True, None))
+    sampling = None if subject.sampling is None else subject.sampling[0]
+    yield Case("shared beginnings", partial(_served, subject, False, sampling))
+    yield Case("preemption", partial(_served, subject, True, sampling))
     if subject.repeats_plain:
         yield Case("preemption, sampled", partial(_served, subject, True, Sampling(temperature=1.0)))
 

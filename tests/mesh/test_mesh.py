@@ -38,7 +38,7 @@ def run(mark: str, modules: Sequence[str] = MODULES, family: str = "") -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1800,
     )
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-8000:] + ran.stderr[-2000:]
 
