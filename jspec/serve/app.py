@@ -335,6 +335,8 @@ class Service:
                 if call.echo and call.logprobs is not None or call.prompt_logprobs is not None:
                     message = f"model={name!r}: prompts have no log-probabilities with an adapter yet; omit them"
                     raise ApiError(message, param="model")
+            if call.tools is not None:
+                self._dialect.check(call.tools)
             if call.messages is not None:
                 call = dataclasses.replace(call, messages=self._dialect.spelled(call.messages))
             return call, prompts.encode(self.tokenizer, call, self._limits), translation

@@ -13,11 +13,12 @@ from jspec.serve.checks import check_object, check_one
 from jspec.serve.fields import REQUIRED, ApiError, hint, present, read_object, row
 from jspec.serve.messages import Message
 from jspec.text.chat_reader import THINKING, Thinking, detect_thinking, make_reader, starts_thinking
+from jspec.text.chat_template import uses_tools
 from jspec.text.grammar import Grammar, compile_parsed
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression
 from jspec.text.tokenizer import Tokenizer
-from jspec.text.tool_calls import FORMATS, NAME, ToolFormat, detect_tools
+from jspec.text.tool_calls import DEFAULT, FORMATS, NAME, ToolFormat, detect_tools
 
 _MOST_TOOLS = 256
 _PROMPT_END = 64  # tokens, with the mark of thinking if there is one
@@ -140,12 +141,14 @@ class Dialect:
     thinking: None: not at all.
     shown: the special tokens of both.
     stops: special tokens after calls, where the text ends.
+    is_known: whether the chat template or an option tells the format of calls; a template without tools need not.
     """
 
     tools: ToolFormat
     thinking: Thinking | None
     shown: frozenset[str]
     stops: tuple[str, ...]
+    is_known: bool = True
 
     @staticmethod
     def of(tokenizer: Tokenizer, tools: str | None = None, thinking: str | None = None) -> "Dialect":
@@ -160,12 +163,28 @@ class Dialect:
         ):
             if name is not None and name not in known:
                 raise ValueError(f"{option}={name!r}: must be one of {', '.join(known)}")
-        template = "\n".join(tokenizer.templates.values())
-        form = detect_tools(template) if tools is None else FORMATS[tools]
+        templates = tokenizer.templates.values()
+        template = "\n".join(templates)
+        known = detect_tools(template) if tools is None else FORMATS[tools]
+        form = known or DEFAULT
         thought = detect_thinking(template) if thinking is None else THINKING.get(thinking)
         special = tokenizer.special_ids
         shown = form.shown(special) | (frozenset() if thought is None else thought.shown(special))
-        return Dialect(form, thought, shown, tuple(stop for stop in form.stops if stop in special))
+        stops = tuple(stop for stop in form.stops if stop in special)
+        return Dialect(form, thought, shown, stops, known is not None or not any(map(uses_tools, templates)))
+
+    def check(self, tools: Tools) -> None:
+        """Refuses calls whose format is not known.
+
+        Raises:
+          ApiError: as said.
+        """
+        if tools.choice != "none" and not self.is_known:
+            raise ApiError(
+                "tools: the chat template tells no known format of calls: the server needs --tool-format, "
+                f"one of {', '.join(FORMATS)}; or tool_choice must be 'none'",
+                param="tools",
+            )
 
     def spelled(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with their thinking in the field of the chat template."""

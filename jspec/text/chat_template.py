@@ -14,12 +14,13 @@ from datetime import datetime
 from typing import Any, NoReturn, TypeAlias
 
 import jinja2
-from jinja2 import ext, nodes, sandbox
+from jinja2 import ext, meta, nodes, sandbox
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from jspec.checkpoints.files import CheckpointError
 from jspec.core.checks import shorten
+from jspec.text.tool_calls import DEFAULT, ToolCall, ToolFormat, detect_tools
 
 MOST_SOURCE = 100_000
 """Bound of a template's length; those of published models have up to a third of it."""
@@ -121,14 +122,17 @@ class ChatTemplate:
 
     def _described(self, messages: Sequence[Message], tools: Any) -> list[Message]:
         """The messages with tools, calls and results as text where the template does not know them."""
-        described = list(messages)
+        described, form = list(messages), detect_tools(self.source) or DEFAULT
         if "tool_calls" not in self.source:
-            described = [_as_text(message) for message in messages]
-        if tools and "tools" not in self.source:
-            text = _describe_tools(tools)
+            described = [_as_text(message, form) for message in messages]
+        if tools and not uses_tools(self.source):
+            # Some templates read them from the system message.
+            is_field = "message['tools']" in self.source
+            text = "" if is_field else _describe_tools(tools, form)
             first = described[0] if described[0].get("role") in ("system", "developer") else None
-            content = text if first is None else f"{first.get('content', '')}\n\n{text}"
-            described[: first is not None] = [{"role": "system", **(first or {}), "content": content}]
+            content = text if first is None else f"{first.get('content', '')}\n\n{text}".rstrip()
+            listed = {"tools": _to_json([tool["function"] for tool in tools])} if is_field else {}
+            described[: first is not None] = [{"role": "system", **(first or {}), "content": content, **listed}]
         return described
 
     def _dropped(self, messages: Sequence[Message], values: Mapping[str, object], text: str) -> list[int]:
@@ -159,28 +163,24 @@ class ChatTemplate:
         return [i for i, j in missing[:_MOST_MISSING] if marked([(i, j)]) == text]
 
 
-def _write_call(name: str, arguments: str) -> str:
-    """A call as most models write it."""
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
-
-
-def _describe_tools(tools: Iterable[Mapping[str, object]]) -> str:
+def _describe_tools(tools: Iterable[Mapping[str, object]], form: ToolFormat) -> str:
     listed = "\n".join(map(_to_json, tools))
-    example = _write_call('"its name"', '{"an argument": "its value"}')
+    example = form.write([ToolCall("its name", '{"an argument": "its value"}')])
     return f"You may call these functions:\n{listed}\nTo call one, write:\n{example}"
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: Message, form: ToolFormat) -> Message:
     """A message with its calls as text, and with the result of a tool as the user's text."""
     plain = {key: held for key, held in message.items() if key not in ("tool_calls", "tool_call_id")}
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     if functions:
-        texts = []
-        for function in functions:
-            arguments = function.get("arguments", {})
-            written = arguments if isinstance(arguments, str) else _to_json(arguments)
-            texts.append(_write_call(_to_json(function.get("name")), written))
-        plain["content"] = "\n".join([*filter(None, [message.get("content")]), *texts])
+        calls = [ToolCall(str(f.get("name")), _to_json(_decoded(f.get("arguments", {})))) for f in functions]
+        try:
+            text = form.write(calls)
+        except AttributeError:
+            problem = f"must be objects of JSON for a chat template with calls in the format {form.name!r}"
+            raise ValueError(f"the arguments of calls {problem}") from None
+        plain["content"] = "\n".join([*filter(None, [message.get("content")]), text])
     if message.get("role") == "tool":
         plain |= {"role": "user", "content": f"<tool_response>\n{message.get('content', '')}\n</tool_response>"}
     return plain
@@ -321,8 +321,24 @@ class _Generation(ext.Extension):
 
 
 @functools.lru_cache(maxsize=16)
+def uses_tools(source: str) -> bool:
+    """Whether a template reads the variable `tools`. An invalid one does not."""
+    if len(source) > MOST_SOURCE:
+        return False
+    try:
+        return "tools" in meta.find_undeclared_variables(_environment().parse(source))
+    except Exception:  # as for compiling; the error comes with its first rendering
+        return False
+
+
+@functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
     """The compiled template. Compiling takes several times as long as rendering a short chat."""
+    return _environment().from_string(source)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     # No access to Python beyond the values.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -337,7 +353,7 @@ def _compile(source: str) -> jinja2.Template:
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _Namespace,
     }
-    return environment.from_string(source)
+    return environment
 
 
 def _bounded(parts: Iterable[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Arguments of a tool call, in the spellings of models: JSON, XML, Gemma's and Python's.
+"""Arguments of a tool call, in the spellings of models: JSON, two of XML, Gemma's and Python's.
 
 Each spelling is written, read, and constrained by the function's JSON schema. XML and Gemma have strings without
 escapes, so there the keywords of a string other than `enum` and `const` do not constrain it.
@@ -122,6 +122,35 @@ class Xml(_Pairs):
             return e.Until(self.after)
         words = [e.literal(word) for word in ("True", "False") if schema.get("type") == "boolean"]
         return e.concat(e.either(_json(schema), *words), e.literal(self.after))
+
+
+class Dsml(_Pairs):
+    """DeepSeek-V3.2's: as `Xml`, with whether the value is a string in the tag."""
+
+    before, between, after = '<｜DSML｜parameter name="', '" string=', "</｜DSML｜parameter>\n"
+
+    def _write(self, value: object) -> str:
+        return f'"true">{value}' if isinstance(value, str) else f'"false">{dump(value)}'
+
+    def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
+        """As `Arguments.read`."""
+        values = {}
+        while match := _DSML.match(text, at):
+            try:
+                values[match[1]] = match[3] if match[2] == "true" else json.loads(match[3])
+            except RecursionError:
+                raise ValueError("is nested too deeply") from None
+            at = match.end()
+        return values, at
+
+    def _value(self, schema: Schema) -> Expression:
+        if (values := constants(schema)) is not None:
+            return e.concat(e.either(*[e.literal(self._write(value)) for value in values]), e.literal(self.after))
+        text = e.concat(e.literal('"true">'), e.Until(self.after))
+        if schema.get("type") == "string":
+            return text
+        other = e.concat(e.literal('"false">'), _json(schema), e.literal(self.after))
+        return e.either(text, other) if _may_be_text(schema) else other
 
 
 class Gemma(_Pairs):
@@ -264,6 +293,7 @@ def _may_be_text(schema: Schema) -> bool:
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Constants as templates of Qwen3-Coder write them, so that its models may."""
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_DSML = re.compile(r'\s*<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL)
 _GEMMA_NAME = re.compile(r"\s*,?\s*([^:{}\[\],]+):")
 _PYTHON_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[()\[\]{}]""", re.DOTALL)
 

@@ -13,7 +13,7 @@ from jspec.text.grammar import Grammar, compile_parsed
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression
 from jspec.text.grammar.regex import parse_regex
-from jspec.text.tool_arguments import Arguments, Gemma, Json, Python, Schema, Xml, dump
+from jspec.text.tool_arguments import Arguments, Dsml, Gemma, Json, Python, Schema, Xml, dump
 
 _HOLES = re.compile("NAME|ARGUMENTS")
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
@@ -135,6 +135,7 @@ class ToolFormat:
 
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
+_list = functools.partial(ToolFormat, call=_OBJECT, arguments=Json(), opening="[", separator=", ", closing="]")
 FORMATS = {
     form.name: form
     for form in (
@@ -148,7 +149,7 @@ FORMATS = {
         ),
         ToolFormat(
             "qwen3-coder",
-            ("<function=",),
+            ("<parameter=",),
             "\n<function=NAME>\nARGUMENTS</function>\n",
             Xml(),
             start="<tool_call>",
@@ -157,6 +158,38 @@ FORMATS = {
         ),
         ToolFormat(
             "hermes", ("<tool_call>",), f"\n{_OBJECT}\n", Json(), start="<tool_call>", end="</tool_call>", between="\n"
+        ),
+        ToolFormat(
+            "functionary",
+            ("start_tag => `<function`",),
+            "NAME>ARGUMENTS",
+            Json(),
+            start="<function=",
+            end="</function>",
+            between="\n",
+        ),
+        _list("phi4", ("<|/tool_call|>", "<|/tool|>"), start="<|tool_call|>", end="<|/tool_call|>"),
+        _list("granite", ("<|tool_call|>",), start="<|tool_call|>"),
+        _list("nemotron", ("<TOOLCALL>",), start="<TOOLCALL>", end="</TOOLCALL>"),
+        _list("functools", ("functools[",), start="functools"),
+        ToolFormat(
+            "olmo",
+            ("<function_calls>",),
+            "NAME(ARGUMENTS)",
+            Python(),
+            start="<function_calls>",
+            end="</function_calls>",
+            separator="\n",
+        ),
+        ToolFormat(
+            "deepseek-v3.2",
+            ("dsml_token + 'function_calls>", "dsml_token }}function_calls>", "<｜DSML｜function_calls>"),
+            '<｜DSML｜invoke name="NAME">\nARGUMENTS</｜DSML｜invoke>\n',
+            Dsml(),
+            start="<｜DSML｜function_calls>",
+            end="</｜DSML｜function_calls>",
+            opening="\n",
+            separator="",
         ),
         ToolFormat(
             "deepseek-v3.1",
@@ -206,15 +239,10 @@ FORMATS = {
             after_name=r"\[CALL_ID\][A-Za-z0-9]{1,40}",
             id_length=9,
         ),
-        ToolFormat(
+        _list(
             "mistral-json",
             ("[TOOL_CALLS]",),
-            _OBJECT,
-            Json(),
             start="[TOOL_CALLS]",
-            opening="[",
-            separator=", ",
-            closing="]",
             after_arguments=', "id": "[A-Za-z0-9]{9}"',
             id_length=9,
         ),
@@ -246,9 +274,9 @@ DEFAULT = FORMATS["hermes"]
 """For templates without tools."""
 
 
-def detect_tools(template: str) -> ToolFormat:
-    """The format of the first row with one of its texts in a chat template."""
-    return next((form for form in FORMATS.values() if any(text in template for text in form.known_by)), DEFAULT)
+def detect_tools(template: str) -> ToolFormat | None:
+    """The format of the first row with one of its texts in a chat template; None: no row has one."""
+    return next((form for form in FORMATS.values() if any(text in template for text in form.known_by)), None)
 
 
 @functools.lru_cache(maxsize=64)

@@ -35,6 +35,10 @@ TEMPLATES = {
     "openai-gpt-oss-120b": "harmony",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek",
     "deepseek-ai-DeepSeek-V3.1": "deepseek-v3.1",
+    "deepseek-ai-DeepSeek-V3.2": "deepseek-v3.2",
+    "NVIDIA-Nemotron-Nano-v2": "nemotron",
+    "fireworks-ai-llama-3-firefunction-v2": "functools",
+    "meetkai-functionary-medium-v3.1": "functionary",
 }
 """File -> format of its calls."""
 MARKS = {"LFM2.5-8B-A1B": {"start": "<|tool_call_start|>", "end": "<|tool_call_end|>", "bare": ""}}

@@ -212,3 +212,19 @@ def test_formats_by_option(serve):
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"city": "x"}'}
     with pytest.raises(ValueError, match="tool_format='x': must be one of harmony, "):
         Dialect.of(server.service.tokenizer, "x")
+
+
+def test_a_template_with_tools_in_an_unknown_format(serve):
+    template = TEMPLATE + "{{ tools }}"
+    body = {"messages": USER, "tools": [TOOL]}
+    answer = serve(template=template).post("/v1/chat/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools")
+    assert "--tool-format, one of harmony, " in error["message"] and "granite" in error["message"]
+    # Nothing is read without calls, and an option tells the format.
+    for change in ({"tool_choice": "none"}, {"tools": []}):
+        assert serve(template=template).post("/v1/chat/completions", body | change).status_code == 200
+    text = FORMATS["granite"].write(CALLS)
+    server = serve(text=text, template=template, context=1000, server_options={"tool_format": "granite"})
+    choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == len(CALLS)

@@ -240,6 +240,26 @@ def test_calls_are_spelled_as_the_template_takes_them(call, expected):
     assert bare.render_whole([{"role": "assistant", "tool_calls": plain}], VALUES) == "éf"
 
 
+def test_calls_and_tools_are_text_of_the_template_s_format():
+    said = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+    granite = ChatTemplate(said + "{# <|tool_call|> #}{{ tools }}", "x")
+    called = {"role": "assistant", "tool_calls": CALLED["tool_calls"][:1]}
+    text = '<|tool_call|>[{"name": "f", "arguments": {"x": "é"}}]'
+    assert granite.render_whole([called], {**VALUES, "tools": "t"}) == f"assistant:{text}|t"
+    # Tools as the template takes them, or in words.
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    field = "{% for m in messages %}{% set message = m %}{{ message['tools'] }}<|/tool|>{{ m.content }}{% endfor %}"
+    users = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    rendered = ChatTemplate(field, "x").render_whole(users, {**VALUES, "tools": tools})
+    assert rendered == '[{"name": "f"}]<|/tool|>Be brief.<|/tool|>hi'
+    described = ChatTemplate(f"<TOOLCALL>{said}{{# tools #}}", "x").render_whole(users[1:], {**VALUES, "tools": tools})
+    assert '<TOOLCALL>[{"name": "its name", "arguments": {"an argument": "its value"}}]</TOOLCALL>|user:hi' in described
+    # Arguments that are no object.
+    olmo = ChatTemplate(f"<function_calls>{said}", "x")
+    with pytest.raises(ValueError, match="must be objects of JSON for a chat template with calls in the format 'olmo'"):
+        olmo.render_whole([CALLED], VALUES)
+
+
 @pytest.mark.parametrize("call", ["", "{{ m.tool_calls[0].function.name if m.tool_calls }}"], ids=["all", "the second"])
 def test_calls_that_a_template_drops_are_an_error(call):
     template = ChatTemplate("{% for m in messages %}{{ m.content }}" + call + "{# tool_calls #}{% endfor %}", "x")

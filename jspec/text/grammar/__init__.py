@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jspec.core import grammar
 from jspec.core.automaton import TokenTable
@@ -14,7 +14,6 @@ from jspec.text.grammar.byte_dfa import ByteDfa, compile_expression
 from jspec.text.grammar.expression import Expression
 from jspec.text.grammar.json_schema import parse_schema
 from jspec.text.grammar.regex import parse_regex
-from jspec.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 3
 """Default nesting of values of any type, and of definitions within themselves."""
@@ -138,8 +137,16 @@ class Grammar:
         return grammar.build_table(self.dfa.table, self.dfa.accepts, token_bytes, vocab_size, eos, self.dfa.exits)
 
 
+class Spelling(Protocol):
+    """The bytes of tokens: a tokenizer, which has chat templates with calls of tools, whose formats have grammars."""
+
+    def token_bytes(self, shown: Collection[str] = ()) -> Sequence[bytes]:
+        """As `Tokenizer.token_bytes`."""
+        ...
+
+
 def compile_grammar(
-    token_grammar: grammar.TokenGrammar | None, tokenizer: Tokenizer | None, vocab_size: int, eos: Sequence[int]
+    token_grammar: grammar.TokenGrammar | None, tokenizer: Spelling | None, vocab_size: int, eos: Sequence[int]
 ) -> TokenTable | None:
     """Compile a grammar to an automaton over a model's vocabulary; None for None.
 
@@ -155,7 +162,7 @@ def compile_grammar(
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    token_grammar: grammar.TokenGrammar, tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]
+    token_grammar: grammar.TokenGrammar, tokenizer: Spelling, vocab_size: int, eos: tuple[int, ...]
 ) -> TokenTable:
     shown = token_grammar.shown if isinstance(token_grammar, Grammar) else ()
     return token_grammar.compile(tokenizer.token_bytes(shown), vocab_size, eos)
