@@ -36,8 +36,6 @@ TEMPLATES = {
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek",
     "deepseek-ai-DeepSeek-V3.1": "deepseek-v3.1",
     "deepseek-ai-DeepSeek-V3.2": "deepseek-v3.2",
-    "NVIDIA-Nemotron-Nano-v2": "nemotron",
-    "fireworks-ai-llama-3-firefunction-v2": "functools",
     "meetkai-functionary-medium-v3.1": "functionary",
 }
 """File -> format of its calls."""
@@ -98,7 +96,8 @@ def test_calls_round_trip(name):
             jsonschema.validate(arguments, FUNCTIONS[called])
         assert template.render_whole([USER, as_message(out)[0]], values) == whole
         if TEMPLATES[name] not in SPELLED_OTHERWISE:
-            assert dialect.constrain(tools, None, prompt).matches(text), (i, text)
+            # A template may write empty lines before the calls.
+            assert dialect.constrain(tools, None, prompt).matches(text.lstrip("\n")), (i, text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
