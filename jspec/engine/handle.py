@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class Handle:
             index += len(new)
             yield from new
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncGenerator[Piece]:
         index, event, loop = 0, asyncio.Event(), asyncio.get_running_loop()
         waiter = loop, event
         with self._changed:
@@ -103,7 +103,8 @@ class Handle:
     def _after(self, index: int, *, wait: bool = False) -> list[Piece] | None:
         """The pieces from this index on; none at the end. None: there are none yet, and `wait` is False."""
         with self._changed:
-            self._changed.wait_for(lambda: not wait or self._ended or index < len(self._pieces))
+            if wait:
+                self._changed.wait_for(lambda: self._ended or index < len(self._pieces))
             new, ended = self._pieces[index:], self._ended
         if not new and ended:
             self._raise()

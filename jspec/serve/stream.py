@@ -25,6 +25,20 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
     Raises:
       ApiError: the engine failed, or a sequence was cancelled, as in a shutdown.
     """
+    # One sequence needs no task and no queue.
+    if len(handles) == 1:
+        reason = None
+        try:
+            async with contextlib.aclosing(aiter(handles[0])) as pieces:
+                async for piece in pieces:
+                    reason = piece.finish_reason
+                    if reason != "cancelled":
+                        yield 0, piece
+        except EngineError as error:
+            raise engine_failed(error) from error
+        if reason in (None, "cancelled"):
+            raise shutting_down()
+        return
     arrived: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
     # Each sequence has a task of its own; they meet in one queue.
