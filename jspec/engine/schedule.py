@@ -345,14 +345,17 @@ class Scheduler:
         In the first chunk of a sequence, the drafter's cache gets `extra_rows` rows more than the target's.
         """
         extra = self.extra_rows if request.prefilled == request.cached else 0
-        count = min(size * rows - extra, request.prefill_length - request.prefilled)
-        if self.packs:  # Those rows follow in the last piece.
-            count -= max(0, extra - -count % size)
+
+        def fit(count: int) -> int:
+            """Leaves room for those rows in the last piece, where they follow."""
+            return count - max(0, extra - -count % size) if self.packs else count
+
+        count = fit(min(size * rows - extra, request.prefill_length - request.prefilled))
         ends = [pages * self.pages.size - request.prefilled for pages in request.save_points]
         # A state can only be saved at the end of a page.
         if self.pages.snapshots is not None and request.prefilled + count < request.prefill_length:
             ends.append(count - (request.prefilled + count) % self.pages.size)
-        return min([count, *(number for number in ends if number >= self.pages.min_prefill)])
+        return fit(min([count, *(number for number in ends if number >= self.pages.min_prefill)]))
 
     # Decode
 

@@ -11,7 +11,7 @@ from jspec.runner.request import Phase, Request
 
 
 def test_every_event_of_a_schedule_leaves_all_rows_right():
-    happened = storms(range(40), 150)
+    happened = storms([*range(40), 1440], 200)
     events = [
         "preemptions",
         "resumed",
