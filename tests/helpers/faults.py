@@ -209,8 +209,9 @@ class Stub:
                 if word in choice["text"]:
                     choice.update(text=choice["text"].split(word)[0], finish_reason="stop")
         if self.fault == "penalty":
-            for top in out["choices"][0]["logprobs"]["top_logprobs"]:
-                top["~"] = 0.0
+            choice = out["choices"][0]
+            for top in choice["logprobs"]["top_logprobs"]:
+                top[choice["text"][0] + "~"] = 0.0
         if self.fault == "usage":
             out["usage"]["completion_tokens"] += 1
         if self.fault == "no log-probabilities":
