@@ -110,10 +110,10 @@ def main() -> None:
             for engine in engines.values():
                 engine.update(Params(weights, engine.params.draft))
             print(f"step {step}: reward {reward:.3f}; accept length{line[1:]}", flush=True)
-    figure, axes = plt.subplots(layout="constrained")
+    picture, axes = plt.subplots(layout="constrained")
     axes.legend(axes.plot(np.reshape(history, (-1, len(KINDS)))), list(KINDS))
     axes.set(xlabel="step", ylabel="accept length", ylim=(0, None))
-    figure.savefig(options.picture)
+    picture.savefig(options.picture)
 
 
 if __name__ == "__main__":
