@@ -1,7 +1,7 @@
 """Plots of generations, draft trees and benchmark reports, with matplotlib.
 
-Colors are those of `jspec.text.highlight`. All functions draw on the axes `ax`, or on a new figure if it is None. They
-return the axes, and raise ModuleNotFoundError without matplotlib.
+Tokens have the colors of `jspec.text.highlight`. Plots draw on the axes `ax`, or on a new figure without them.
+They return their axes, and raise ModuleNotFoundError without matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def acceptance_by_position(
     generations: Generation | Generations | GenerationStats | Mapping[str, Generation | Generations | GenerationStats],
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Plot the acceptance rate at each position of the draft as bars.
+    """Plot the share of rounds in which the draft at each position is accepted, as bars.
 
     Args:
       generations: a result of `generate` or its statistics, or several by name.
@@ -66,7 +66,7 @@ def evaluations(results: Mapping[str, Mapping[str, Evaluation]]) -> "Axes":
     """Plot accept length by category, and conditional acceptance by position over all categories, of several drafters.
 
     Args:
-      results: for each drafter its evaluation in each category. Drafters without drafts are not shown.
+      results: drafter -> category -> evaluation. Drafters without drafts are not shown.
 
     Returns:
       The axes of the accept lengths, the first of the figure.
@@ -219,13 +219,13 @@ def bench_report(lines: Sequence[Mapping[str, Any]], ax: "Axes | None" = None) -
 
 
 def save(ax: "Axes", path: str | PathLike[str]) -> None:
-    """Write the figure of the axes. The ending of the name is its format."""
+    """Write the figure of the axes to a file. Its suffix, such as .png, chooses the format."""
     figure: Any = ax.figure
     figure.savefig(path, dpi=150)
 
 
 def _split(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each phase of a round, and the rest."""
+    """Milliseconds of each phase of a round, and the remainder, negative if the phases exceed the round."""
     case = ("subject", "mode", "batch", "context", "date")
     same = [line for line in lines if all(line[name] == measured[name] for name in case)]
     phases = {line["metric"]: line["median"] for line in same if line["metric"] in _PHASES}

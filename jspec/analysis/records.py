@@ -13,7 +13,7 @@ _PROMPT_FILE = "a JSON list, or one JSON value per line, of strings or of object
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """Read the prompts of a file, see `read_records`."""
+    """Read the prompts of a file; formats and errors as in `read_records`."""
     return [record["prompt"] for record in read_records(path)]
 
 
@@ -29,11 +29,11 @@ def read_records(path: str | Path, *, conversations: bool = False) -> list[dict[
       conversations: whether an object may have several turns.
 
     Returns:
-      The objects, each with the key `prompt`, the first turn of a conversation. A string becomes an object with this
-      key only.
+      The objects. The key `prompt` of each has the prompt, or the first turn. A string becomes an object with only
+      this key.
 
     Raises:
-      ValueError: the file cannot be read, or has other content; the message has the file and the line or the index.
+      ValueError: the file cannot be read, or has other content; the message names the file and the line or index.
     """
     if str(path) == STANDARD_INPUT:
         where, text = "standard input", read_standard_input()

@@ -34,7 +34,7 @@ def _read(
     target: Target,
     capture: tuple[int, ...] = (),
 ) -> tuple[ForwardOutput, Any]:
-    """Run a forward, and commit the first `length[b]` rows along `path`."""
+    """Run a forward; return its output, and the cache with the first `length[b]` rows along `path`."""
     out = target.forward(params, draft_tree, cache, start, capture_layers=capture, select=select)
     begin = jnp.zeros_like(length) if start is None else start
     return out, commit_rows(cache, out.rows, begin, path, length, after=out.logits)
@@ -44,7 +44,7 @@ def _read(
 class TargetCase:
     """A target and its texts.
 
-    differences: of compared logits, relative to 1 plus the largest one.
+    differences: the largest of each comparison, relative to `scale`.
     """
 
     model: Model
@@ -59,7 +59,7 @@ class TargetCase:
 
     @cached_property
     def text(self) -> Int[np.ndarray, "B T"]:
-        """Random texts."""
+        """Random token ids."""
         return self.random((len(LENGTHS), WIDTH), 0)
 
     @cached_property
@@ -69,11 +69,11 @@ class TargetCase:
 
     @cached_property
     def scale(self) -> float:
-        """1 plus the largest finite logit, to which differences are relative."""
+        """1 plus the largest absolute value of a finite logit; differences are divided by it."""
         return 1 + float(np.abs(np.where(np.isfinite(self.whole), self.whole, 0)).max())
 
     def random(self, shape: tuple[int, ...], *key: int) -> Int[np.ndarray, "*shape"]:
-        """Random tokens."""
+        """Random tokens, equal for equal seeds and keys."""
         return np.random.default_rng([self.seed, *key]).integers(0, self.target.vocab_size, shape).astype(np.int32)
 
     def empty(self, page_size: int = PAGE_SIZE, batch: int = len(LENGTHS)) -> Any:
@@ -114,14 +114,14 @@ class TargetCase:
         node: str = "",
         what: str = "logits",
     ) -> None:
-        """Check the logits [B, n, V] of n tokens of each text.
+        """Compare logits [B, n, V] of n tokens of each text with the expected ones.
 
         how: how the texts were read, for the message.
         first: position of the first token of each text.
-        count: how many of the tokens count in each text; None: all.
+        count: number of tokens compared in each text, the first ones; None: all.
 
         Raises:
-          AssertionError: logits differ by more than the tolerance; names the first such token.
+          AssertionError: logits differ by more than the tolerance; the message names the first such token.
         """
         got = np.asarray(got).astype(np.float64)
         same = (got == expected) | (np.isnan(got) & np.isnan(expected))
@@ -140,5 +140,5 @@ class TargetCase:
             )
 
     def whole_at(self, position: Int[np.ndarray, "B n"]) -> Float[np.ndarray, "B n V"]:
-        """The logits of the texts, read at once, after these positions."""
+        """The logits after these positions of the texts, read at once."""
         return np.take_along_axis(self.whole, position[:, :, None], axis=1)

@@ -14,11 +14,11 @@ from jspec.core.sampling import Sampling
 from jspec.generation.score import score
 
 BRANCHES, SAMPLES, ALPHA, POWER = 3, 1024, 1e-5, 0.99
-"""Choices per token; samples of a case; the share of false alarms of a test, and the power to state."""
+"""Choices per token; samples per case; false alarm rate of a test; power at which differences are stated."""
 
 
 def samples(subject: Subject) -> Cases:
-    """Texts of the model by each rule, in several parts."""
+    """Texts sampled by each rule. Eight cases add up their samples, and each tests all so far."""
     for rule in FOR_SAMPLES if subject.accept is None else (subject.accept,):
         counts: Mapping[tuple[int, ...], int] = {}
         for part in range(8):
@@ -26,7 +26,7 @@ def samples(subject: Subject) -> Cases:
 
 
 def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...], int]) -> Outcome:
-    """Texts of three tokens from the three most probable each have the probabilities of the target's forwards."""
+    """Test texts of three tokens, each among the three most probable ones, against the target's probabilities."""
     prompt = next(ids for ids in subject.prompts if len(ids) > 2)[:6]
     texts, probabilities = _three_tokens(subject, prompt)
     sampling, batch = Sampling(temperature=1.0, top_k=BRANCHES), 128
@@ -41,7 +41,7 @@ def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...
     if total != observed.sum():
         others = total - int(observed.sum())
         return Outcome("failed", total, f"{others} of {total} texts have a token that top_k excludes")
-    # Rare texts count together.
+    # Pool rare texts, as a chi-squared test needs.
     order = np.argsort(probabilities)
     rare = order[np.cumsum(probabilities[order]) * total < 5]
     frequent = np.setdiff1d(order, rare)
@@ -60,9 +60,9 @@ def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...
 
 
 def detectable(total: int, freedom: int) -> float:
-    """The total variation that the test of `total` texts finds with a probability of `POWER`.
+    """The least total variation that a test of `total` texts finds with a probability of `POWER`.
 
-    The noncentrality of the statistic is at least 4 total d^2 for a total variation of d, by Cauchy and Schwarz.
+    For a total variation of d, the noncentrality of the statistic is at least 4 total d^2 (Cauchy-Schwarz).
     """
     from scipy import stats
 
@@ -74,11 +74,11 @@ def detectable(total: int, freedom: int) -> float:
 
 
 def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """All texts of three tokens from the most probable ones, and their probabilities."""
+    """All texts of three tokens, each among the most probable ones, and their probabilities."""
     texts: list[tuple[int, ...]] = [()]
     logs = [0.0]
     for size in range(3):
-        # The candidates after a text are those in place of its next token. All have the shape of the last ones.
+        # Zeros and copies pad the batch to one shape. The next token's candidates are those at its position.
         padded = [[*prompt, *text, *[0] * (3 - size)] for text in texts]
         scores = score(subject.precise, padded + padded[:1] * (BRANCHES**2 - len(padded)), top_k=BRANCHES)
         longer, sums = [], []
@@ -92,7 +92,7 @@ def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, 
 
 
 def rules(subject: Subject) -> Cases:
-    """Each rule on its own, over a small vocabulary."""
+    """Each rule without a model, over a small vocabulary."""
     for rule in FOR_SAMPLES:
         if subject.accept in (None, rule):
             for case, run in check_rule.cases(rule):

@@ -1,4 +1,4 @@
-"""Acceptance of drafts as with trained weights, at random."""
+"""Random acceptance of drafts, which varies between sequences as with trained weights."""
 
 import dataclasses
 from typing import ClassVar
@@ -13,7 +13,7 @@ from jspec.core.options import check_options, option
 from jspec.core.types import Acceptance, DraftTree
 
 BETA = 8.4, 3.6
-"""The distribution of the acceptance of sequences, before it is scaled to its mean."""
+"""Beta distribution of acceptance over sequences, before scaling to a mean."""
 LEAST, MOST = 0.05, 0.97
 """Bounds of a sequence's acceptance."""
 
@@ -22,11 +22,11 @@ LEAST, MOST = 0.05, 0.97
 class Varied:
     """Accepts drafts of a chain at random, right or wrong: **the output is not the target's**. Only for benchmarks.
 
-    Each sequence has a probability of its own that a draft is accepted if all before it are: of a beta distribution
-    (8.4, 3.6), scaled to a mean, by the sequence's key. The draft of a position is accepted or not whichever round has
-    it, so texts are equally hard for all depths. The round does its full work.
+    A sequence's key samples its conditional acceptance, the probability that a draft is accepted if all before it are,
+    from a beta distribution (8.4, 3.6) scaled to a mean. Whether the draft of a position is accepted does not depend
+    on the round, so texts are equally hard for all depths. The round does its full work.
 
-    mean: of the probabilities.
+    mean: of conditional acceptance, before the bounds.
     """
 
     mean: float = option(least=0.0, most=1.0)
@@ -37,8 +37,8 @@ class Varied:
         check_options(self, "Varied")
 
     def rates(self, key: Key[Array, " B"]) -> Float[Array, " B"]:
-        """The probability of each sequence."""
-        # By the quantiles of the distribution, as random samples of it would need loops.
+        """The conditional acceptance of each sequence."""
+        # Invert the distribution function: sampling a beta distribution would need loops.
         a, b = BETA
         grid = np.linspace(0.0, 1.0, 4097)
         share = np.cumsum(grid ** (a - 1) * (1 - grid) ** (b - 1))
@@ -48,15 +48,15 @@ class Varied:
     def __call__(
         self, key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
     ) -> Acceptance:
-        """The leading drafts whose coins are below the probability; the target's argmax follows."""
-        # Coins of positions: of the root, which no draft has, and of each draft.
+        """Accepts the drafts before the first coin not below the sequence's rate; the target's argmax follows."""
+        # One coin per position; that of the root is not used.
         column = jnp.arange(draft_tree.tokens.shape[1], dtype=jnp.int32)[None]
         hits = _coins(key, position[:, None] + column)[:, 1:] < self.rates(key)[:, None]
         return until_a_miss(draft_tree, logits, hits)
 
 
 def until_a_miss(draft_tree: DraftTree, logits: Float[Array, "B N V"], hits: Bool[Array, "B D"]) -> Acceptance:
-    """The drafts of a chain before the first one that is no hit; the target's argmax follows.
+    """Accepts the drafts of a chain before the first miss; the target's argmax follows.
 
     Raises:
       ValueError: the drafts are a tree.
@@ -71,6 +71,6 @@ def until_a_miss(draft_tree: DraftTree, logits: Float[Array, "B N V"], hits: Boo
 
 
 def _coins(key: Key[Array, " B"], positions: Int[Array, "B N"]) -> Float[Array, "B N"]:
-    """A number from 0 to 1 for each position of a sequence."""
+    """Uniform samples from [0, 1), fixed by key and position."""
     columns = [sampling.stream(key, sampling.COINS, positions[:, i]) for i in range(positions.shape[1])]
     return jnp.stack([jax.vmap(jax.random.uniform)(keys) for keys in columns], axis=1)

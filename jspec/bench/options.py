@@ -29,9 +29,9 @@ _OF_DRAFTS = {
 }
 """Option of drafts -> its default."""
 _OF_TREES = ("width", "num_nodes")
-"""Those of trees alone; modes other than plain and tree are chains."""
+"""Options of trees alone."""
 BATCH, COUNT = {"least": 1, "most": 2**20}, {"least": 1, "most": 2**31 - 1}
-"""Bounds. What fits into the memory is less."""
+"""Bounds against overflow; memory allows less."""
 
 
 SHAPE_GROUP = {
@@ -44,7 +44,7 @@ SHAPE_GROUP = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Options of all commands with a model: its precision, and the shape and window of the draft."""
+    """Options of commands with a model: its precision, and the shape and window of the draft."""
 
     dtype: str | None = option(
         None, "dtype of the weights (default: float32 on a CPU, otherwise bfloat16)", choices=tuple(DTYPES)
@@ -72,7 +72,7 @@ class DraftOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubjectOptions(DraftOptions):
-    """The subject of a measurement and its modes. None becomes the default of an option.
+    """The subject of a measurement and its modes. An option of drafts that is None gets its default.
 
     Raises:
       ValueError, TypeError: a value out of bounds, or contradictory values.
@@ -81,7 +81,7 @@ class SubjectOptions(DraftOptions):
     preset: str | None = option(None, "the shapes of this model, with random weights", choices=tuple(PRESETS))
     drafter: str | None = option(
         None,
-        "default: the one that --draft is for, or the first of these that the preset has a draft for",
+        "default: that of --draft, or the first of these with a draft in the preset",
         choices=tuple(DRAFTS),
     )
     mode: tuple[str, ...] = option(MODES, "how rounds run (default: plain chain tree)", choices=MODES)
@@ -103,7 +103,7 @@ class SubjectOptions(DraftOptions):
         check_options(self)
         self._check_modes()
         self._check_shape()
-        # What has no exact forward.
+        # Options without an exact forward.
         if self.exact:
             for name in ("weights", "kv", "tensor"):
                 value = getattr(self, name, None)
@@ -120,7 +120,7 @@ class SubjectOptions(DraftOptions):
             object.__setattr__(self, name, value)
 
     def _check_modes(self) -> None:
-        """Fills in defaults of options of drafts; each must be of use to one of the modes."""
+        """Fills in defaults of draft options; raises ValueError for an option that no mode uses."""
         for name, default in _OF_DRAFTS.items():
             value, trees = getattr(self, name), name in _OF_TREES
             if value is not None and not any(mode == "tree" if trees else mode != "plain" for mode in self.mode):
@@ -162,7 +162,7 @@ class CaseOptions(SubjectOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(SubjectOptions):
-    """What runs need beside: where the weights come from, their devices, and a picture of the results."""
+    """The source of the weights, their devices, and a plot of the results."""
 
     checkpoint: str | None = option(
         None, "real weights, given like --model of jspec generate, in place of --preset", metavar="MODEL"
@@ -206,7 +206,7 @@ class BenchOptions(RunOptions, CaseOptions):
 
 
 def devices_of(options: SubjectOptions) -> dict[str, int]:
-    """The arguments of `jspec.load` for more than one device."""
+    """The arguments of `jspec.load` for several devices; empty for one."""
     return {name: size for name in ("tensor", "data") if (size := getattr(options, name, 1)) > 1}
 
 
@@ -222,7 +222,7 @@ def drafter_of(mode: str, name: str, options: SubjectOptions) -> Drafter | None:
 
 
 def window_of(drafter: str, options: SubjectOptions) -> dict[str, int]:
-    """The options of the draft's window with a value.
+    """The options of the draft's window that are not None, by name.
 
     Raises:
       ValueError: the drafter has no window.

@@ -1,7 +1,7 @@
 """Tables of weights: the tensors of a checkpoint for each array of a model.
 
-A table is the pytree of a model's weights with a `Weight`, or another `Entry`, in the place of each array. Shapes, the
-reader and the writer of checkpoints come from it. Tensors have their Hugging Face names and shapes, [out, in]. How
+A table is the pytree of a model's weights with a `Weight`, or another `Entry`, in place of each array. Shapes, and the
+reading and writing of checkpoints, follow from it. Tensors have their Hugging Face names and shapes, [out, in]. How
 devices share an array, and whether it may be quantized, is stated at its field (`jspec.core.struct.leaf`).
 """
 
@@ -45,7 +45,7 @@ class Stored(Protocol):
         ...
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
-        """An array to be filled with tensors such as `like`."""
+        """An array to fill, in the precision of the model; like: a tensor to be copied into it."""
         ...
 
     def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
@@ -81,11 +81,11 @@ def _one(*arrays: Any) -> Sequence[Any]:
 class Weight:
     """One array.
 
-    shape: of the array, with copies of heads for devices beyond their number.
+    shape: of the array, with the copies of KV heads if devices outnumber them.
     tensors: name -> shape of each of its tensors.
-    parts: from these tensors to arrays whose concatenation on the last axis is the weight.
-    split: from the weight back to these tensors.
-    dtype: None: the precision of the model.
+    parts: turns these tensors into arrays whose concatenation on the last axis is the weight.
+    split: turns the weight back into these tensors.
+    dtype: of the array; None: the precision of the model.
     """
 
     shape: tuple[int, ...]
@@ -117,11 +117,11 @@ class Weight:
 
 
 fused: Callable[..., Any] = Weight
-"""A `Weight`, which takes the place of an array in a pytree of weights."""
+"""`Weight`, typed for the places of arrays in a pytree of weights."""
 
 
 def plain(name: str, *shape: int, dtype: DTypeLike | None = None) -> Any:
-    """A tensor as it is stored."""
+    """A tensor in its stored layout, in the precision of the model or in `dtype`."""
     return fused(shape, {name: shape}, dtype=dtype)
 
 
@@ -131,7 +131,7 @@ def scalar(name: str) -> Any:
 
 
 def centered(name: str, size: int, order: np.ndarray | None = None) -> Any:
-    """A norm's weight as 1 + w in float32, to save the sum at each use. order: of its elements."""
+    """A norm's weight w as 1 + w in float32, to save the sum at each use. order: of its elements."""
     order = np.arange(size) if order is None else order
     back = np.argsort(order)
     return fused(
@@ -140,7 +140,7 @@ def centered(name: str, size: int, order: np.ndarray | None = None) -> Any:
 
 
 def stacked(name: str, count: int, width: int, outs: Sequence[int]) -> Any:
-    """`count` matrices [out, in] in one tensor, as [in, out]. width: in. outs: of the parts of a fused matrix."""
+    """`count` matrices [out, in] in one tensor, as [in, out]. width: in. outs: out of each part of a fused matrix."""
 
     def parts(stack: Any) -> list[Any]:
         columns = stack.swapaxes(1, 2)
@@ -154,7 +154,7 @@ def linear(width: int, outs: Mapping[str, int | Sequence[int]]) -> Any:
     """Matrices [out, in] with the same input as one matrix [in, sum of outs].
 
     width: in.
-    outs: name -> out, or those of the parts of a fused matrix: each device has its share of every part.
+    outs: name -> out, or a list with one for each part of a fused matrix; devices split every part.
     """
     parts = {name: [out] if isinstance(out, int) else list(out) for name, out in outs.items()}
     sizes = {name: sum(part) for name, part in parts.items()}
@@ -171,12 +171,12 @@ def linear(width: int, outs: Mapping[str, int | Sequence[int]]) -> Any:
 
 
 def heads(outs: Mapping[str, int], width: int | None, *, kv_heads: int, devices: int) -> Any:
-    """The projections to query heads, and to those of keys and values, as one matrix, or their biases as one vector.
+    """The projections to query, key and value heads as one matrix, or their biases as one vector.
 
-    Where there are more devices than heads of keys and values, the array has copies of these.
+    If devices outnumber KV heads, the array has copies of these.
 
     outs: name -> out of each, queries first.
-    width: in; None: they are biases.
+    width: in; None: biases.
     """
     inputs = () if width is None else (width,)
     queries, *others = outs.values()
@@ -190,9 +190,9 @@ def heads(outs: Mapping[str, int], width: int | None, *, kv_heads: int, devices:
 
 
 def reordered(weight: Any, *orders: np.ndarray | None, rows: int | None = None) -> Any:
-    """A `Weight` that takes rows of its tensors [out, in] or [out] in other orders; None: in theirs.
+    """A `Weight` with the rows of its tensors, [out, in] or [out], in other orders; None: as stored.
 
-    rows: of each tensor in a checkpoint, if others than the taken ones exist; it can then only be read.
+    rows: of each stored tensor, if the orders select only some of them; the weight can then only be read.
     """
     tensors, parts, split = weight.tensors, weight.parts, weight.split
     if rows is not None:
@@ -211,7 +211,7 @@ def reordered(weight: Any, *orders: np.ndarray | None, rows: int | None = None) 
 
 
 def reordered_heads(layer: Any, heads: int, kv_heads: int, order: np.ndarray) -> Any:
-    """The table of a layer whose checkpoint has this order of the dimensions of each query and key head."""
+    """The table of a layer with the dimensions of each query and key head in this order of the stored ones."""
     queries, keys = ((np.arange(count)[:, None] * len(order) + order).reshape(-1) for count in (heads, kv_heads))
     orders = {"qkv": (queries, keys, None), "qkv_bias": (queries, keys, None), "q_norm": (order,), "k_norm": (order,)}
     entries = {name: getattr(layer, name) for name in orders}
@@ -221,7 +221,7 @@ def reordered_heads(layer: Any, heads: int, kv_heads: int, order: np.ndarray) ->
 
 
 def joined(weight: Any, name: str) -> Any:
-    """A `Weight` whose tensors are one in checkpoints, below each other."""
+    """A `Weight` whose tensors are stored as one of this name, concatenated along rows."""
     rows, (_, *rest) = [shape[0] for shape in weight.tensors.values()], next(iter(weight.tensors.values()))
     return dataclasses.replace(
         weight,
@@ -232,9 +232,9 @@ def joined(weight: Any, name: str) -> Any:
 
 
 def copy_heads(parts: Sequence[Any], *, kv_heads: int, devices: int) -> Sequence[Any]:
-    """Columns of queries, and of keys and values if there are any, with the copies of their heads that devices need.
+    """Repeats the columns of key and value heads as often as devices need; those of queries stay as they are.
 
-    kv_heads: heads of keys and values.
+    parts: columns of queries, then of keys and values, if any.
     """
     queries, *others = parts
     copies = held_heads(kv_heads, devices) // kv_heads
@@ -245,7 +245,7 @@ def copy_heads(parts: Sequence[Any], *, kv_heads: int, devices: int) -> Sequence
 
 
 def _ends(sizes: Any) -> np.ndarray:
-    """Where all parts but the last one end."""
+    """The ends of all parts but the last, for `np.split`."""
     return np.cumsum([*sizes])[:-1]
 
 
@@ -255,7 +255,7 @@ def shapes(table: PyTree, dtype: DTypeLike) -> Any:
 
 
 def read(table: PyTree, tensors: Stored) -> Any:
-    """The weights, from tensors all of which have the shapes of the table.
+    """Checks the shapes of all tensors, then reads the weights.
 
     Raises:
       CheckpointError: a tensor is missing, has an unexpected shape or is damaged.

@@ -17,27 +17,27 @@ from jspec.text.grammar import compile_grammar
 from jspec.text.stream import compile_stops
 
 MAX_STATES = 2**15
-"""Bound of the states of all automata, stored as int16."""
+"""Maximum number of states of all automata together; states are stored as int16."""
 MAX_CELLS = 2**27
-"""Bound of the entries of the table (states x classes) and of the maps (automata x vocabulary), of two bytes each."""
+"""Maximum entries of the table (states x classes), and of the maps (automata x vocabulary), of two bytes each."""
 _GROWTH = 4
-"""Factor of sizes that are too small, or 2 if this is too large: programs depend on sizes."""
+"""Factor by which sizes grow, large because each size compiles programs; 2 if this exceeds a bound."""
 _STOP_SIZES, _GRAMMAR_SIZES = (256, 8), (2048, 8)
 """Initial states and maps of the tables, so most stop strings and grammars share programs."""
 _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES = 256, 2**16
-"""Initial patterns and transitions of its `SparseTable`."""
+"""Initial patterns and transitions of the `SparseTable` of grammars."""
 
 
 class AutomatonPool:
     """The automata in use, consecutive in one table, each with its own map of classes.
 
     A sequence starts in the first state of its automaton. Transitions are absolute, so the table is one automaton. Its
-    sizes are powers of two, grow by levels and never shrink. Automata that were in it on an earlier level stay in the
-    copy of that level, so programs of those sizes can run their sequences further on.
+    sizes are powers of two and never shrink. Each growth begins a new level; the copy of the level before stays, so
+    programs compiled for its sizes can go on with the sequences that began in it.
 
     name: the option of the automata, for messages.
-    model: its vocabulary is used.
-    reserved: number of first states; in these every token leads to state 0.
+    model: automata are compiled for its tokenizer, EOS ids and vocabulary.
+    reserved: states at the beginning of the table from which every token leads to state 0.
     unused: value of unused entries of the table.
     states, maps: initial sizes.
     """
@@ -58,15 +58,15 @@ class AutomatonPool:
         self._publish()
 
     def at(self, level: int) -> Automaton:
-        """A copy on the host without states of sequences, with the sizes of a level; -1: the last one.
+        """The copy of a level on the host, without states of sequences; -1: the last level.
 
-        It is the same object until an automaton is inserted.
+        The last one is the same object until another automaton is inserted.
         """
         with self._lock:
             return self._levels[level]
 
     def level(self, start: int) -> int:
-        """The first level with the automaton of this first state; 0 if it is none's."""
+        """The first level that has the automaton with this first state; 0 if no automaton begins there."""
         with self._lock:
             return next((place.level for place in self._places.values() if place.start == start), 0)
 
@@ -79,10 +79,10 @@ class AutomatonPool:
         raise NotImplementedError
 
     def insert(self, key: Hashable) -> int:
-        """Use an automaton until `free`; returns its first state. Equal keys share one; None needs none, and has 0.
+        """Use an automaton until `free`; returns its first state, 0 for None. Equal keys share an automaton.
 
         Raises:
-          ValueError: the automaton alone is too large for the pool.
+          ValueError: the automaton does not compile, or is too large for the pool.
           QueueFull: it is too large beside those in use.
         """
         if key is None:
@@ -91,7 +91,7 @@ class AutomatonPool:
             present = key in self._places
             if present:
                 self._users[key] += 1
-        # Compile without the lock, for this may take seconds.
+        # Compile without the lock, because this may take seconds.
         table = None if present else self.compile(key)
         with self._lock:
             if table is not None:
@@ -102,13 +102,13 @@ class AutomatonPool:
             return self._places[key].start
 
     def free(self, key: Hashable) -> None:
-        """End one use. The automaton stays until its place is needed."""
+        """End one use of an automaton; it is evicted when its place is needed."""
         if key is not None:
             with self._lock:
                 self._users[key] -= 1
 
     def state_after(self, state: int, tokens: Sequence[int]) -> int:
-        """The state after tokens; none of them may end the text."""
+        """The state after some tokens, none of which may end the text."""
         for token in tokens:
             state = int(self._table[state, self._maps[self._map_of_state[state], token]])
         return state
@@ -120,7 +120,7 @@ class AutomatonPool:
                 f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}: use "
                 "fewer or shorter ones"
             )
-        # A larger table compiles new programs, so evict unused automata first, by least recent use.
+        # Evict the least recently used automata before growing, because a larger table compiles new programs.
         while (place := self._find(states, classes, grow=False)) is None:
             unused = next((key for key in self._places if not self._users[key]), None)
             if unused is None:
@@ -147,7 +147,7 @@ class AutomatonPool:
         self._places[key] = _Place(base, states, number, len(self._levels) - 1)
 
     def _publish(self) -> None:
-        """Replaces the copy of this level, or adds a level if the sizes have changed."""
+        """Replaces the copy of the last level, or adds a level if the sizes have changed."""
         # A level is known by its sizes.
         tokens = self._likely, self._exit
         maps, map_of_state, *copies = map(np.copy, (self._maps, self._map_of_state, *tokens))
@@ -165,7 +165,7 @@ class AutomatonPool:
             base = place.start + place.states
         used = {place.number for place in self._places.values()}
         number = next(number for number in range(len(used) + 1) if number not in used)
-        # Sizes with room for it; large steps, as each is compiled for.
+        # Sizes with room for it, by the larger factor if bounds allow.
         least = base + states, classes, number + 1
         sizes = (*self._table.shape, len(self._maps))
         for factor in (_GROWTH, 2):
@@ -184,7 +184,7 @@ class AutomatonPool:
 
 
 class _Place(NamedTuple):
-    """Where an automaton is: its first state, number of states, map, and first level."""
+    """The place of an automaton: first state, number of states, index of its map, and first level."""
 
     start: int
     states: int
@@ -212,7 +212,7 @@ class StopPool(AutomatonPool):
         super().__init__("stop", model, states=states, maps=maps)
 
     def compile(self, key: tuple[tuple[str | int, ...], bool]) -> TokenTable:
-        """Compile what ends a text."""
+        """Compile a stop set."""
         stop, ignore_eos = key
         eos = () if ignore_eos else self._model.eos
         compiled = compile_stops(self._model.tokenizer, self._vocab_size, eos, stop)

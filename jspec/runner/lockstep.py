@@ -1,7 +1,7 @@
 """Runs one engine over several processes: process 0 schedules, and the others make the same calls.
 
 The devices of a group run one program together, so each of their processes must dispatch the same programs with the
-same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of an
+same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of a
 `Runner` to the other processes with devices of the group (the followers), then makes it itself. Followers decide
 nothing, so host differences cannot make them diverge. They do not read reports, unless the leader has no device of the
 group: then the first of its processes sends the reports to the leader.
@@ -37,10 +37,10 @@ _FAREWELL_SECONDS = 1.0
 
 
 def join(placement: Placement | None) -> "tuple[Leader | None, Follower | None]":
-    """Connects all processes of a placement; each must call this. Returns what this process is, if there are several.
+    """Connects the processes of a placement; all must call this. Returns this one's role; two None if it is alone.
 
     Raises:
-      EngineError: one of them cannot be reached.
+      EngineError: a process cannot be reached.
     """
     if placement is None or not placement.spans_processes:
         return None, None
@@ -57,7 +57,7 @@ def join(placement: Placement | None) -> "tuple[Leader | None, Follower | None]"
 
 
 def least_free(placement: Placement | None) -> tuple[int, int] | None:
-    """`memory.least_free` of all devices of a placement, in whatever process they are."""
+    """`memory.least_free` over the devices of all processes of a placement, in bytes."""
     local = memory.least_free(None if placement is None else placement.devices)
     free, limit = (least(placement, size) for size in (local or (-1, -1)))
     return None if free < 0 else (free, limit)
@@ -78,7 +78,7 @@ class Leader:
         self._lost: Callable[[BaseException], None] = lambda _: None
 
     def start(self, lost: Callable[[BaseException], None]) -> None:
-        """Listens to the followers. lost: is called in any thread with the error if one fails or is gone."""
+        """Listens to the followers. lost: called, in any thread, with the error if a follower fails or is lost."""
         self._lost = lost
         for process, wire in self._wires.items():
             wire.start(lambda message, process=process: self._handle(process, message), self._on_loss)
@@ -87,7 +87,7 @@ class Leader:
         """Sends a call to the followers with devices of a group; returns a future for its report if none is local.
 
         Raises:
-          EngineError: one of them is gone.
+          EngineError: a process is lost.
         """
         future = None
         if 0 not in placement.processes and call.name in _REPORTS:
@@ -104,14 +104,14 @@ class Leader:
                 try:
                     self._wires[process].send(message)
                 except OSError:
-                    # It may have sent a reason before it closed the connection.
+                    # Wait for the reason that it may have sent before.
                     self._wires[process].join(_FAREWELL_SECONDS)
                     self._on_loss(f"process {process} is gone: it takes no calls")
                     raise EngineError(str(self._error)) from None
         return future
 
     def close(self) -> None:
-        """Ends the followers and waits for their last calls, unless a process has failed or is gone."""
+        """Ends the followers and waits for their last calls, unless a process has failed or is lost."""
         self._closing = True
         if self._error is None:
             for wire in self._wires.values():
@@ -123,12 +123,12 @@ class Leader:
             wire.close()
 
     def abort(self, error: BaseException) -> None:
-        """Ends the followers and all waits for their reports with an error."""
+        """Ends the followers, and fails the futures of their reports with an error."""
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
-            # All waits for reports end with the error.
+            # From here on, `call` adds no futures.
             waiting = [future for group in self._expected.values() for future in group]
         for future in waiting:
             future.set_exception(error)
@@ -147,7 +147,7 @@ class Leader:
             case ("failed", text):
                 self._on_loss(f"process {process} has failed: {text}")
                 return False
-            case _:  # It has ended, as it was told to.
+            case _:  # "ended", the answer to "end"
                 return False
         return True
 
@@ -160,7 +160,7 @@ class Leader:
 
 
 class Follower:
-    """Another process: makes the calls of the leader.
+    """A process other than 0, which makes the calls of the leader.
 
     wire: the connection to process 0.
     index: of this process.
@@ -174,7 +174,7 @@ class Follower:
         self._error: EngineError | None = None
 
     def start(self, runners: Mapping[int, Runner]) -> None:
-        """Makes calls, in one thread per group. runners: of the groups with devices of this process."""
+        """Makes calls, in one thread per group. runners: by group, for groups with devices of this process."""
         self._runners = dict(runners)
         self._calls = {group: queue.SimpleQueue() for group in runners}
         for group, runner in runners.items():
@@ -183,7 +183,7 @@ class Follower:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Whether this process has ended its part."""
         return self._over.is_set()
 
     def replace(self, params: Mapping[int, Any]) -> None:
@@ -210,7 +210,7 @@ class Follower:
         """Waits until the leader closes the engine.
 
         Raises:
-          EngineError: the leader is gone, or the engine has failed.
+          EngineError: the leader is lost, or the engine has failed.
         """
         self._over.wait()
         if self._error is not None:
@@ -228,7 +228,7 @@ class Follower:
             case ("failed", text):
                 self._end(EngineError(text))
                 return False
-            case _:  # Process 0 may still be lost before all calls are made.
+            case _:  # "end"; keep listening, for process 0 may be lost before the last call.
                 for calls in self._calls.values():
                     calls.put(None)
         return True
@@ -267,7 +267,7 @@ class Follower:
         return reports
 
     def _finish(self, runner: Runner) -> None:
-        """Removes a group after its last call; the last group ends the process's part."""
+        """Removes a group after its last call; after the last group the process has ended its part."""
         with self._lock:
             self._runners = {group: other for group, other in self._runners.items() if other is not runner}
             last = self._finished = not self._runners and self._error is None

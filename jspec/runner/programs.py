@@ -1,12 +1,12 @@
-"""The device programs of the engine. Each takes and returns one donated state of S slots, which stays on the device.
+"""The device programs of the engine. They share one donated state of S slots, which stays on the device.
 
 `admit` puts sequences into slots, `read` prefills chunks of their prompts, `burst` runs rounds, `release` empties
 slots. `save` and `restore` copy slot states, such as recurrent states, to snapshots and back. `read` and `burst` work
 on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. They return a `Report`: small arrays
 of their own, never parts of the state, which the next program may already be changing.
 
-With a `Method.placement` every device runs each program on its own part of the weights and pools; all decide alike, and
-their reports are equal.
+With a `Method.placement` every device runs each program on its part of the weights and pools. All make the same
+decisions, and their reports are equal.
 """
 
 import dataclasses
@@ -55,12 +55,12 @@ class Report:
 
 @struct
 class View:
-    """The host's part of the state of the R slots of a program.
+    """What the host adds to the state of a program's R slots.
 
     slots: None: all of them, in order.
     table: block tables; unused entries are 0.
-    stop, grammar: shared by all sequences, one state per sequence; the grammar may be empty. They and the sampling
-      options stay on the devices from program to program.
+    stop, grammar: shared by all sequences; the grammar may be empty. They and the sampling options stay on the devices
+      from program to program.
     """
 
     slots: Int[Array, " R"] | None
@@ -172,14 +172,14 @@ def restore(
 @partial(jax.jit, static_argnames=("method",), donate_argnames=("s",))
 @on_devices
 def release(s: DecodeState, mask: Bool[Array, " S"], *, method: Method) -> DecodeState:
-    """Empties slots. Programs run in order, so their pages may be allocated again at once."""
+    """Empties slots. Their pages may be allocated again at once, because programs run in order."""
     finish_code = jnp.where(mask, EMPTY, s.finish_code)
     return dataclasses.replace(s, finish_code=finish_code, length=jnp.where(mask, 1, s.length))
 
 
 @struct
 class ReadPlan:
-    """The chunk of each of R slots in `read`: `count` tokens from `begin` on. A slot may have several pieces of one.
+    """R chunks for `read`: `count` tokens from position `begin` on. Several may be pieces of one prompt.
 
     ends: whether prefill ends there, so that the sequence runs rounds afterwards.
     resumed: whether the next token is known from before a preemption, so none is chosen.
@@ -190,9 +190,9 @@ class ReadPlan:
     ends: Bool[Array, " R"]
     resumed: Bool[Array, " R"]
     embeds: Embeds | None = None
-    """In the places of some tokens of the chunks; None: no chunk has any."""
+    """Embeddings in place of some tokens; None: no chunk has any."""
     pieces: Pieces | None = None
-    """None: the slots are distinct."""
+    """Which chunks are pieces of a prompt; None: every chunk has a slot for itself."""
 
 
 @partial(jax.jit, static_argnames=("method", "size"), donate_argnames=("s",))
@@ -200,13 +200,13 @@ class ReadPlan:
 def read(
     params: Params, s: DecodeState, view: View, plan: ReadPlan, *, method: Method, size: int
 ) -> tuple[DecodeState, Report]:
-    """Prefills at most `size` more tokens of each slot of the view."""
-    # Slots whose prefill ends are running from here on.
+    """Prefills the chunks of a plan, one per entry of the view. size: most tokens of a chunk."""
+    # Slots whose prefill ends run from here on.
     part = _part(s, view, method, 1)
     before = part.length
     finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
     part = dataclasses.replace(part, finish_code=finish)
-    # A resumed sequence has its next token.
+    # A resumed sequence knows its next token.
     active = plan.ends & ~plan.resumed
     chunk = Chunk(plan.begin, plan.count, active, plan.embeds, plan.pieces)
     part = read_columns(_with_adapters(params, view), part, chunk, method=method, size=size)
@@ -231,7 +231,7 @@ def burst(
 ) -> tuple[DecodeState, Report]:
     """Runs at most `rounds` rounds of the view's slots.
 
-    A sequence is held if its pages have fewer rows than another round may commit: it waits, and its tokens are never
+    A sequence is held, and waits, if another round may commit more rows than its pages have. Its tokens are never
     truncated, so rounds do not depend on memory.
 
     row_limit: rows of each sequence's pages.
@@ -264,7 +264,7 @@ def _with_adapters(params: Params, view: View) -> Params:
 
 
 def _part(s: DecodeState, view: View, method: Method, width: int) -> DecodeState:
-    """The state of the view's slots, with the host's part, and records of the next `width` tokens."""
+    """The state of the view's slots with the fields of the view, and empty records of the next `width` tokens."""
     # The slots, then block tables, automata and options.
     part = slots.with_table(slots.take(s, view.slots), view.table)
     costs = branches.costs(method.drafter, part.length.shape[0]) if view.costs is None else view.costs
@@ -280,8 +280,8 @@ def _part(s: DecodeState, view: View, method: Method, width: int) -> DecodeState
 
 
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
-    """Writes the view's slots back, without the host's part."""
-    # Only states per sequence are written back.
+    """The state of all slots with those of the view written back, without the fields of the view."""
+    # Of automata, only the states of sequences.
     stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
     part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None, record_start=None)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
@@ -289,9 +289,8 @@ def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
 
 
 def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
-    """The report of a view, with the first `width` tokens after position `before`."""
+    """The report of a view, with the `width` tokens from position `before` on."""
     index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-
     return Report(
         length=part.length,
         finish_code=part.finish_code,

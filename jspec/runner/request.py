@@ -21,7 +21,7 @@ class CompilationError(EngineError):
 
 
 class QueueFull(RuntimeError):
-    """There is no space for a request until others end."""
+    """No room for this request until others end."""
 
 
 class Phase(enum.Enum):
@@ -34,19 +34,19 @@ class Phase(enum.Enum):
     RUNNING = "running"
     """In a slot, in decode; its last read may still be in flight."""
     PREEMPTED = "preempted"
-    """Out of its slot, because pages ran out; returns to the queue when nothing of it is in flight."""
+    """Without slot and pages, which ran out; returns to the queue when none of its programs is in flight."""
     DONE = "done"
     CANCELLED = "cancelled"
 
 
 class Needs(NamedTuple):
-    """What a program must have for a request; larger values include smaller ones.
+    """What a program must support to run a request; larger values include smaller ones.
 
     options: index in `jspec.runner.device.OPTION_SETS`; 0: no sequence samples, and the greedy acceptance rule applies.
     grammar: whether there is one.
     record: one of `jspec.runner.device.TOP_SIZES`, the most probable tokens to record; -1: no log-probabilities.
     stop_level, grammar_level: sizes of the tables (`AutomatonPool.at`).
-    embeds: whether reads take embeddings; nothing in a burst.
+    embeds: whether reads take embeddings; bursts ignore it.
     support: one of `jspec.runner.device.SUPPORT_SIZES`, the ids of possible tokens to record.
     """
 
@@ -60,26 +60,26 @@ class Needs(NamedTuple):
 
     @classmethod
     def joined(cls, needs: Iterable["Needs"]) -> "Needs":
-        """What a program of all must have."""
+        """The needs of a program that runs all of these."""
         return cls._make(map(max, zip(cls(), *needs, strict=True)))
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """What to generate, with its options. The fields after them are written by the scheduler only.
+    """What to generate, with its options. Fields from `phase` on are internal to the engine.
 
-    prompt: token ids, at least one.
-    max_new_tokens: at least 1.
-    priority: requests of a lower priority are admitted first and preempted last, as in vLLM.
-    salt: requests of different salts share no pages.
+    prompt, max_new_tokens: token ids, and the limit of new ones; at least one each.
+    priority: lower values are admitted first and preempted last, as in vLLM.
+    salt: requests with different salts share no pages.
+    seed: the seed, and the index of the sequence.
     adapter: number of its adapter, as in `jspec.models.adapted.Adapted`; -1: none.
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: number of most probable tokens recorded with each.
-    support: most ids of possible tokens recorded with each; 0: none.
+    support: maximum number of ids of possible tokens recorded with each; 0: none.
     speculation: limits of its drafts; None: those of the drafter.
-    embeds: the prompt, if it holds embeddings, which become part of the salt.
+    embeds: the prompt, if it holds embeddings; their digest becomes part of the salt.
     start_state, start_grammar: first states of its stop automaton and its grammar, in their pools.
-    needs: of its programs.
+    needs: what its programs must support.
 
     Raises:
       ValueError, TypeError: an invalid value.
@@ -105,18 +105,18 @@ class Request:
 
     phase: Phase = dataclasses.field(default=Phase.WAITING, init=False)
     arrival: int = dataclasses.field(default=-1, init=False)
-    """Place in the order of submission; -1 before it."""
+    """Place in the order of submission; -1 before submission."""
     tokens: list[int] = dataclasses.field(default_factory=list, init=False)
     """New tokens, as reported so far."""
     all_tokens: list[int] = dataclasses.field(init=False)
-    """The prompt and these tokens."""
+    """The prompt and the new tokens."""
     finish_code: int = dataclasses.field(default=0, init=False)
     """A code of `jspec.core.stopping`; 0 until done."""
     rounds: int = dataclasses.field(default=0, init=False)
     accept_counts: list[int] = dataclasses.field(default_factory=list, init=False)
-    """Rounds by accepted drafts, as in `jspec.core.types.Stats`; empty before the first report of rounds."""
+    """Number of rounds by accepted drafts, as in `jspec.core.types.Stats`; empty before the first burst reports."""
     branch_counts: list[list[int]] | None = dataclasses.field(default=None, init=False)
-    """The same by branch; None before the first report, and if the drafter has no branches."""
+    """`accept_counts` per branch; None before the first report, and if the drafter has no branches."""
     preemptions: int = dataclasses.field(default=0, init=False)
 
     slot: int | None = dataclasses.field(default=None, init=False)
@@ -124,21 +124,21 @@ class Request:
     cached: int = dataclasses.field(default=0, init=False)
     """Tokens found in the prefix cache at its last admission; their rows are in its first pages, in all caches."""
     restore: int | None = dataclasses.field(default=None, init=False)
-    """The snapshot after these tokens, for a recurrent target; None: the state begins with zeros."""
+    """The snapshot after the `cached` tokens, for a target with slot state; None: the state begins with zeros."""
     prefilled: int = dataclasses.field(default=0, init=False)
     """Tokens prefilled, programs in flight included; at most `prefill_length`."""
     registered: int | None = dataclasses.field(default=0, init=False)
     """Number of its pages in the prefix cache; None: they must not be registered."""
     save_points: set[int] = dataclasses.field(default_factory=set, init=False)
-    """Lengths, in pages, at which a chunk must end for a snapshot of a recurrent state."""
+    """Lengths, in pages, at which a chunk must end so that a snapshot can be saved."""
     waits_for: "tuple[Request, int] | None" = dataclasses.field(default=None, init=False)
-    """Prefix it waits for in the queue: an older request, until this number of its pages is registered."""
+    """While queued, it waits for an older request to register this many pages of a shared prefix."""
     awaited: set[Hashable] = dataclasses.field(default_factory=set, init=False)
-    """Programs whose compilation it has waited for."""
+    """Programs for whose compilation it has waited."""
     in_flight: int = dataclasses.field(default=0, init=False)
     """Number of its programs in flight."""
     tokens_in_flight: int = dataclasses.field(default=0, init=False)
-    """Maximum tokens of these programs."""
+    """Most new tokens that these programs can report."""
 
     def __post_init__(self):
         self.prompt = tuple(self.prompt)
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def grammar(self) -> TokenGrammar | None:
-        """Constrains its text; None: no constraint."""
+        """The grammar of its text; None: no constraint."""
         return None if self.sampling is None else self.sampling.grammar
 
     @property
@@ -168,17 +168,17 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Known tokens."""
+        """Number of known tokens, prompt included."""
         return len(self.all_tokens)
 
     @property
     def resumed(self) -> bool:
-        """Whether it continues after a preemption. Prefill chooses no token: the last known one is the next root."""
+        """Whether prefill resumes known tokens after a preemption. It chooses none: the last known one is the root."""
         return bool(self.tokens)
 
     @property
     def prefill_length(self) -> int:
-        """Tokens to prefill: the prompt, or all known tokens but the root."""
+        """Number of tokens to prefill: the prompt, or all known tokens but the root."""
         return len(self.all_tokens) - 1 if self.tokens else len(self.all_tokens)
 
     @property

@@ -16,11 +16,11 @@ import threading
 from collections.abc import Callable, Collection
 
 SILENCE_SECONDS = 30.0
-"""Time without a heartbeat after which another process counts as gone."""
+"""Silence after which another process counts as lost."""
 BEAT_SECONDS = 5.0
 """Time between two heartbeats."""
 CONNECT_SECONDS = 60.0
-"""Timeout for all processes to connect."""
+"""Longest wait for the next process to connect."""
 _ATTEMPT_SECONDS = 5.0
 _LENGTH = struct.Struct("!Q")
 _INDEX = struct.Struct("!I")
@@ -46,7 +46,7 @@ class Wire:
         """Receives messages, in a thread of its own.
 
         handle: called with each message; returns False after the last one.
-        lost: called with the reason if the other process is gone earlier, unless `close` was called.
+        lost: called with the reason if the connection ends before that, unless `close` was called.
         """
 
         def read() -> None:
@@ -55,7 +55,7 @@ class Wire:
                     pass
             except (OSError, EOFError, pickle.UnpicklingError) as error:
                 if not self._closed.is_set():
-                    # A lost process, unless this side has closed the connection.
+                    # The process is lost: this side has not closed the connection.
                     silent = isinstance(error, TimeoutError)
                     reason = f"silent for {SILENCE_SECONDS:.0f} seconds" if silent else "it has closed the connection"
                     lost(f"{self.name} is gone: {reason}")
@@ -65,15 +65,15 @@ class Wire:
     def send(self, message: object, timeout: float = -1) -> None:
         """Sends a message. May be called from any thread.
 
-        timeout: seconds to wait for messages of other threads; -1: no limit.
+        timeout: seconds to wait while other threads send; -1: no limit.
 
         Raises:
-          OSError: the other process is gone, or on timeout.
+          OSError: the connection has ended; TimeoutError on timeout.
         """
         self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), timeout)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the last message or the end of the connection. timeout: seconds."""
+        """Waits until the last message is handled or the connection ends. timeout: seconds; None: no limit."""
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout)
 
@@ -98,7 +98,7 @@ class Wire:
         return pickle.loads(_read(self._socket, length))
 
     def _beat(self) -> None:
-        with contextlib.suppress(OSError):  # The reader notices, too.
+        with contextlib.suppress(OSError):  # The reader reports the loss.
             while not self._closed.wait(BEAT_SECONDS):
                 self._send(b"")
 
@@ -125,10 +125,10 @@ class Listener:
         self.invitation = json.dumps({"hosts": own_addresses(), "port": port, "secret": self._secret.hex()})
 
     def accept(self, processes: Collection[int]) -> dict[int, Wire]:
-        """Waits for the connections of these processes; rejects all others.
+        """Waits until these processes have connected; rejects others. Returns their connections by process.
 
         Raises:
-          TimeoutError: one has not come.
+          TimeoutError: no process connects within `CONNECT_SECONDS`.
         """
         wires: dict[int, Wire] = {}
         self._socket.settimeout(CONNECT_SECONDS)
@@ -156,7 +156,7 @@ class Listener:
         return wires
 
     def _admit(self, connection: socket.socket) -> int | None:
-        """The index of the process that connects; None if it does not have the secret."""
+        """The index of the connecting process; None if it does not know the secret."""
         connection.settimeout(_ATTEMPT_SECONDS)
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(nonce)
@@ -200,7 +200,7 @@ def _join(connection: socket.socket, secret: bytes, index: int) -> None:
     """Proves the secret to the other process, and checks its proof.
 
     Raises:
-      OSError, EOFError: it does not.
+      OSError, EOFError: the proof is wrong, or the connection fails.
     """
     data = secrets.token_bytes(_NONCE) + _INDEX.pack(index)
     connection.sendall(data + _proof(secret, b"joins", _read(connection, _NONCE) + data))
@@ -215,7 +215,7 @@ def own_addresses() -> list[str]:
         # By the name of the host.
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             addresses[str(address[0])] = None
-    # A socket for datagrams sends nothing when it connects, but chooses an interface. The addresses are examples.
+    # Connecting a datagram socket sends nothing, but chooses an interface. The addresses are examples.
     for family, example in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((example, 9))
@@ -232,7 +232,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     """Reads exactly `size` bytes.
 
     Raises:
-      EOFError: the connection ends before.
+      EOFError: the connection ends earlier.
     """
     # Read into one buffer.
     data = bytearray(size)

@@ -14,8 +14,8 @@ def group_rows(
 ) -> tuple[Int[Array, " S"], Int[Array, "T a"], Int[Array, " X"]]:
     """Sort all S = T a rows by group; each token has a = k + always rows.
 
-    Rows of a group keep the order of their tokens. Counting replaces a sort, which would keep a GPU from running the
-    loop as one graph.
+    Rows of a group keep the order of their tokens. Rows are counted, not sorted by XLA, whose sort would prevent the
+    loop from running as one CUDA graph.
 
     Args:
       groups: of each token's first k rows, below `count`.
@@ -23,7 +23,7 @@ def group_rows(
       backend: as in `dispatch.Operation.run`.
 
     Returns:
-      the token at each place, the place of each row, and the rows of each group.
+      the token at each sorted place, the place of each row, and the number of rows of each group.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or there are too many rows and groups for 32-bit keys.

@@ -2,8 +2,8 @@
 
 A program loads a tile of words and takes its values apart in registers (`pallas_kernels._triton_words`).
 
-One row: tensor cores have nothing to share. Each thread adds up the products of its own words, and threads meet once,
-at the end. Several rows: a tile of values for each of the eight places, multiplied by tensor cores.
+With one row, tensor cores would be mostly idle: each thread adds up the products of its words, and threads add up
+their sums at the end. With several rows, tensor cores multiply a tile of values for each of the eight places.
 
 As in `scaled_matmul`, the contraction is divided into parts if there are too few tiles, and XLA adds up their results.
 """
@@ -35,7 +35,7 @@ class Config:
     """How the work of one call is divided. `block_m` and `block_n` are powers of two, the latter at least 16."""
 
     block_m: int
-    """Rows of a program, at least 16; or 1: the only row there is."""
+    """Rows of a program, at least 16; or 1 if x has one row."""
     block_n: int
     """Columns of a program."""
     unroll: int
@@ -57,7 +57,7 @@ class Tuning:
     """For up to 64 rows; `block_m` is their number, rounded up to a power of two."""
     many_rows: Config = Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3)
     programs: int = 1024
-    """The contraction of few rows is divided until there are this many programs, or half as many."""
+    """For few rows, the contraction is divided into parts for at most this many programs, and over half as many."""
     least_part: int = 512
     """Elements of the contraction in a part, at least."""
     one_row_least_part: int = 256
@@ -119,7 +119,7 @@ def packed_matmul(
 
 
 class _Tiles(Words):
-    """What a program reads: columns of its part of the matrix, and the elements of x that they are multiplied by."""
+    """A program's columns of the matrix, and the elements of x to multiply them by."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Tiles(Words):
         self.x_ref, self.config, self.part = x_ref, config, pl.program_id(2)
 
     def sum(self, add: Callable[[Any, Any], jax.Array], total: jax.Array) -> jax.Array:
-        """`add(block, total)` for the blocks of this part."""
+        """Folds `add(block, total)`, which returns the new total, over the blocks of this part."""
         unroll = self.config.unroll
         steps = pl.cdiv(self.blocks, unroll)
         per_part = pl.cdiv(steps, self.config.parts)
@@ -153,12 +153,12 @@ class _Tiles(Words):
         return lax.fori_loop(first, jnp.minimum(first + per_part, steps), body, total)
 
     def one_row(self, block: jax.Array, place: int) -> jax.Array:
-        """What the values at a place of words are multiplied by, of the only row there is, [16], in float32."""
+        """The elements of the only row of x for the values at a place of words, [16], in float32."""
         k = self.rows(block, place)
         return load(self.x_ref.at[0, k], self.present(k)).astype(jnp.float32)
 
     def some_rows(self, block: jax.Array, place: int, row: jax.Array) -> jax.Array:
-        """The same of several rows, [block_m, 16]; 0 beyond the last one."""
+        """The same for several rows, [block_m, 16]; 0 beyond the last row."""
         k = self.rows(block, place)
         mask, present = jnp.broadcast_to((row < self.x_ref.shape[0])[:, None], (len(row), STRIDE)), self.present(k)
         return load(self.x_ref.at[row[:, None], k[None]], mask if present is None else mask & present[None])
@@ -212,7 +212,7 @@ def _one_row_kernel(
             totals += products if tiles.whole else products * (16 * tiles.scale(block, section))[None]
         return totals
 
-    # Each word of the tile has a sum of its own: no threads wait for one another before the end.
+    # Each word of the tile has its own sum, so threads do not wait for one another before the end.
     totals = tiles.sum(add, jnp.zeros((STRIDE, config.block_n), jnp.float32))
     total = totals.sum(0)
     if tiles.whole:
@@ -221,10 +221,10 @@ def _one_row_kernel(
 
 
 def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float, ptx: bool) -> jax.Array:
-    """Sums of products of each word's values with the elements of x at these places, over 16, [16, block_n].
+    """For each word, the sum of x times (value - zero) over these places, divided by 16, [16, block_n].
 
-    Two places are moved to the highest bits of a mantissa at once. Of 1 + value / 16, which is multiplied in the place
-    of the value, x is subtracted once for all places; the same for 1 + value / 256, times 16.
+    A shift moves two places to the top of a mantissa. The odd one becomes 1 + value / 16, the even one 1 + value / 256,
+    whose products are multiplied by 16. The excess over value / 16 is subtracted once, as a multiple of the sum of x.
     """
     places = [[place for place in x if place % 2 == odd] for odd in (0, 1)]
     total = jnp.zeros(words.shape, jnp.float32)
@@ -243,7 +243,7 @@ def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float
 
 
 def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, ptx: bool) -> jax.Array:
-    """a * b + c, in PTX one instruction, which XLA does not make of two."""
+    """a * b + c; with `ptx` as one instruction, into which XLA does not fuse the two."""
     if not ptx:
         return a * b + c
     return in_ptx(

@@ -6,10 +6,10 @@ from jax import lax
 
 
 def topk(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Arguments as in `api.topk`."""
+    """Arguments and results as in `api.topk`."""
     x = logits.astype(jnp.float32)
-    # Platforms differ in whether they order zeros of both signs. -0 is found by its bits, because it equals the
-    # subnormal numbers that a CPU rounds to 0.
+    # Only some platforms order -0 below 0, so -0 becomes 0. It is found by its bits, because a CPU rounds
+    # subnormal numbers to 0, which compare equal to it.
     minus_zero = lax.bitcast_convert_type(x, jnp.int32) == jnp.iinfo(jnp.int32).min
     x = jnp.where(jnp.isnan(x), -jnp.inf, jnp.where(minus_zero, 0.0, x))
     return *lax.top_k(x, k), jax.nn.logsumexp(x, axis=-1)
