@@ -333,8 +333,7 @@ class Scheduler:
         running = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not self._queue or self._free_slots or not running or self._admitted[0].phase is Phase.READING:
             return False
-        empty = shape[0] * shape[1] + OVERHEAD - self._tokens(requests, shape)
-        if self._patience >= empty:
+        if self._patience >= shape[0] * shape[1] + OVERHEAD - self._tokens(requests, shape):
             return False
         self._patience += len(requests) * rounds * (self.depth + 1 + OVERHEAD / len(running))
         return True
@@ -345,17 +344,15 @@ class Scheduler:
         In the first chunk of a sequence, the drafter's cache gets `extra_rows` rows more than the target's.
         """
         extra = self.extra_rows if request.prefilled == request.cached else 0
-
-        def fit(count: int) -> int:
-            """Leaves room for those rows in the last piece, where they follow."""
-            return count - max(0, extra - -count % size) if self.packs else count
-
-        count = fit(min(size * rows - extra, request.prefill_length - request.prefilled))
+        room = extra if self.packs else 0  # Those rows follow in the last piece.
+        count = min(size * rows - extra, request.prefill_length - request.prefilled)
+        count -= max(0, room - -count % size)
         ends = [pages * self.pages.size - request.prefilled for pages in request.save_points]
         # A state can only be saved at the end of a page.
         if self.pages.snapshots is not None and request.prefilled + count < request.prefill_length:
             ends.append(count - (request.prefilled + count) % self.pages.size)
-        return fit(min([count, *(number for number in ends if number >= self.pages.min_prefill)]))
+        count = min([count, *(number for number in ends if number >= self.pages.min_prefill)])
+        return count - max(0, room - -count % size)
 
     # Decode
 
