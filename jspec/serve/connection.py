@@ -13,12 +13,8 @@ HEADER_SECONDS = 30.0
 """How long a client may take for the first bytes and the headers of a request."""
 
 
-MOST_HEADER_BYTES = 2**16
-"""Bound of the line and the headers of a request, as in uvicorn."""
-
-
 class _Chunks(h11.Connection):
-    """Writes the chunks of an answer without the checks of h11, a tenth of the time of a chunk."""
+    """Writes the chunks of an answer without the checks of h11."""
 
     _is_chunked = False
 
@@ -42,7 +38,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.conn = _Chunks(h11.SERVER, MOST_HEADER_BYTES)
+        self.conn = _Chunks(h11.SERVER)  # with the default bound of headers, as uvicorn's
 
     def connection_made(self, transport: Any) -> None:
         """As uvicorn's; the time for headers begins."""

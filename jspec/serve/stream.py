@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,30 +27,17 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
     """
     # One sequence needs no task and no queue.
     if len(handles) == 1:
-        reason = None
-        try:
-            async with contextlib.aclosing(aiter(handles[0])) as pieces:
-                async for piece in pieces:
-                    reason = piece.finish_reason
-                    if reason != "cancelled":
-                        yield 0, piece
-        except EngineError as error:
-            raise engine_failed(error) from error
-        if reason in (None, "cancelled"):
-            raise shutting_down()
+        async with contextlib.aclosing(_pieces(handles[0])) as pieces:
+            async for piece in pieces:
+                yield 0, piece
         return
     arrived: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
     # Each sequence has a task of its own; they meet in one queue.
     async def pump(index: int, handle: Handle) -> None:
-        reason = None
         try:
-            async for piece in handle:
-                reason = piece.finish_reason
-                if reason != "cancelled":
-                    arrived.put_nowait((index, piece))
-            if reason in (None, "cancelled"):
-                raise shutting_down()
+            async for piece in _pieces(handle):
+                arrived.put_nowait((index, piece))
         except Exception as error:
             arrived.put_nowait((index, error))
 
@@ -61,13 +48,28 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
         while running:
             index, piece = await arrived.get()
             if isinstance(piece, Exception):
-                raise engine_failed(piece) if isinstance(piece, EngineError) else piece
+                raise piece
             running -= piece.finish_reason is not None
             yield index, piece
     # Leave no task when the client disconnects.
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _pieces(handle: Handle) -> AsyncGenerator[Piece]:
+    """The pieces of a sequence; raises as `merge`."""
+    reason = None
+    try:
+        async with contextlib.aclosing(aiter(handle)) as pieces:
+            async for piece in pieces:
+                reason = piece.finish_reason
+                if reason != "cancelled":
+                    yield piece
+    except EngineError as error:
+        raise engine_failed(error) from error
+    if reason in (None, "cancelled"):
+        raise shutting_down()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

@@ -92,6 +92,27 @@ def test_the_result_does_not_depend_on_the_tuning(config, monkeypatch):
     assert_close(mosaic_gpu.gated_matmul(x, weight, activation=jax.nn.silu, config=config), x, weight, jax.nn.silu)
 
 
+@pytest.mark.slow(unless="xla")
+@backends
+def test_gradients_are_those_of_plain_products(backend):
+    x, weight = inputs(20, 64, 64, "float16")
+
+    def loss(run, x, weight):
+        return jnp.sum(run(x, weight).astype(jnp.float32) ** 2)
+
+    def plain(x, weight):
+        gate, other = jnp.split(jnp.dot(x, weight, preferred_element_type=jnp.float32), 2, axis=1)
+        return jax.nn.silu(gate) * other
+
+    run = partial(gated_matmul, activation=jax.nn.silu, backend=backend)
+    for found, correct in zip(
+        jax.grad(partial(loss, run), argnums=(0, 1))(x, weight),
+        jax.grad(partial(loss, plain), argnums=(0, 1))(x, weight),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found.astype(np.float32), correct.astype(np.float32), rtol=5e-2, atol=5e-2)
+
+
 REAL = {"llama 8b": (192, 4096, 14336), "qwen3 32b": (96, 5120, 25600), "odd rows": (150, 2560, 10240)}
 
 

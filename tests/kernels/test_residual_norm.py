@@ -87,6 +87,19 @@ def test_the_kernel_rounds_where_the_reference_does(case):
             np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=step, atol=step)
 
 
+def test_gradients_equal_those_of_the_reference():
+    case = CASES[0]
+    arguments = jax.tree.map(jnp.asarray, inputs(case))
+
+    def loss(backend, arguments):
+        stream, normed = residual_norm(*arguments, eps=EPS, wide=True, backend=backend)
+        return (jnp.sin(stream) + jnp.cos(normed)).sum()
+
+    ours, theirs = (jax.jit(jax.grad(partial(loss, backend)))(arguments) for backend in ("triton", "xla"))
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", (CASES[2], CASES[3], CASES[5]), ids=lambda case: case.name)
 def test_lowers_for_cuda(case, monkeypatch):
     monkeypatch.setattr(platform, "interpret", lambda: False)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import each_backend
+from backends import each_backend, requires
 from crosslower import cross_lower
 
 from pallas_kernels import platform
@@ -88,6 +88,23 @@ def test_equals_the_equations(case, backend):
         assert mine.shape == true.shape and mine.dtype == case.dtype, name
         np.testing.assert_allclose(np.asarray(mine, np.float64), true, rtol=tolerance, atol=tolerance, err_msg=name)
     np.testing.assert_array_equal(got[2], arrays[0][:, :, case.heads + case.kv_heads :])
+
+
+@pytest.mark.slow(unless="False")
+@requires("triton")
+@pytest.mark.parametrize("norms", (False, True))
+def test_gradients_equal_those_of_the_reference(norms):
+    case = Case("gradients", norms=norms)
+    arrays = inputs(case)
+
+    def loss(backend, *arrays):
+        parts = split_heads(*arrays, kv_heads=case.kv_heads, eps=EPS, backend=backend)
+        return sum(jnp.sum(jnp.sin(x * (i + 1))) for i, x in enumerate(parts))
+
+    which = (1, 4, 5) if norms else (1,)
+    got, true = (jax.jit(jax.grad(partial(loss), which), static_argnums=0)(name, *arrays) for name in ("triton", "xla"))
+    for mine, theirs in zip(got, true, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow(unless=("one of each kind", "as Llama 3.1 8B", "norms"))

@@ -106,6 +106,12 @@ def test_a_body_that_does_not_come(serve, monkeypatch):
         assert b" 408 " in read_until(connection, b"\r\n\r\n")
 
 
+def test_headers_without_an_end_are_refused(serve):
+    with connect(serve()) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + 2**15 * b"x")
+        assert read_until(connection, b"\r\n").startswith(b"HTTP/1.1 400")
+
+
 def test_a_body_announced_as_too_large_is_not_read(serve):
     server = serve()
     with connect(server) as connection:
