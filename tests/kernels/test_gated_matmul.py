@@ -105,12 +105,12 @@ def test_gradients_are_those_of_plain_products(backend):
         return jax.nn.silu(gate) * other
 
     run = partial(gated_matmul, activation=jax.nn.silu, backend=backend)
-    for found, correct in zip(
+    for ours, theirs in zip(
         jax.grad(partial(loss, run), argnums=(0, 1))(x, weight),
         jax.grad(partial(loss, plain), argnums=(0, 1))(x, weight),
         strict=True,
     ):
-        np.testing.assert_allclose(found.astype(np.float32), correct.astype(np.float32), rtol=5e-2, atol=5e-2)
+        np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=5e-2, atol=5e-2)
 
 
 REAL = {"llama 8b": (192, 4096, 14336), "qwen3 32b": (96, 5120, 25600), "odd rows": (150, 2560, 10240)}
