@@ -32,10 +32,10 @@ def policy(model, rank, rate):
     base, target = model.params.target, dataclasses.replace(model.target, exact=False)
     master = jax.tree.map(lambda x: x.astype(jnp.float32), base)
     matrices, structure = jax.tree.flatten(master.layers)
-    key, optimizer = jax.random.key(0), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    optimizer, start = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)), jax.nn.initializers.lecun_normal()
     # LoRA: two factors for each matrix, whose product is zero at first.
     shapes = [x.shape for x in matrices if x.ndim == 2]
-    factors = [(jax.random.normal(key, (a, rank)) * a**-0.5, jnp.zeros((rank, b))) for a, b in shapes]
+    factors = [(start(jax.random.key(i), (a, rank)), jnp.zeros((rank, b))) for i, (a, b) in enumerate(shapes)]
     trained = factors if rank else master
 
     def merge(trained):

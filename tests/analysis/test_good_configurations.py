@@ -21,22 +21,19 @@ from jspec.core.types import Params
 from jspec.drafters import Eagle, Ngram, Standalone, Suffix
 
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-IN_TURN = {
-    **{"ends of texts": 3, "rounds": 2},
-    **dict.fromkeys(("pages", "batches", "chunks", "log-probabilities", "proposals", "trees", "sampling", "engine"), 1),
-    "forwards": 1,
-}
+ONCE = ("pages", "batches", "chunks", "log-probabilities", "proposals", "trees", "sampling", "engine", "forwards")
+IN_TURN = {"ends of texts": 3, "rounds": 2, **dict.fromkeys(ONCE, 1)}
 """Checks, and how many of their cases."""
 MORE = {
-    "exact-bundled": ("engine",),
-    "exact-bundled-tree": ("sampling",),
-    "exact-bundled-eagle": ("draft",),
-    "exact-bundled-eagle-tree": ("draft",),
-    "sinks_plain": ("forwards",),
-    "bundled-rejection": ("distributions",),
-    "bundled-block-rule": ("distributions",),
+    "exact-bundled": {"engine": 1},
+    "exact-bundled-tree": {"sampling": 1},
+    "exact-bundled-eagle": {"draft": 1},
+    "exact-bundled-eagle-tree": {"draft": 1},
+    "sinks_plain": {"forwards": 99},
+    "bundled-rejection": {"distributions": 1},
+    "bundled-block-rule": {"distributions": 1},
 }
-"""Checks of a configuration in place of the one in turn."""
+"""The same for a configuration, in place of the one in turn."""
 HALF = {"dtype": "bfloat16", "exact": True}
 
 
@@ -103,9 +100,7 @@ CONFIGURATIONS = {name: functools.partial(of_loop, name) for name in loops.LOOPS
 def test_nothing_is_found_in_what_is_right(name):
     subject = CONFIGURATIONS[name]()
     turn = list(IN_TURN)[list(CONFIGURATIONS).index(name) % len(IN_TURN)]
-    counts = {"chains": 1, **{check: IN_TURN.get(check, 1) for check in MORE.get(name, (turn,))}}
-    # All cases of forwards.
-    counts |= {check: 99 for check in MORE.get(name, ()) if check == "forwards"}
+    counts = {"chains": 1, **MORE.get(name, {turn: IN_TURN[turn]})}
     checks = {check: itertools.islice(verify.CHECKS[check](subject), count) for check, count in counts.items()}
     out = verify.certify({}, checks, minutes=30, progress=False)
     assert {finding.verdict for finding in out.findings} == {"passed"}, out.findings
