@@ -13,9 +13,9 @@ from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.generation.method import choose_drafter
-from jspec.generation.options import GenerateOptions, check_fits
+from jspec.generation.options import GenerateOptions
 from jspec.generation.result import Generations, GenerationStats
-from jspec.generation.run import Prompt, encode_prompts, in_batches
+from jspec.generation.run import Prompt, check, encode_prompts, in_batches
 from jspec.loading.model import Model
 
 REPEAT_LENGTH = 16
@@ -117,11 +117,11 @@ def evaluate(
     batch, progress = check_int("batch", batch, least=1), check_flag("progress", progress)
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
-    # Validate every prompt before measuring any.
+    # Validate everything before measuring anything.
     single, ids = encode_prompts(model, prompts)
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
-    check_fits(model.target, max(map(len, ids)), max_new_tokens)
+    check(model, ids, options)
     name = drafters.describe(choose_drafter(drafter, model))
     outputs = []
     with tqdm(total=-(-len(ids) // batch), desc=f"{name}: compiling", disable=not progress) as bar:
