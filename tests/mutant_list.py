@@ -16,6 +16,8 @@ _RETRACTED = "runner/test_device.py::test_a_retracted_sequence_continues_its_sto
 _BLOCKS = "checkpoints/test_block_checkpoint.py::test_a_block_equals_the_oracle[dflash2]"
 _SCHEDULE = "engine/test_schedule.py::test_every_event_of_a_schedule_leaves_all_rows_right"
 
+_LATENT = "checkpoints/test_eagle_checkpoint.py::test_forward_equals_the_oracle[latent yarn]"
+
 FIELDS = (
     # The loop
     (
@@ -286,6 +288,20 @@ FIELDS = (
         "kernels/test_same_bits.py::test_a_row_of_a_product_has_the_same_bits_among_any_rows[plain-float32-xla]",
     ),
     # Block drafts
+    (
+        "a head's latents have the models' epsilon",
+        "jspec.checkpoints.eagle:_read_latent",
+        "read_eps(fields)",
+        "1e-6",
+        _LATENT,
+    ),
+    (
+        "scores without DeepSeek's factor of YaRN",
+        "jspec.models.deepseek:Deepseek.layer_scale",
+        "scale * self.rope.scaling.score_scale",
+        "scale",
+        _LATENT,
+    ),
     (
         "a convolution reads across the start of its block",
         "jspec.models.dflash2:_convolve",

@@ -66,7 +66,7 @@ def parse_config(config: Fields) -> Deepseek:
         raise common.unknown_family(config, ARCHITECTURES)
     # Options and shapes of other forwards.
     _refuse_options(config, family)
-    latent, heads = _parse_latent(config), config.read_int("num_attention_heads")
+    latent, heads = parse_latent(config), config.read_int("num_attention_heads")
     if common.read_kv_heads(config) != heads:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
     # The configuration.
@@ -113,7 +113,8 @@ def _parse_indexer(config: Fields, latent: Latent) -> Indexer:
     return Indexer(heads, size, config.read_int("index_topk", most=MOST_LENGTH))
 
 
-def _parse_latent(config: Fields) -> Latent:
+def parse_latent(config: Fields) -> Latent:
+    """Read the sizes of latent attention, in a model or a draft."""
     rope_dim = config.read_int("qk_rope_head_dim")
     if rope_dim % 2:
         raise config.wrong("qk_rope_head_dim", rope_dim, "must be even")
@@ -121,6 +122,11 @@ def _parse_latent(config: Fields) -> Latent:
         q_rank=config.read_int("q_lora_rank", None),
         **config.read_sizes(_LATENT),
     )
+
+
+def describe_latent(latent: Latent) -> dict[str, Any]:
+    """The keys of these sizes."""
+    return {"q_lora_rank": latent.q_rank, **describe_fields(latent, _LATENT)}
 
 
 def _parse_experts(config: Fields, family: str) -> Routed:
@@ -144,13 +150,13 @@ def _parse_experts(config: Fields, family: str) -> Routed:
 def describe(config: Deepseek) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
     # The family follows from the layers.
-    latent, router = config.latent, config.experts.router
+    assert config.experts is not None, "a model has experts"
+    router = config.experts.router
     family = "deepseek_v32" if config.indexer else "deepseek_v3" if router.sigmoid else "deepseek_v2"
     architecture = next(name for name, value in ARCHITECTURES.items() if value == family)
     raw = common.describe_shape(architecture, family, config) | {
         "num_key_value_heads": config.num_heads,
-        "q_lora_rank": latent.q_rank,
-        **describe_fields(latent, _LATENT),
+        **describe_latent(config.latent),
         "first_k_dense_replace": config.dense_layers,
         "n_routed_experts": router.count,
         "n_shared_experts": config.experts.shared_width // config.experts.width,

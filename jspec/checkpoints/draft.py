@@ -141,14 +141,16 @@ def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
     return [name for name in names if any(part in name.lower() for part in parts)]
 
 
-_CLASS = re.compile(
-    r"(llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle3?|dflash2?|dspark|jetspec"
-    r"|speculator|draft|model|head)+"
+_CLASS = (
+    r"llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle3?|dflash2?|dspark|jetspec"
+    r"|speculator|draft|model|head"
 )
-"""Classes of drafts with the layers of a Llama or Qwen3."""
+"""Parts of the names of classes with the layers of a Llama or Qwen3."""
+_LATENT_CLASS = r"|deepseekv[23]|kimik2"
+"""Those of classes with latent attention."""
 _OTHERS = {
     "eagle4": "EAGLE-4, with an LM head of low rank",
-    "deepseek": "layers with latent attention",
+    "deepseek": "latent attention, which only EAGLE-3 heads with its tensors have",
     "domino": "Domino, with a recurrent state",
     "gemma": "layers of Gemma",
     "llama4": "layers of Llama 4",
@@ -156,18 +158,23 @@ _OTHERS = {
 """Parts of the names of other classes -> what these are."""
 
 
-def check_class(config: Fields) -> None:
-    """Check that a class, or otherwise a model_type, has layers of a Llama or Qwen3 and a supported method."""
+def check_class(config: Fields, latent: bool = False) -> None:
+    """Check that a class, or otherwise a model_type, has layers of a Llama or Qwen3 and a supported method.
+
+    latent: whether the layers have latent attention, as in DeepSeek.
+    """
+    parts = re.compile(f"({_CLASS}{_LATENT_CLASS if latent else ''})+")
     key, names = "architectures", config.read_texts("architectures", ())
     if not names and (kind := config.read_text("model_type", None)):
         key, names = "model_type", (kind,)
     for name in names:
-        if not _CLASS.fullmatch(name.lower().replace("_", "")):
+        if not parts.fullmatch(name.lower().replace("_", "")):
             known = next((f" ({what})" for part, what in _OTHERS.items() if part in name.lower()), "")
             raise CheckpointError(
                 f"{config.where}: {key}={name}{known} is not supported in a draft: must be a class of EAGLE, "
                 "EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark or JetSpec with layers of Llama or Qwen, such as "
-                "LlamaForCausalLMEagle3, Eagle3Speculator, DFlashDraftModel or Qwen3DSparkModel"
+                "LlamaForCausalLMEagle3, Eagle3Speculator, Eagle3DeepseekV2ForCausalLM, DFlashDraftModel or "
+                "Qwen3DSparkModel"
             )
 
 

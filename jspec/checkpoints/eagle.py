@@ -4,7 +4,8 @@
 config.json of a Llama with a few more keys, and the first layer of an EAGLE-3 head under `midlayer`. "speculators"
 (github.com/vllm-project/speculators), which vLLM reads, is for EAGLE-3 only and has the configuration of the layer
 under `transformer_layer_config`, and the layer under `layers.0`. A P-EAGLE head has a mask token and the tensor
-`mask_hidden` in addition, in both layouts.
+`mask_hidden` in addition, in both layouts. A head with latent attention has the first layout, with DeepSeek's keys and
+tensors in its layers.
 
 Optional weights are read if they exist. An unused tensor is an error: without it, the head would silently draft other
 tokens than in training.
@@ -19,6 +20,8 @@ import numpy as np
 
 from jspec.checkpoints import draft as common
 from jspec.checkpoints import speculators, vocabulary
+from jspec.checkpoints.config import read_eps
+from jspec.checkpoints.deepseek import describe_latent, parse_latent
 from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
@@ -28,6 +31,10 @@ from jspec.checkpoints.tensors import Tensors
 from jspec.models import weights
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
+from jspec.models.latent_head import LatentHead
+from jspec.models.latent_weights import Latent
+from jspec.models.rope import YarnRope
+from jspec.models.stack import LayerParams
 
 LAYOUTS = ("safeailab", "speculators")
 
@@ -59,6 +66,13 @@ _WITH_MASKS = dataclasses.replace(
     options={**SPELLINGS.options, "parallel_drafting": (True,), "speculators_model_type": ("peagle",)},
 )
 """Those of heads with masks, which have a tensor `mask_hidden`."""
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
+_LATENT_OPTIONS = {
+    "eagle_decoder_type": ("llama", "kimik2"),
+    "use_mla": (True,),
+    "mla_use_nope": (False,),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved"), (True,)),
+}
 _OF_EAGLE3 = (
     *("fc_norm", "norm_before_residual", "norm_before_fc", "norm_output", "num_aux_hidden_states"),
     *("target_layer_ids", "aux_hidden_state_layer_ids"),
@@ -76,6 +90,14 @@ def read_fields(config: Fields, names: set[str]) -> Fields:
     names: of its tensors.
     """
     spellings = _WITH_MASKS if "mask_hidden" in names else SPELLINGS
+    # DeepSeek's keys, beside those of all heads.
+    if is_latent(names):
+        spellings = dataclasses.replace(
+            spellings,
+            owner=f"{spellings.owner} with latent attention",
+            fields={**spellings.fields, **dict.fromkeys(_LATENT_FIELDS, ())},
+            options={**spellings.options, **_LATENT_OPTIONS},
+        )
     if config.read_text("model_type", None) == "eagle" and config.has("model"):
         spellings = dataclasses.replace(spellings, sections=(*spellings.sections, "model"))
     return read_layer_config(config, spellings.read(config), ("llama", "qwen2", "qwen3"))
@@ -85,7 +107,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     """Parse the config.json of a head of either layout."""
     # Options of other forwards.
     config, names = source.config, source.files.names()
-    common.check_class(config)
+    common.check_class(config, is_latent(names))
     eagle3, masks = is_eagle3(config, names), "mask_hidden" in names
     stated = [
         *common.find_architectures(config, ["peagle"]),
@@ -99,9 +121,15 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     _refuse(config, fields, eagle3)
     fields = _with_depth(fields, names) if eagle3 else fields
     # The configuration.
+    kind, latent = EagleHead, {}
+    # DeepSeek has no dimensions of whole heads, and some files state those of the target's.
+    if is_latent(names):
+        kind, latent = LatentHead, {"latent": _read_latent(fields, eagle3)}
+        fields = fields.replaced(head_dim=latent["latent"].rope_dim)
     layers = common.read_layers(fields, target, eagle3 and "lm_head.weight" in names)
     windows = common.read_windows(fields)
-    head = EagleHead(
+    head = kind(
+        **latent,
         **layers,
         version=3 if eagle3 else 1,
         capture_layers=_read_captured(fields, target) if eagle3 else (target.num_layers + 1,),
@@ -110,6 +138,8 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         norm_output=fields.read_flag("norm_output", False),
         mask_token=common.read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
     )
+    if isinstance(head, LatentHead):
+        _check_latent(fields, head)
     # Shapes shared with the target.
     if not eagle3 and head.hidden_size != target.hidden_size:
         raise fields.wrong("hidden_size", head.hidden_size, f"must be the target's, {target.hidden_size}")
@@ -120,6 +150,36 @@ def is_eagle3(config: Fields, names: set[str]) -> bool:
     """Whether it is an EAGLE-3 head, with a norm of the feature, rather than one of EAGLE-1 or EAGLE-2."""
     stated = is_speculators(config) or config.has("eagle_config") or bool(common.find_architectures(config, ["eagle3"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
+
+
+def is_latent(names: set[str]) -> bool:
+    """Whether the layers have latent attention."""
+    return any(part in name for part in (".kv_a_proj_with_mqa.", ".kv_b_proj.") for name in names)
+
+
+def _read_latent(fields: Fields, eagle3: bool) -> Latent:
+    """Read the sizes of latent attention; all its norms have one epsilon in SGLang and vLLM."""
+    if not eagle3:
+        refuse(fields.where, ["the tensor kv_b_proj of latent attention"], "an EAGLE-1 head")
+    latent = dataclasses.replace(parse_latent(fields), eps=read_eps(fields))
+    width = latent.nope_dim + latent.rope_dim
+    if fields.read_int("qk_head_dim", width) != width:
+        raise fields.wrong("qk_head_dim", fields.read_int("qk_head_dim"), f"must be {width}, rotated or not")
+    return latent
+
+
+def _check_latent(fields: Fields, head: LatentHead) -> None:
+    """Raises CheckpointError if the layers would need another attention than DeepSeek's."""
+    if head.num_kv_heads != head.num_heads:
+        problem = f"must be num_attention_heads={head.num_heads} with latent attention"
+        raise fields.wrong("num_key_value_heads", head.num_kv_heads, problem)
+    if any(head.windows):
+        raise fields.wrong("sliding_window", next(filter(None, head.windows)), "latent attention has no windows")
+    if fields.read_flag("is_neox_style", False):
+        raise fields.wrong("is_neox_style", True, "must be false with latent attention")
+    # vLLM takes any scaling for YaRN, and SGLang no other.
+    if not isinstance(head.rope.scaling, YarnRope | None):
+        raise fields.wrong("rope_scaling", fields.value("rope_scaling"), "must be yarn or none with latent attention")
 
 
 def _refuse(config: Fields, fields: Fields, eagle3: bool) -> None:
@@ -169,8 +229,10 @@ def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
 def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str | None) -> dict[str, Any]:
     """Describe a head in a layout."""
     _check_layout(layout, config, params)
-    first = params.layers[0]
-    layers = common.describe_layers(config, "llama", first.o_bias is not None)
+    first, latent = params.layers[0], config.latent if isinstance(config, LatentHead) else None
+    layers = common.describe_layers(
+        config, "deepseek_v3" if latent else "llama", not latent and first.o_bias is not None
+    )
     # Options of EAGLE-3, at the top level in both layouts.
     norms: dict[str, Any] = {
         "norm_before_residual": config.norm_before_residual,
@@ -187,7 +249,8 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
             norms["mask_token_id"] = config.mask_token
         raw = speculators.describe(config, name, kind, tokens, verifier, layers)
         return {**raw, **norms, "eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
-    layers |= {"bias": params.fc_bias is not None, "qkv_bias": first.qkv_bias is not None}
+    layers |= {"bias": params.fc_bias is not None}
+    layers |= describe_latent(latent) if latent else {"qkv_bias": first.qkv_bias is not None}
     if config.version == 1:
         return {**layers, "architectures": ["LlamaForCausalLM"]}
     outputs = [layer - 1 for layer in config.capture_layers] if params.fc is not None else []
@@ -195,7 +258,7 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
         **layers,
         **norms,
         **({"ptd_token_id": config.mask_token, "parallel_drafting": True} if config.at_once else {}),
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["Eagle3DeepseekV2ForCausalLM" if latent else "LlamaForCausalLMEagle3"],
         "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": params.fc is not None},
@@ -211,6 +274,11 @@ def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
             "an EAGLE-1 checkpoint cannot hold a reduced vocabulary: save the full head and the list of ids instead"
         )
     # Combinations without a key in the layout.
+    if isinstance(config, LatentHead):
+        if layout != "safeailab":
+            raise ValueError(f"layout={layout!r}: must be 'safeailab' for a head with latent attention")
+        if config.latent.eps != config.rms_norm_eps:
+            raise ValueError(f"latent.eps={config.latent.eps}: must be rms_norm_eps={config.rms_norm_eps}")
     if params.mask_embed is not None:
         raise ValueError(f"layout={layout!r} cannot hold mask_embed")
     if params.input_norm is not None and params.fc_norms is not None:
@@ -342,11 +410,12 @@ def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterat
     optional = {"fc.bias": params.fc_bias, "input_norm.weight": params.input_norm, first: first}
     for index, layer in enumerate(params.layers):
         prefix = f"layers.{index}." if index else first
-        optional |= {
-            prefix + "self_attn.q_norm.weight": layer.q_norm,
-            prefix + "self_attn.q_proj.bias": layer.qkv_bias,
-            prefix + "self_attn.o_proj.bias": layer.o_bias,
-        }
+        if isinstance(layer, LayerParams):
+            optional |= {
+                prefix + "self_attn.q_norm.weight": layer.q_norm,
+                prefix + "self_attn.q_proj.bias": layer.qkv_bias,
+                prefix + "self_attn.o_proj.bias": layer.o_bias,
+            }
         if midlayer and index:
             # SGLang reads this one, as it has one class for all layers.
             yield prefix + "hidden_norm.weight", layer.attention_norm

@@ -67,6 +67,7 @@ _HARMLESS = re.compile(
     r"|parallel_draft_heads_num_layers|modal_type|class_num|dense_list|pool_type|cla_share_factor"
     # Copied from the target: experts, recurrent layers and MTP heads have tensors of their own.
     r"|num_(local_|routed_|shared_)?experts.*|n_(routed|shared)_experts|experts_per_token|(shared_expert|moe)_.*"
+    r"|n_group|topk_(group|method)|routed_scaling_factor|scoring_func|seq_aux|ep_size"
     r"|norm_topk_prob|decoder_sparse_step|mlp_only_layers|router_.*|first_k_dense_replace|mamba_.*"
     r"|linear_(attn_config|(conv|key|num|value)_.*)|(use_)?qk_(layer)?norm|mtp_(num_hidden_layers|use_dedicated_.*)"
     r"|num_nextn_predict_layers|full_attention_interval|attn_output_gate|swiglu_limit"

@@ -21,7 +21,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.struct import struct
 from jspec.core.types import Params, Target
 from jspec.drafters.feature_head import FeatureHead
-from jspec.models import Assistant, BlockHead, EagleHead, MtpHead, MtpHeads
+from jspec.models import Assistant, BlockHead, EagleHead, LatentHead, MtpHead, MtpHeads
 from jspec.models.decoder import Decoder
 from jspec.models.layers import ForwardBatch
 
@@ -167,9 +167,11 @@ def _target_theta(view: View, target: Target) -> View | None:
     return _rope(view, target, theta=getattr(rope, "theta", view.draft.rope.theta))
 
 
-def _other_pairs(view: View, target: Target) -> View:
+def _other_pairs(view: View, target: Target) -> View | None:
     """Queries and keys as if their checkpoint had the other order of rotated pairs."""
     draft, params = view.draft, view.params
+    if isinstance(draft, LatentHead):  # All have pairs of neighbors.
+        return None
     pairs = np.arange(draft.head_dim).reshape(-1, 2).T.reshape(-1)
     order = pairs if draft.neox else np.argsort(pairs)
     rotated = draft.num_heads + draft.num_kv_heads

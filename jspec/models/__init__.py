@@ -9,6 +9,7 @@ from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma3 import Gemma3
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.gpt_oss import GptOss
+from jspec.models.latent_head import LatentHead
 from jspec.models.llama import Llama
 from jspec.models.llama_variant import LlamaVariant
 from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
@@ -28,6 +29,7 @@ __all__ = [
     "Gemma4",
     "Gemma4Params",
     "GptOss",
+    "LatentHead",
     "Llama",
     "LlamaVariant",
     "ModelParams",

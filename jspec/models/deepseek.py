@@ -30,9 +30,6 @@ from jspec.models.mtp_head import MtpParams
 from jspec.models.rope import Rope, YarnRope
 from jspec.models.weights import fused, linear, plain, reordered
 
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of queries and latents; independent of the other norms' epsilon."""
-
 
 @struct
 class IndexerParams:
@@ -87,6 +84,7 @@ class Deepseek(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     intermediate_size: width of the MLP of the first `dense_layers` layers, which have no experts.
+    experts: those of the other layers; None: there are none.
     mtp_layers: MTP heads in `ModelParams.mtp`.
     indexer: the indexer of each layer, in V3.2; None: attention reads all tokens.
     tensor: latents are whole on each device.
@@ -99,7 +97,7 @@ class Deepseek(Decoder):
     num_layers: int
     num_heads: int
     latent: Latent
-    experts: Routed
+    experts: Routed | None
     dense_layers: int
     max_length: int
     rms_norm_eps: float = 1e-6
@@ -140,7 +138,7 @@ class Deepseek(Decoder):
         """The table of the weights; embedding and LM head of MTP heads are the target's."""
         return model_weights(
             self,
-            map(self._layer_weights, range(self.num_layers)),
+            map(self.layer_weights, range(self.num_layers)),
             mtp=tuple(self._mtp_weights(self.num_layers + index) for index in range(self.mtp_layers)),
         )
 
@@ -150,20 +148,26 @@ class Deepseek(Decoder):
             token_norm=plain(prefix + "enorm.weight", width),
             hidden_norm=plain(prefix + "hnorm.weight", width),
             projection=linear(2 * width, {prefix + "eh_proj.weight": width}),
-            layer=self._layer_weights(index),
+            layer=self.layer_weights(index),
             norm=plain(prefix + "shared_head.norm.weight", width),
         )
 
-    def _layer_weights(self, index: int) -> DeepseekLayerParams:
-        """A layer; those after the last are the layers of MTP heads."""
+    def layer_weights(
+        self, index: int, prefix: str | None = None, input_width: int | None = None
+    ) -> DeepseekLayerParams:
+        """The table of a layer; those after the last are the layers of MTP heads.
+
+        prefix: of the names of its tensors; None: that of a language model.
+        input_width: width of the attention's input; None: the model's.
+        """
         # Names and shapes.
-        prefix, width, latent = f"model.layers.{index}.", self.hidden_size, self.latent
+        prefix, width, latent = prefix or f"model.layers.{index}.", self.hidden_size, self.latent
         attention, rank = prefix + "self_attn.", latent.q_rank
         experts = self.layer_experts(index)
         up: Any = UpWeights(attention + "kv_b_proj.weight", self.num_heads, latent)
         return DeepseekLayerParams(
             attention_norm=plain(prefix + "input_layernorm.weight", width),
-            down_projection=self._down_weights(attention),
+            down_projection=self._down_weights(attention, input_width or width),
             query_norm=plain(attention + "q_a_layernorm.weight", rank) if rank else None,
             query=reordered(linear(rank, {attention + "q_b_proj.weight": self._query_width}), self._query_order)
             if rank
@@ -176,9 +180,9 @@ class Deepseek(Decoder):
             indexer=None if self.indexer is None else self._indexer_weights(self.indexer, attention + "indexer."),
         )
 
-    def _down_weights(self, prefix: str) -> Any:
-        """The first step of queries, or their only one, beside the projection to a cache row."""
-        latent, width, two_steps = self.latent, self.hidden_size, self.latent.q_rank is not None
+    def _down_weights(self, prefix: str, width: int) -> Any:
+        """The first step of queries, or their only one, beside the projection to a cache row. width: of the input."""
+        latent, two_steps = self.latent, self.latent.q_rank is not None
 
         def parts(first: Any, rows: Any) -> list[Any]:
             # Each device has the whole row; and the whole first step of queries, unless it is their only one.
@@ -249,8 +253,18 @@ class Deepseek(Decoder):
 
         Rows are followed by the keys of the indexer, if there is one.
         """
+        return self.run_normed(layer, x, self.norm(x, layer.attention_norm), rotation, reading)
+
+    def run_normed(
+        self,
+        layer: DeepseekLayerParams,
+        x: Float[Array, "B N E"],
+        normed: Float[Array, "B N X"],
+        rotation: layers.Rotation,
+        reading: Reading,
+    ) -> tuple[Float[Array, "B M E"], tuple[Float[Array, "B R _"], ...]]:
+        """`run_layer` with another input of the attention, `normed`."""
         # Queries and the row of the cache.
-        normed = self.norm(x, layer.attention_norm)
         q, row, middle = self._project(layer, normed, rotation)
         # Rows of this round; with an indexer its keys, and what they are compared with.
         options = {}
@@ -277,13 +291,13 @@ class Deepseek(Decoder):
         # The second step of queries.
         if layer.query is not None:
             assert layer.query_norm is not None
-            middle = self.ops.rms_norm(q, layer.query_norm, LATENT_EPS)
+            middle = self.ops.rms_norm(q, layer.query_norm, sizes.eps)
             q = self.ops.linear(middle, layer.query)
         # Rotate, and normalize the latent.
         q = q.reshape(*q.shape[:2], self.num_heads // self.tensor, -1)
         q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], rotation)[:, :, 0]
-        latent = self.ops.rms_norm(latent, layer.latent_norm, LATENT_EPS)
+        latent = self.ops.rms_norm(latent, layer.latent_norm, sizes.eps)
         return q, jnp.concatenate([latent, shared], axis=-1), middle
 
     def _index(self, indexer: IndexerParams, normed, middle, rotation) -> tuple[IndexQuery, Float[Array, "B N I"]]:
@@ -297,6 +311,7 @@ class Deepseek(Decoder):
 
         # Queries, key and weights of the heads.
         heads = layers.linear(middle, indexer.query).reshape(*normed.shape[:2], -1, self.indexer.size)
-        key = layers.layer_norm(layers.linear(normed, indexer.key), indexer.key_norm, indexer.key_norm_bias, LATENT_EPS)
+        key, eps = layers.linear(normed, indexer.key), self.latent.eps
+        key = layers.layer_norm(key, indexer.key_norm, indexer.key_norm_bias, eps)
         weights = layers.linear(normed.astype(jnp.float32), indexer.weights) * self.indexer.heads**-0.5
         return IndexQuery(rotated(heads), weights), rotated(key[:, :, None])[:, :, 0]

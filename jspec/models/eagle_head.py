@@ -21,7 +21,7 @@ from jspec.core.types import Params, Target
 from jspec.models import layers, weights
 from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import tree_bytes
-from jspec.models.stack import DraftShape, LayerParams, decoder_layer
+from jspec.models.stack import DraftShape, decoder_layer
 from jspec.models.weights import fused, linear, plain
 
 
@@ -41,7 +41,8 @@ class EagleParams:
     """One norm for all captured layers together (SpecForge's `norm_before_fc`)."""
     hidden_norm: Float[Array, " E"] | None
     """EAGLE-3: norm of the feature, read by the attention next to the embedding; None in EAGLE-1."""
-    layers: tuple[LayerParams, ...]
+    layers: tuple[PyTree, ...]
+    """`LayerParams`, or those of latent attention."""
     norm: Float[Array, " E"] | None
     """Norm before the LM head; None in EAGLE-1."""
     lm_head: Float[Array, "E Vd"] | None = leaf(split=-1, if_even=True, linear=True)
@@ -139,7 +140,7 @@ class EagleHead(DraftShape):
             mask_hidden=_flat("mask_hidden", (1, 1, captured)) if self.at_once else None,
         )
 
-    def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> LayerParams:
+    def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> PyTree:
         """A layer. In checkpoints for SGLang the later ones have the norm of the first one's feature."""
         width, joined = self.hidden_size, self.version == 3 and index == 0
         # SGLang calls the norm of later layers hidden_norm.
@@ -223,9 +224,20 @@ class EagleHead(DraftShape):
             if reading.layer:
                 assert layer.attention_norm is not None
                 normed = self.norm(x, layer.attention_norm)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, reading.bound(scale=self.head_dim**-0.5))
+            x, pair = self.run_layer(layer, x, normed, rotation, reading)
             rows.append(pair)
         return batch.take(x), tuple(rows)
+
+    def run_layer(
+        self,
+        layer: PyTree,
+        x: Float[Array, "B N E"],
+        normed: Float[Array, "B N X"],
+        rotation: layers.Rotation,
+        reading: layers.Reading,
+    ) -> tuple[Float[Array, "B M E"], tuple[Array, ...]]:
+        """The residual stream `x` after a layer whose attention reads `normed`, and the rows of the layer."""
+        return decoder_layer(self, layer, x, normed, rotation, reading.bound(scale=self.head_dim**-0.5))
 
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
         """The residual stream before the first layer, and the input of its attention."""

@@ -21,6 +21,7 @@ class Latent:
     kv_rank: width of the latent.
     nope_dim, rope_dim: dimensions of each head's keys that do not rotate, and that do.
     value_dim: dimensions of each head's values.
+    eps: epsilon of the norms of queries and latents; in the models independent of the other norms'.
     """
 
     q_rank: int | None
@@ -28,6 +29,7 @@ class Latent:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    eps: float = 1e-6
 
     @property
     def width(self) -> int:

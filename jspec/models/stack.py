@@ -12,7 +12,7 @@ from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.narrow import divided, multiplied, stored_dtype
 from jspec.core.sharding import check_split, gather_last, held_heads
 from jspec.core.struct import leaf, struct
-from jspec.core.types import Params, Target
+from jspec.core.types import Cache, Params, Target
 from jspec.models import layers
 from jspec.models.draft import Draft
 from jspec.models.expert_weights import layer_mlp_weights
@@ -201,7 +201,7 @@ class DraftShape(LayerShape, Draft):
         """For each layer, the positions a row sees, its own included; None: all."""
         return self.windows or (None,) * self.num_layers
 
-    def layer_weights(self, prefix: str, **options: Any) -> LayerParams:
+    def layer_weights(self, prefix: str, **options: Any) -> PyTree:
         """The table of a layer, see `stack.layer_weights`."""
         layer = layer_weights(self, prefix, **options)
         order = Rope().order(self.head_dim, interleaved=True)
@@ -216,7 +216,7 @@ class DraftShape(LayerShape, Draft):
         """Bytes of the LM head, which may be the target's."""
         return tree_bytes(lm_head(params.target) if params.draft.lm_head is None else params.draft.lm_head)
 
-    def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
+    def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         return empty_cache(self, batch, capacity, page_size, params.layers[0].mlp_norm.dtype, self.windows)
 

@@ -49,7 +49,9 @@ fuse = jax.jit(lambda config, params, hidden: config.fuse(params, hidden), stati
 commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
 
 
-@pytest.mark.slow(unless=("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow", "p-eagle"))
+@pytest.mark.slow(
+    unless=("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow", "p-eagle", "latent yarn")
+)
 @pytest.mark.parametrize("name", HEADS)
 def test_forward_equals_the_oracle(head, name):
     directory = head(**HEADS[name])
@@ -87,6 +89,7 @@ def test_forward_equals_the_oracle(head, name):
 def test_round_trip_in_each_layout(head, tmp_path, name):
     loaded = load(head(**HEADS[name]))
     unsuited = {"eagle1": "must be 'safeailab' for an EAGLE-1 head", "eagle3 own": "fc_bias"}
+    unsuited |= {"latent": "must be 'safeailab' for a head with latent attention"}
     for layout in eagle.LAYOUTS:
         out, write_head = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
         refused = [message for start, message in unsuited.items() if name.startswith(start)]

@@ -140,6 +140,25 @@ REFUSED = [
         "3 unused tensor.*: candidate_selector",
     ),
     ("eagle3", top(selector_rank=4), "selector_rank=4"),
+    *(
+        ("eagle3 latent", change, f"{words}")
+        for change, words in (
+            (top(mla_use_nope=True), r"mla_use_nope=True \(must be False\)"),
+            (top(use_mla=False), r"use_mla=False \(must be True\)"),
+            (top(rope_interleave=False), r"rope_interleave=False \(must be True\)"),
+            (top(is_neox_style=True), "is_neox_style=True: must be false with latent attention"),
+            (top(qk_head_dim=12), "qk_head_dim=12: must be 10"),
+            (top(num_key_value_heads=2), "num_key_value_heads=2: must be num_attention_heads=4"),
+            (top(use_sliding_window=True, max_window_layers=0, sliding_window=5), "sliding_window=5: latent attention"),
+            (top(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling=.*must be yarn or none"),
+            (top(index_topk=8), "index_topk=8"),
+            (top(kv_lora_rank=None), "'kv_lora_rank' is missing"),
+            (top(qk_rope_head_dim=3), "qk_rope_head_dim=3: must be even"),
+            (top(q_lora_rank=None), "'midlayer.self_attn.q_proj.weight' is missing"),
+            (speculators("eagle3"), "model_type='kimi_k2' is not supported"),
+            (top(architectures=["DeepseekDFlashDraftModel"]), "DeepseekDFlashDraftModel"),
+        )
+    ),
     (
         "dspark",
         inside("dflash_config", projector_type="dspark", shift_label=False),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import deepseek
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +12,17 @@ import toy
 from batches import read_by
 from planted import weights_of
 
+import jspec
 from jspec.core import accept, tree
 from jspec.core.method import Method
 from jspec.core.round import step
+from jspec.core.types import Params
 from jspec.drafters import Eagle, Standalone, readings
+from jspec.loading.model import Model
 from pallas_kernels import norm
 
 ROUNDS = (0, 1, 4)
+HEAD = dataclasses.replace(toy.LATENT_HEAD, num_layers=1)
 
 
 @functools.cache
@@ -111,6 +116,26 @@ def test_drafts_with_masks_work_with_the_state_of_deeper_ones(kind, model, other
     assert shallow.shares(deep) and not deep.shares(shallow)
     shallow, deep = (kind(depth=depth).bind(toy.TARGET, other) for depth in (2, 4))
     assert shallow.shares(deep) and deep.shares(shallow)
+
+
+@pytest.mark.slow(unless="shape1")
+@pytest.mark.parametrize("shape", (dict(depth=3), dict(depth=3, width=3, num_nodes=12)))
+def test_a_head_and_a_target_with_latents(shape):
+    """Both caches are of latents: tokens are those of plain decoding, in fewer rounds."""
+    target, weights = deepseek.MLA, deepseek.params("mla")
+    ids = toy.IDS.tolist()
+    plain = Model("latents", target, Params(weights, None), None, ())
+    sampled = jspec.Sampling(temperature=0.5)
+    for sampling in (None, sampled):
+        expected = jspec.generate(plain, ids, max_new_tokens=24, sampling=sampling, drafter=None, ignore_eos=True)
+        texts = np.concatenate([toy.IDS, expected.tokens], axis=1)
+        model = dataclasses.replace(plain, params=toy.fit_head(target, HEAD, weights, texts), draft=HEAD)
+        options = dict(drafter=Eagle(**shape), max_new_tokens=24, sampling=sampling, ignore_eos=True)
+        out = jspec.generate(model, ids, **options)
+        assert out.tokens == expected.tokens
+        assert out.stats.accept_length > 1.5
+    out = jspec.generate(model, ids, accept="rejection", **options)
+    assert out.stats.accept_length > 1.1
 
 
 @pytest.mark.parametrize("name", ("eagle_masks", "standalone_masks"))

@@ -18,6 +18,7 @@ from jspec.core.types import Committed
 BLOCKS = [(depth, width) for depth in range(1, 8) for width in (1, 3)]
 SHAPES = [
     *((name, *shape) for name in ("eagle_masks", "standalone_masks") for shape in ((1, 1, 2), (5, 1, 6), (4, 3, 12))),
+    *(("eagle_latents", *shape) for shape in ((4, 1, 5), (4, 3, 12))),
     *(("eagle", *shape) for shape in ((4, 1, 5), (3, 3, 12), (1, 1, 2), (1, 4, 5), (4, 2, 15), (4, 4, 20))),
     *(
         (name, depth, width, depth + 1 if width == 1 else min(2 * depth + 3, 1 + width + (depth - 1) * width**2))
@@ -37,7 +38,15 @@ def after_four_rounds(name, shape):
 
 @pytest.mark.slow(
     unless=(
-        *("eagle-3-3-12", "eagle_masks-4-3-12", "standalone_masks-5-1-6", "long-7-3", "block-5-1", "fill_in-2-3"),
+        *(
+            "eagle-3-3-12",
+            "eagle_masks-4-3-12",
+            "eagle_latents-4-3-12",
+            "standalone_masks-5-1-6",
+            "long-7-3",
+            "block-5-1",
+            "fill_in-2-3",
+        ),
         "dflash2-4-3",
     )
 )
@@ -54,7 +63,7 @@ def test_proposals_are_those_of_a_forward_that_sees_each_path_alone(name, depth,
 
 
 @pytest.mark.slow(unless=("eagle", "eagle_masks", "dflash2"))
-@pytest.mark.parametrize("name", ("eagle", "eagle_masks", "standalone_masks", "block", "dflash2"))
+@pytest.mark.parametrize("name", ("eagle", "eagle_latents", "eagle_masks", "standalone_masks", "block", "dflash2"))
 def test_sampled_drafts_report_the_distribution_after_their_own_path(name):
     """In numbers, where a wrong feature, state or position may leave the best tokens as they are."""
     kind, model, weights_of, by_hand = DRAFTS[name]
@@ -71,7 +80,7 @@ def test_sampled_drafts_report_the_distribution_after_their_own_path(name):
             np.testing.assert_allclose(draft_tree.probs[b, node], np.exp(dist(path)), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ("eagle", "eagle_tree", "eagle_masks", "block", "block_tree"))
+@pytest.mark.parametrize("name", ("eagle", "eagle_tree", "eagle_latents_tree", "eagle_masks", "block", "block_tree"))
 def test_rows_after_the_accepted_ones_have_no_influence(name):
     drafter = toy.bound_drafters()[name]
     weights, rng, columns = weights_of(drafter), np.random.default_rng(0), drafter.depth + 1

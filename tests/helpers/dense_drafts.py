@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import block_oracle
+import eagle_oracle
 import jax
 import masked
 import numpy as np
@@ -21,7 +22,7 @@ from jspec.checkpoints import drafts
 from jspec.core import tree
 from jspec.core.types import Params
 from jspec.drafters import Block, Eagle, Standalone
-from jspec.models import BlockHead
+from jspec.models import BlockHead, Draft
 
 HEAD = dataclasses.replace(toy.HEAD, num_layers=2)
 """Rows of its second layer depend on what its first layer sees."""
@@ -102,6 +103,26 @@ def eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...
     return lambda path: over_vocabulary(run(path)[0][-1], own.ids)
 
 
+def latent_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    raw, tensors = stored_head()
+    embed, known = np.array(toy.params().target.embed), eagle_oracle.fuse(raw, tensors, captured(tuple(tokens))[:-1])
+
+    @functools.cache
+    def run(path):
+        """As in `eagle_by_hand`."""
+        feature = known if not path else np.concatenate([known, run(path[:-1])[1][-len(path) :]])
+        logits, after = eagle_oracle.forward(raw, tensors, embed, embed, np.array([*tokens[1:], *path]), feature)
+        return logits, after[len(known) - 1 :]
+
+    return lambda path: over_vocabulary(run(path)[0][-1], toy.head_params(toy.LATENT_HEAD).draft.ids)
+
+
+@functools.cache
+def stored_head() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json and tensors of the head with latent attention."""
+    return written(toy.LATENT_HEAD, toy.head_params(toy.LATENT_HEAD).draft, "safeailab")
+
+
 def masked_standalone_by_hand(drafter: Standalone, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
     """One forward over the text and the masks after it."""
     text = [*tokens, *[toy.MASKED.mask_token] * (drafter.depth - 1)]
@@ -124,8 +145,13 @@ def masked_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[i
 @functools.cache
 def stored(config: BlockHead) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """config.json and tensors of a block draft's weights."""
+    return written(config, block_params(config).draft, "speculators")
+
+
+def written(config: Draft, params: Any, layout: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json and tensors of a draft."""
     with tempfile.TemporaryDirectory() as directory:
-        drafts.save(Path(directory), config, block_params(config).draft, layout="speculators", dtype="float32")
+        drafts.save(Path(directory), config, params, layout=layout, dtype="float32")
         raw = json.loads((Path(directory) / "config.json").read_text())
         return raw, load_file(Path(directory) / "model.safetensors")
 
@@ -155,6 +181,12 @@ DRAFTS = {
     "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
     "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
     "block": (Block, toy.BLOCK, functools.partial(block_params, toy.BLOCK), block_by_hand),
+    "eagle_latents": (
+        Eagle,
+        toy.LATENT_HEAD,
+        functools.partial(toy.head_params, toy.LATENT_HEAD),
+        latent_eagle_by_hand,
+    ),
     "eagle_masks": (Eagle, toy.MASKED_HEAD, functools.partial(masked.params, toy.MASKED_HEAD), masked_eagle_by_hand),
     "standalone_masks": (
         Standalone,

@@ -26,6 +26,8 @@ TARGET = Llama(
     max_length=512,
 )
 _MASK = np.random.default_rng(3).standard_normal((1, 48)).astype(np.float32)
+LATENT = dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5}
 HEADS = {
     "eagle1": dict(layout="eagle1"),
     "eagle1 biases": dict(layout="eagle1", fc_bias=True, qkv_bias=True, embed=True, bias=False),
@@ -39,6 +41,12 @@ HEADS = {
     "eagle3 aux_norm": dict(fc_norm="aux_norm", use_aux_norm=True, o_bias=True, qkv_bias=True),
     "eagle3 norm_before_fc": dict(norm_before_fc=True, norm_before_residual=True),
     "eagle3 two layers": dict(num_layers=2, later_norm="hidden_norm", qk_norm=True),
+    "latent": dict(latent=LATENT),
+    "latent two layers": dict(latent=LATENT, num_layers=2, fc_norm="fc_norm", norm_output=True),
+    "latent yarn": dict(
+        **dict(latent={**LATENT, "q_lora_rank": None}, rope_scaling=_YARN, rope_theta=100.0, draft_vocab=None),
+        rms_norm_eps=0.05,
+    ),
     "p-eagle": dict(
         **{"num_layers": 2, "embed": True, "ptd_token_id": 5, "parallel_drafting": True, "fc_norm": "fc_norm"},
         tensors={"mask_hidden": _MASK},
@@ -73,8 +81,8 @@ def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:
 def make_head(
     directory: Path, change: Callable[[dict], dict] | None = None, *, tensors: dict | None = None, drop=(), **options
 ) -> Path:
-    """Writes a `random_head`. change: edits config.json; tensors, drop: tensors that are added and removed."""
-    return write_edited(directory, random_head(**options), change, tensors, drop)
+    """Writes `any_head`. change: edits config.json; tensors, drop: tensors that are added and removed."""
+    return write_edited(directory, any_head(**options), change, tensors, drop)
 
 
 def write_edited(
@@ -112,6 +120,21 @@ def write_layer(weight, prefix: str, width: int, reads: int | None = None, *, no
     for name, shape in (("gate", (MLP, width)), ("up", (MLP, width)), ("down", (width, MLP))):
         weight(f"{prefix}mlp.{name}_proj.weight", *shape)
     weight(prefix + "post_attention_layernorm.weight", width)
+
+
+def latent_shapes(reads: int, width: int, latent: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of latent attention of these sizes. reads: its inputs."""
+    rank, rows, flat, turning, value = (latent[key] for key in LATENT)
+    queries = HEADS_OF_LAYER * (flat + turning)
+    first = {"q_a_proj": (rank, reads), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
+    shapes = {
+        **(first if rank else {"q_proj": (queries, reads)}),
+        "kv_a_proj_with_mqa": (rows + turning, reads),
+        "kv_a_layernorm": (rows,),
+        "kv_b_proj": (HEADS_OF_LAYER * (flat + value), rows),
+        "o_proj": (width, HEADS_OF_LAYER * value),
+    }
+    return {name + ".weight": shape for name, shape in shapes.items()}
 
 
 def config_of_layers(width: int, num_layers: int) -> dict:
@@ -200,3 +223,19 @@ def random_head(
     layer["model_type"] = "qwen3" if qk_norm else "llama"
     raw = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_residual": False}
     return {**raw, "transformer_layer_config": layer, **flags, **top}, t
+
+
+def any_head(layout: str = "eagle3", *, latent: dict | None = None, **options) -> tuple[dict, dict[str, np.ndarray]]:
+    """As `random_head`. latent: the sizes of latent attention, by their keys in config.json."""
+    raw, t = random_head(layout, **options)
+    if latent is None:
+        return raw, t
+    random = np.random.default_rng(1)
+    for output in [name for name in t if name.endswith(".self_attn.o_proj.weight")]:
+        prefix = output.removesuffix("o_proj.weight")
+        width, reads = t[output].shape[0], t[prefix + "q_proj.weight"].shape[1]
+        t = {name: x for name, x in t.items() if not name.startswith(prefix)}
+        shapes = latent_shapes(reads, width, latent)
+        t |= {prefix + name: random_weight(random, name, *shape) for name, shape in shapes.items()}
+    changes = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "head_dim": None}
+    return {**raw, **latent, **changes, "num_key_value_heads": HEADS_OF_LAYER}, t

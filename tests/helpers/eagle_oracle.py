@@ -60,6 +60,8 @@ def forward(raw: dict, t: Tensors, embed: np.ndarray, head: np.ndarray, tokens: 
 
 def attention(config: dict, t: Tensors, prefix: str, read: np.ndarray) -> np.ndarray:
     """Causal attention, one query at a time."""
+    if prefix + "kv_b_proj.weight" in t:
+        return latent_attention(config, t, prefix, read)
     heads, dim = config["num_attention_heads"], config["head_dim"]
     q, k, v = (linear(read, t, f"{prefix}{name}_proj").reshape(len(read), -1, dim) for name in "qkv")
     if prefix + "q_norm.weight" in t:
@@ -73,6 +75,52 @@ def attention(config: dict, t: Tensors, prefix: str, read: np.ndarray) -> np.nda
             score = np.exp(k[: position + 1, kv] @ q[position, h] / dim**0.5)
             out[position, h] = score / score.sum() @ v[: position + 1, kv]
     return linear(out.reshape(len(read), -1), t, prefix + "o_proj")
+
+
+def latent_attention(config: dict, t: Tensors, prefix: str, read: np.ndarray) -> np.ndarray:
+    """Attention as in DeepSeek-V2, section 2.1, with keys and values of each head, one query at a time."""
+    heads, eps, count = config["num_attention_heads"], config["rms_norm_eps"], len(read)
+    rank, flat, value = config["kv_lora_rank"], config["qk_nope_head_dim"], config["v_head_dim"]
+    if prefix + "q_proj.weight" in t:
+        q = linear(read, t, prefix + "q_proj")
+    else:
+        q = norm(linear(read, t, prefix + "q_a_proj"), t[prefix + "q_a_layernorm.weight"], eps)
+        q = linear(q, t, prefix + "q_b_proj")
+    q = q.reshape(count, heads, -1)
+    row = linear(read, t, prefix + "kv_a_proj_with_mqa")
+    latent = norm(row[:, :rank], t[prefix + "kv_a_layernorm.weight"], eps)
+    k, v = np.split(linear(latent, t, prefix + "kv_b_proj").reshape(count, heads, -1), [flat], axis=-1)
+    turned = rotate_pairs(config, np.concatenate([q[..., flat:], row[:, None, rank:]], axis=1))
+    out = np.zeros((count, heads, value))
+    for position in range(count):
+        for h in range(heads):
+            score = k[: position + 1, h] @ q[position, h, :flat] + turned[: position + 1, -1] @ turned[position, h]
+            score = np.exp(score * sharpness(config) / q.shape[-1] ** 0.5)
+            out[position, h] = score / score.sum() @ v[: position + 1, h]
+    return linear(out.reshape(count, -1), t, prefix + "o_proj")
+
+
+def sharpness(config: dict) -> float:
+    """DeepSeek's factor on scores with YaRN."""
+    yarn = config.get("rope_scaling") or {}
+    return (0.1 * yarn.get("mscale_all_dim", 0) * np.log(yarn.get("factor", 1)) + 1) ** 2
+
+
+def rotate_pairs(config: dict, x: np.ndarray) -> np.ndarray:
+    """Rotary positions: elements 2 i and 2 i + 1 of a head are a complex number. With YaRN, slow ones turn less."""
+    half, theta, yarn = x.shape[-1] // 2, config.get("rope_theta", 1e4), config.get("rope_scaling")
+    speed, magnitude = theta ** (-np.arange(half) / half), 1.0
+    if yarn:
+        length, factor = yarn["original_max_position_embeddings"], yarn["factor"]
+        fast, slow = (half * np.log(length / (2 * np.pi * turns)) / np.log(theta) for turns in (32, 1))
+        fast, slow = max(np.floor(fast), 0), min(np.ceil(slow), 2 * half - 1)
+        share = np.clip((np.arange(half) - fast) / (slow - fast), 0, 1)
+        speed = speed * (1 - share) + speed / factor * share
+        ours, all_dims = (0.1 * yarn[key] * np.log(factor) + 1 for key in ("mscale", "mscale_all_dim"))
+        magnitude = ours / all_dims
+    angle = np.arange(len(x))[:, None, None] * speed
+    turned = magnitude * (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
+    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
 def rotate(x: np.ndarray, theta: float) -> np.ndarray:

@@ -101,7 +101,9 @@ def weights_of(drafter):
         return toy.block_params(drafter.model)
     if getattr(getattr(drafter, "model", None), "at_once", False):
         return masked.params(drafter.model)
-    return toy.head_params() if isinstance(drafter, Eagle | Adaptive) else toy.params()
+    if isinstance(drafter, Eagle):
+        return toy.head_params(drafter.model)
+    return toy.head_params() if isinstance(drafter, Adaptive) else toy.params()
 
 
 def greedy(drafter):

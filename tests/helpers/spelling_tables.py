@@ -176,6 +176,26 @@ SAME = {
             top(original_max_position_embeddings=16),
         ),
     },
+    "eagle3 latent": {
+        "a class of vLLM": top(architectures=["Eagle3DeepseekV3ForCausalLM"], model_type="deepseek_v3"),
+        "a class of SpecForge": top(architectures=["DeepseekV3ForCausalLMEagle3"], model_type="deepseek_v3"),
+        "a class of SGLang": top(architectures=["DeepseekV2ForCausalLMEagle3"], model_type="deepseek_v2"),
+        "no class": top(architectures=None),
+        "layers.0": first_layer("layers.0."),
+        "names of a model": tensors(prefixed),
+        "pairs": top(rope_interleave=True, is_neox_style=False, use_mla=True, mla_use_nope=False),
+        "heads of transformers": top(head_dim=8, qk_head_dim=10),
+        "options of ModelOpt": both(
+            inside("eagle_config", use_mtp_layernorm=False, next_layer_regular=True, eagle_decoder_type="kimik2"),
+            top(
+                **{"aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 8},
+                **{"moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "seq_aux": True},
+                **{"num_experts_per_tok": 8, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.8},
+                **{"scoring_func": "sigmoid", "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True},
+                **{"pretraining_tp": 1, "attention_bias": False, "tf_legacy_loss": False},
+            ),
+        ),
+    },
     "dflash": {
         "names of a model": tensors(prefixed),
         "block_size in the section": move("dflash_config", "block_size"),
@@ -329,6 +349,13 @@ OTHER = {
         "output": top(norm_output=True),
         "window": top(layer_types=["sliding_attention"], sliding_window=3),
         "the last state": both(top(eagle_config={"use_aux_hidden_state": False}), without("fc.weight")),
+    },
+    "eagle3 latent": {
+        "theta": top(rope_theta=100.0),
+        "yarn": top(rope_scaling=YARN),
+        "epsilon": top(rms_norm_eps=0.5),
+        "residual": top(norm_before_residual=True),
+        "output": top(norm_output=True),
     },
     "dflash": {
         "pairs": top(is_neox_style=False),

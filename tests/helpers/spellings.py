@@ -19,7 +19,7 @@ import numpy as np
 import planted
 import toy
 from block_files import CONVOLUTIONS, DFLASH2, SELECTOR, random_draft
-from eagle_files import TARGET, V, random_head
+from eagle_files import LATENT, TARGET, V, any_head, random_head
 from safetensors.numpy import save_file
 
 from jspec.checkpoints import drafts, language_model
@@ -211,7 +211,7 @@ class Base:
 
 def head(**options) -> Callable[[], tuple[dict, Tensors]]:
     ids = {"eagle_aux_hidden_state_layer_ids": IDS, "use_aux_hidden_state": True}
-    return lambda: sharp(*random_head(**{"eagle_config": ids, **options}))  # pyright: ignore[reportArgumentType]
+    return lambda: sharp(*any_head(**{"eagle_config": ids, **options}))  # pyright: ignore[reportArgumentType]
 
 
 def masked(raw: dict, t: Tensors) -> tuple[dict, Tensors]:
@@ -225,7 +225,14 @@ def block(**options) -> Callable[[], tuple[dict, Tensors]]:
 
 def sharp(raw: dict, t: Tensors) -> tuple[dict, Tensors]:
     """Attention that matters: to few positions, with much weight."""
-    factors = {".q_proj.weight": 3.0, ".q_norm.weight": 6.0, ".o_proj.weight": 3.0}
+    factors = {
+        ".q_proj.weight": 3.0,
+        ".q_b_proj.weight": 6.0,
+        ".kv_a_proj_with_mqa.weight": 6.0,
+        ".kv_b_proj.weight": 2.0,
+        ".q_norm.weight": 6.0,
+        ".o_proj.weight": 3.0,
+    }
     return raw, {
         name: next((np.float32(factor) * x for part, factor in factors.items() if part in name), x)
         for name, x in t.items()
@@ -252,6 +259,7 @@ BASES = {
     "eagle3 normed": Base(head(norm_before_fc=True, qkv_bias=True, qk_norm=True), EAGLE),
     "eagle3 fp8": Base(lambda: both(tensors(widened))(*head()()), EAGLE),
     "eagle3 yarn": Base(lambda: top(rope_scaling=YARN)(*head()()), EAGLE),
+    "eagle3 latent": Base(head(latent={**LATENT, "qk_nope_head_dim": 2, "qk_rope_head_dim": 8}), EAGLE),
     "dflash": Base(block(), BLOCK),
     "dflash embedding": Base(block(embed=True), BLOCK),
     "dflash reduced": Base(block(draft_vocab=23, draft_vocab_size=23), BLOCK),

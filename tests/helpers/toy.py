@@ -16,6 +16,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.types import DecodeState, Drafter, Params, Prompts
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.models.assistant import ClusterParams, Clusters
+from jspec.models.latent_weights import Latent
 from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 
@@ -44,35 +45,21 @@ DRAFT = models.Llama(
     tie_embeddings=True,
 )
 
-HEAD = models.EagleHead(
-    version=3,
-    vocab_size=61,
-    draft_vocab_size=48,
-    hidden_size=96,
-    target_hidden_size=32,
-    intermediate_size=64,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=24,
-    max_length=512,
-    capture_layers=(0, 1, 2),
+_SHAPE = dict(
+    **dict(vocab_size=61, draft_vocab_size=48, hidden_size=96, target_hidden_size=32, intermediate_size=64),
+    **dict(num_heads=2, num_kv_heads=1, head_dim=24, max_length=512, capture_layers=(0, 1, 2)),
+)
+HEAD = models.EagleHead(**_SHAPE, version=3, num_layers=1)
+LATENT_HEAD = models.LatentHead(
+    **{**vars(HEAD), "num_layers": 2, "num_kv_heads": 2, "head_dim": 8},
+    latent=Latent(q_rank=20, kv_rank=16, nope_dim=12, rope_dim=8, value_dim=10, eps=HEAD.rms_norm_eps),
 )
 MASKED_HEAD = dataclasses.replace(HEAD, num_layers=2, mask_token=60)
 MASKED = dataclasses.replace(TARGET, hidden_size=96, mask_token=60)
 """Drafts that propose all tokens in one forward; their weights are in `masked`."""
 BLOCK = models.BlockHead(
-    vocab_size=61,
-    draft_vocab_size=48,
-    hidden_size=96,
-    target_hidden_size=32,
-    intermediate_size=64,
+    **_SHAPE,
     num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=24,
-    max_length=512,
-    capture_layers=(0, 1, 2),
     block_size=5,
     mask_token=60,
     next_token=True,
@@ -169,9 +156,9 @@ def params(draft: models.Llama | None = None) -> Params:
 
 
 @functools.cache
-def head_params() -> Params:
+def head_params(head: models.EagleHead = HEAD) -> Params:
     """The target's weights and a head that is often right on the texts of `plain_tokens`."""
-    return fit_head(TARGET, HEAD, params().target, plain_tokens())
+    return fit_head(TARGET, head, params().target, plain_tokens())
 
 
 def fit_head(target: models.Llama, head: models.EagleHead, weights: models.ModelParams, tokens: np.ndarray) -> Params:
@@ -179,6 +166,8 @@ def fit_head(target: models.Llama, head: models.EagleHead, weights: models.Model
     matrix, width = _matrices(7), head.hidden_size
     common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
     ids = np.sort(common[: head.draft_vocab_size]).astype(np.int32)
+    if isinstance(head, models.LatentHead):
+        return _fit_head(target, head, weights, tokens, random_leaves(head.param_shapes(np.float32), 7, ids))
     layer = LayerParams(
         attention_norm=np.ones(target.hidden_size, np.float32),
         qkv=matrix(target.hidden_size + width, (head.num_heads + 2 * head.num_kv_heads) * head.head_dim),
@@ -199,11 +188,16 @@ def fit_head(target: models.Llama, head: models.EagleHead, weights: models.Model
         lm_head=matrix(width, head.draft_vocab_size),
         ids=ids,
     )
-    random = jax.device_put(made)
+    return _fit_head(target, head, weights, tokens, jax.device_put(made))
+
+
+def _fit_head(target, head: models.EagleHead, weights, tokens: np.ndarray, random: models.EagleParams) -> Params:
+    """These weights with another LM head."""
+    width, ids = head.hidden_size, np.array(random.ids)
     read = jax.jit(_read, static_argnames=("target", "head"))
     logits, feature = read(Params(weights, random), tokens, target=target, head=head)
     feature = np.array(feature).reshape(-1, width)
-    feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + head.rms_norm_eps)
+    feature *= np.array(random.norm) / np.sqrt((feature**2).mean(-1, keepdims=True) + head.rms_norm_eps)
     wanted = np.array(logits)[:, 1:, ids].reshape(len(feature), -1)
     fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
     return Params(weights, dataclasses.replace(random, lm_head=jax.device_put(fitted.astype(np.float32))))
@@ -390,6 +384,7 @@ def bound_drafters() -> dict[str, Drafter]:
         "dflash2_tree": Block(width=3, num_nodes=12).bind(TARGET, DFLASH2),
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
+        "eagle_latents_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, LATENT_HEAD),
         "eagle_masks": Eagle(depth=3).bind(TARGET, MASKED_HEAD),
         "eagle_masks_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, MASKED_HEAD),
         "frozen_kv_mtp": FrozenKvMtp(depth=3).bind(TARGET, ASSISTANT),
