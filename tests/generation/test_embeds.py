@@ -40,14 +40,20 @@ def prompts_of(model):
     return [embedded(model, PROMPTS[0], 2), embedded(model, PROMPTS[1]), PROMPTS[2]]
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """Plain decoding of the tokens."""
+    return jspec.generate(standalone(), PROMPTS, drafter=None, **OPTIONS)
+
+
+@pytest.mark.slow(unless=("eagle_tree", "ngram", "plain"))
 @one_name_of_each
-def test_rows_of_the_table_are_the_tokens(name):
+def test_rows_of_the_table_are_the_tokens(name, plain):
     """Whatever drafts: drafters read the placeholder, so only the rounds differ."""
     drafter = toy.bound_drafters()[name]
     model = model_of(drafter)
-    expected = jspec.generate(model, PROMPTS, drafter=None, **OPTIONS)
     out = jspec.generate(model, prompts_of(model), drafter=drafter, **OPTIONS)
-    assert out.tokens == expected.tokens
+    assert out.tokens == plain.tokens
     assert out[0].prompt == [5, 9, *[HOLE] * 7] and out[2].prompt == PROMPTS[2]
 
 
@@ -60,16 +66,15 @@ def test_long_prompts_are_read_in_chunks():
     assert out[0].tokens == out[1].tokens
 
 
-def test_an_engine_shares_pages_of_equal_embeddings_alone():
+def test_an_engine_shares_pages_of_equal_embeddings_alone(plain):
     """Equal placeholders do not hide other embeddings; a preempted request reads them again."""
     model = standalone()
-    expected = jspec.generate(model, PROMPTS, drafter=None, **OPTIONS)
     ids = [[(7 * i + j) % 60 for j in range(9)] for i in range(3)]
     others = jspec.generate(model, ids, drafter=None, max_new_tokens=16)
     with Engine(model, drafter=jspec.Standalone(depth=3), **SIZES, pages=14) as engine:
         for _ in range(2):
             out = engine.generate(prompts_of(model), **OPTIONS)
-            assert out.tokens == expected.tokens
+            assert out.tokens == plain.tokens
         hits = engine.metrics().prefix_hits
         assert hits
         different = engine.generate([embedded(model, prompt) for prompt in ids], max_new_tokens=16)
