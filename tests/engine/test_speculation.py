@@ -50,10 +50,12 @@ def test_mixed_requests_are_those_of_drafters_of_their_depths(rule):
         assert engine.groups[0].device.runner.compile_seconds == seconds, "a program was compiled for a limit"
         metrics = engine.metrics()
     assert metrics.preemptions
+    by_depth = {
+        depth: jspec.generate(model(), PROMPTS, drafter=Standalone(depth) if depth else Plain(), accept=rule, **options)
+        for depth in range(4)
+    }
     for i, (depth, item) in enumerate(zip(DEPTHS, out, strict=True)):
-        drafter = Plain() if depth == 0 else Standalone(depth=3 if depth is None else depth)
-        alone = {**options, "seed": [(5, i)], "accept": rule}
-        assert_same(item, jspec.generate(model(), [PROMPTS[i]], drafter=drafter, **alone)[0])
+        assert_same(item, by_depth[3 if depth is None else depth][i])
     # Counters of the engine count what was proposed.
     rounds = out.stats.rounds
     assert metrics.drafted == out.stats.drafted == rounds @ [3 if depth is None else depth for depth in DEPTHS]
