@@ -48,12 +48,11 @@ def test_texts_of_the_grammar_are_read(name):
         state = 0
         # The end, where there is one, after a while.
         while not (dfa.accepts[state] and (len(text) > 100 or not (dfa.table[state] >= 0).any())):
-            ways = [b for b in range(32, 127) if dfa.table[state, b] >= 0] or list(
-                np.flatnonzero(dfa.table[state] >= 0)
-            )
+            allowed = np.flatnonzero(dfa.table[state] >= 0).tolist()
+            ways = [b for b in allowed if 32 <= b < 127] or allowed
             likely = [b for b in ways if chr(b) in '"\n<,}])|/>'] if len(text) > 300 else []
             byte = chooser.choice(likely or ways)
-            text.append(int(byte))
+            text.append(byte)
             state = int(dfa.table[state, byte])
             if len(text) > 3000:
                 break
