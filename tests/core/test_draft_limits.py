@@ -36,6 +36,12 @@ def proposal(nodes, parents, sampled):
     return tokens, probs, logits
 
 
+@pytest.mark.slow(
+    unless=(
+        *("rejection-1-True", "rejection-3-True", "block-1-True", "coupled-1-False", "thresholds-3-False"),
+        "greedy-3-True",
+    )
+)
 @pytest.mark.parametrize("sampled", (False, True))
 @pytest.mark.parametrize("width", (1, 3))
 @pytest.mark.parametrize("rule", RULES)

@@ -97,7 +97,7 @@ def check_texts(s, new, kind="schemas"):
             assert grammar.matches(spelled(tokens).decode()) == (code == stopping.EOS)
 
 
-@pytest.mark.slow(unless="calls and thinking-eagle")
+@pytest.mark.slow(unless="calls and thinking-eagle_tree")
 @pytest.mark.parametrize("name", [name for name in toy.bound_drafters() if name not in (*REPEATED, "plain")])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_constrained_output_does_not_depend_on_the_drafter(kind, name):

@@ -42,7 +42,7 @@ def expected(base, adapters):
     }
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram"])
+@pytest.mark.parametrize("drafter", [pytest.param(None, marks=pytest.mark.slow), "ngram"])
 def test_a_batch_of_several_adapters_has_the_tokens_of_merged_weights(base, adapters, expected, drafter):
     model = jspec.load(base, dtype="float32")
     with jspec.Engine(model, adapters=adapters, drafter=drafter, **ENGINE) as engine:

@@ -83,7 +83,7 @@ def plant(directory, name):
     return write(directory, {**raw, **keys}, reorder(tensors) if reorder else tensors)
 
 
-@pytest.mark.slow(unless=("eagle pairs", "block anchor"))
+@pytest.mark.slow(unless="eagle pairs")
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_misreading_is_named(name, tmp_path):
     directory = plant(tmp_path / "draft", name)

@@ -64,7 +64,7 @@ def generate(models, drafter, sampling, engine=False):
         return running.generate(PROMPTS, **asked)
 
 
-@pytest.mark.slow(unless=("tiny-line-0-None", "tiny-forced-0.8-5"))
+@pytest.mark.slow(unless="tiny-line-0-None")
 @pytest.mark.parametrize("budget", [None, 0, 5])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("name", GRAMMARS)
