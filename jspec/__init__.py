@@ -23,7 +23,7 @@ from jspec.analysis.verify import Certificate, verify
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
-from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Pruned, Standalone, Suffix
 from jspec.engine.engine import Engine
 from jspec.engine.generate import generate, stream
 from jspec.engine.handle import Handle
@@ -67,6 +67,7 @@ __all__ = [
     "Ngram",
     "Piece",
     "Plain",
+    "Pruned",
     "PromptEmbeds",
     "QueueFull",
     "Round",

@@ -188,7 +188,7 @@ def _round_by_round(subject: Subject) -> Generations:
 
     def examine(run: Run) -> None:
         s, bound = run.state, run.method.drafter
-        bound: Any = getattr(bound, "drafter", bound)
+        bound: Any = bound.drafter if isinstance(bound, _Counted) else bound
         proposed = draft(subject.precise.params, s, bound)
         draft_tree, tokens, lengths = jax.device_get((proposed, s.tokens, s.length))
         for i, (buffer, length) in enumerate(zip(tokens, lengths, strict=True)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.options import check_options, option
 from jspec.core.types import DraftTree, Frontier, Proposal
@@ -28,7 +28,7 @@ MAX_DEPTH = 64
 MAX_WIDTH = 64
 """Bound of the children of a node; the top-k kernel takes one pass for each."""
 MAX_PROPOSED = 16384
-"""Bound of the proposed nodes of a tree, which are ranked by comparing all pairs."""
+"""Bound of the proposed nodes of a tree; ranking compares all pairs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def proposed(self) -> int:
-        """Nodes that are proposed, root included."""
+        """Proposed nodes, root included."""
         return 1 + self.width + (self.depth - 1) * self.width**2
 
     @property
@@ -166,24 +166,14 @@ def _ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(jnp.isnan(scores), -jnp.inf, scores)
 
 
-def _count(before: Bool[Array, "#B C C"]) -> Int[Array, "#B C"]:
-    """The rank of each candidate c: the number of d with before[b, d, c].
+def _rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:
+    """The rank of each candidate in the order of `lax.top_k`: by score, ties by number.
 
     The sets are small, and XLA fuses the reduction with its neighbors.
     """
+    other, this, number = scores[:, :, None], scores[:, None, :], jnp.arange(scores.shape[1], dtype=jnp.int32)
+    before = (other > this) | ((other == this) & (number[:, None] < number[None])[None])
     return before.sum(1, dtype=jnp.int32)
-
-
-def _rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:
-    """The rank of each candidate in the order of `lax.top_k`: by score, ties by number."""
-    other, this = scores[:, :, None], scores[:, None, :]
-    return _count((other > this) | ((other == this) & _lower(scores.shape[1])))
-
-
-def _lower(count: int) -> Bool[Array, "1 C C"]:
-    """[0, d, c]: whether d < c."""
-    number = jnp.arange(count, dtype=jnp.int32)
-    return (number[:, None] < number[None])[None]
 
 
 def _at_ranks(rank: Int[Array, "B C"], count: int) -> Int[Array, "B count"]:
@@ -206,20 +196,19 @@ def keep_best(
     depth: int,
     num_nodes: int,
 ) -> DraftTree:
-    """Build the tree of the best candidates, parents before children. parents: -1 for children of the root.
+    """Build the tree of the best candidates, best first. parents: -1 for children of the root.
 
-    The parent of a selected candidate is selected: it scores at least as much and wins ties by its lower number.
+    So its first nodes are a tree, too. The parent of a candidate scores at least as much and wins ties by its lower
+    number.
     """
-    # `slot` orders the selected candidates by number; node n of the tree is the one in slot n - 1.
-    selected = _rank(scores) < num_nodes - 1
-    slot = _count(selected[:, :, None] & _lower(scores.shape[1]))
-    candidate = _at_ranks(jnp.where(selected, slot, num_nodes), num_nodes - 1)
-    # Parents: indices of candidates to nodes of the tree.
-    number = jnp.take_along_axis(parents, candidate, axis=1)
-    node = jnp.where(number < 0, 0, jnp.take_along_axis(slot, jnp.maximum(number, 0), axis=1) + 1)
+    rank = _rank(scores)
+    candidate = _at_ranks(rank, num_nodes - 1)
+    # Parents: numbers of candidates to nodes of the tree.
+    number, best = (jnp.take_along_axis(x, candidate, axis=1) for x in (parents, scores))
+    node = jnp.where(number < 0, 0, jnp.take_along_axis(rank, jnp.maximum(number, 0), axis=1) + 1)
     tokens = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, candidate, axis=1)], axis=1)
     above = jnp.concatenate([jnp.zeros_like(node[:, :1]), node], axis=1)
-    return DraftTree(tokens, above, depth)
+    return DraftTree(tokens, above, depth, scores=jnp.concatenate([jnp.zeros_like(best[:, :1]), best], axis=1))
 
 
 def _grow_sampled(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, shape: Shape) -> DraftTree:

@@ -46,6 +46,8 @@ class DraftTree:
     probs: Float[Array, "B N V"] | None = None
     """probs[b, n]: the distribution q of the children of node n, sampled from it in order and without replacement.
     None: the drafts were not sampled from a known distribution."""
+    scores: Float[Array, "B N"] | None = None
+    """Estimates of the target's log-probability of each node's path, descending; None: unknown."""
     limit: Int[Array, " B"] | None = None
     """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes are read in vain."""
     embeds: Embeds | None = None
@@ -213,10 +215,7 @@ class Prompts:
 
 
 class Cache(Protocol):
-    """A model's memory of committed tokens; see docs/extending-models.md.
-
-    It does not change inside a round: `commit` returns the next one.
-    """
+    """A model's memory of committed tokens, unchanged inside a round; see docs/extending-models.md."""
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

@@ -13,6 +13,7 @@ from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
 from jspec.drafters.mtp import Mtp
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
+from jspec.drafters.pruned import Pruned
 from jspec.drafters.standalone import Standalone
 from jspec.drafters.suffix import Suffix
 from jspec.drafters.table import PROPOSING
@@ -27,6 +28,7 @@ __all__ = [
     "Mtp",
     "Ngram",
     "Plain",
+    "Pruned",
     "Standalone",
     "Suffix",
     "describe",
@@ -39,7 +41,8 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {"adaptive": Adaptive, **PROPOSING
 
 
 def name_of(drafter: Drafter) -> str:
-    """The name of a drafter's class in `DRAFTERS`; of another class, the name of the class."""
+    """The name of a drafter's class in `DRAFTERS`, or of its `proposer`; of another class, the name of the class."""
+    drafter = getattr(drafter, "proposer", drafter)
     return next((name for name, kind in DRAFTERS.items() if type(drafter) is kind), type(drafter).__name__)
 
 

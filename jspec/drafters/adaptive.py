@@ -1,7 +1,7 @@
 """Adaptive drafting: picks one of several drafters every round, by acceptance and cost."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,14 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jspec.core import optional, tree
-from jspec.core.checks import check_int, check_number, shorten
+from jspec.core.checks import shorten
 from jspec.core.options import check_options, option
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, Drafter, DraftNeeds, DraftTree, Params, Target
 from jspec.drafters import policy
 from jspec.drafters.base import bound, check_drafter, set_checked
+from jspec.drafters.costs import check_costs, interpolated
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.table import PROPOSING
@@ -87,7 +88,7 @@ class Adaptive:
     def __post_init__(self):
         check_options(self, "Adaptive")
         drafters = None if self.drafters is None else _check_drafters(self.drafters)
-        costs = None if self.costs is None else _check_costs(self.costs)
+        costs = None if self.costs is None else check_costs("Adaptive", self.costs)
         if drafters is not None and costs is not None and len(costs[0][1]) != len(drafters):
             raise ValueError(
                 f"Adaptive: costs of {len(costs[0][1])} drafters; must be those of the {len(drafters)} in `drafters`"
@@ -188,11 +189,7 @@ class Adaptive:
 
     def costs_at(self, batch: int) -> list[float] | None:
         """The costs of a round with each drafter, interpolated at a batch; None: they are to be measured."""
-        if self.costs is None:
-            return None
-        batches = [size for size, _ in self.costs]
-        columns = np.array([row for _, row in self.costs], float).T
-        return [float(np.interp(batch, batches, column)) for column in columns]
+        return None if self.costs is None else interpolated(self.costs, batch)
 
     def offered(self, batch: int) -> list[int]:
         """The drafters of programs for this many sequences."""
@@ -376,32 +373,3 @@ def _check_drafters(drafters: object) -> tuple[Drafter, ...]:
         if drafter in checked[:index]:
             raise ValueError(f"Adaptive: drafters contains {drafter!r} twice")
     return checked
-
-
-Costs = tuple[tuple[int, tuple[float, ...]], ...]
-"""Batch and costs, by ascending batch."""
-
-
-def _check_costs(costs: object) -> Costs:
-    """The table of costs as a tuple.
-
-    Raises:
-      TypeError, ValueError: not such a table.
-    """
-    # Rows of (batch, costs).
-    if isinstance(costs, Mapping):
-        rows = list(costs.items())
-    elif isinstance(costs, tuple) and costs and all(isinstance(row, tuple) and len(row) == 2 for row in costs):
-        rows = list(costs)
-    else:
-        rows = [(1, costs)]
-    # Check every row.
-    table: dict[int, tuple[float, ...]] = {}
-    for batch, row in rows:
-        if not isinstance(row, Sequence) or isinstance(row, str):
-            raise TypeError(f"Adaptive: costs={shorten(costs)}: must be a number for each drafter, or those by batch")
-        batch = check_int("costs", batch, least=1, owner="Adaptive")
-        table[batch] = tuple(check_number("costs", cost, above=0.0, owner="Adaptive") for cost in row)
-    if not table or len({len(row) for row in table.values()}) != 1:
-        raise ValueError(f"Adaptive: costs={shorten(costs)}: must be one cost for each drafter in every batch")
-    return tuple(sorted(table.items()))

@@ -161,7 +161,8 @@ def vote(
     parts = jnp.where(first, continued, last), jnp.where(first, weight, -1.0), jnp.where(first, parent, -1)
     # Candidates are numbered generation by generation.
     tokens, scores, parents = (jnp.swapaxes(part, 1, 2).reshape(root.shape[0], -1) for part in parts)
-    return grow.keep_best(root, tokens, scores, parents, depth, num_nodes)
+    # Votes are no probabilities.
+    return dataclasses.replace(grow.keep_best(root, tokens, scores, parents, depth, num_nodes), scores=None)
 
 
 def _count_matched(

@@ -18,7 +18,7 @@ from jspec.analysis import verify
 from jspec.analysis.verify_subject import Subject, default_prompts
 from jspec.checkpoints.language_model import _family_by_config
 from jspec.core.types import Params
-from jspec.drafters import Eagle, Ngram, Standalone, Suffix
+from jspec.drafters import Eagle, Ngram, Pruned, Standalone, Suffix
 
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 ONCE = ("pages", "batches", "chunks", "log-probabilities", "proposals", "trees", "sampling", "engine", "forwards")
@@ -34,6 +34,11 @@ MORE = {
     "bundled-block-rule": {"distributions": 1},
 }
 """The same for a configuration, in place of the one in turn."""
+PRUNED = (
+    *("eagle_tree", "frozen_kv_mtp_tree", "mtp_reused_tree"),
+    *("mla_standalone_tree", "sliding_standalone_tree", "recurrent_standalone_tree"),
+)
+"""Loops whose trees are pruned as well."""
 HALF = {"dtype": "bfloat16", "exact": True}
 
 
@@ -43,6 +48,12 @@ def of_loop(name):
     model = jspec.Model(name, loop.target, loop.weights(), None, (60,), getattr(loop.drafter, "model", None))
     sampling = None if loop.sampling is None else [loop.sampling] * len(PROMPTS)
     return Subject(model, loop.drafter, PROMPTS, None, 24, 0, sampling)
+
+
+def of_pruned_loop(name):
+    """The same with trees of a few sizes."""
+    subject = of_loop(name)
+    return dataclasses.replace(subject, drafter=Pruned(subject.drafter, (1, 3, 6), (1, 1.02, 1.06)))
 
 
 def of_toy(drafter=None, weights=None, draft=toy.NEAR, target=toy.TARGET):
@@ -67,6 +78,7 @@ def bundled(name, draft=None, drafter="auto", accept=None, **options):
 
 
 CONFIGURATIONS = {name: functools.partial(of_loop, name) for name in loops.LOOPS if name != "rejection"} | {
+    **{f"pruned-{name}": functools.partial(of_pruned_loop, name) for name in PRUNED},
     "window": lambda: of_toy(Standalone(depth=3, window=5, keep_first=1)),
     "eagle-window": lambda: of_toy(Eagle(depth=3, window=5), toy.head_params(), toy.HEAD),
     "itself": lambda: of_toy(weights=Params(toy.params().target, toy.params().target), draft=toy.TARGET),
@@ -83,6 +95,9 @@ CONFIGURATIONS = {name: functools.partial(of_loop, name) for name in loops.LOOPS
     "exact-bundled-tree": lambda: bundled("tiny", drafter=Suffix(depth=4, width=2, num_nodes=9), **HALF),
     "exact-bundled-eagle": lambda: bundled("small", drafter=Eagle(depth=4), **HALF),
     "exact-bundled-eagle-tree": lambda: bundled("small", drafter=Eagle(depth=3, width=3, num_nodes=8), **HALF),
+    "exact-bundled-pruned": lambda: bundled(
+        "small", "eagle3", Pruned(Eagle(depth=4, width=3, num_nodes=16), costs=(1, 1.1, 1.3, 1.7)), **HALF
+    ),
     "bundled-lookup": lambda: bundled("small", drafter="ngram"),
     "bundled-auto": lambda: bundled("small"),
     "bundled-standalone": lambda: bundled("small", "tiny"),

@@ -136,7 +136,7 @@ def pools(s):
 
 
 def best_first_by_hand(dist, root, depth, width, nodes):
-    """Tokens and parents of the tree that EAGLE-2 keeps. dist: path -> log-probabilities."""
+    """Tokens and parents of the tree that EAGLE-2 keeps, best first. dist: path -> log-probabilities."""
     proposed, frontier = [], [((), np.float32(0), None)]
     for _ in range(depth):
         fresh = []
@@ -146,7 +146,7 @@ def best_first_by_hand(dist, root, depth, width, nodes):
                 proposed.append(((*path, int(token)), score + logp[token], number))
                 fresh.append((*proposed[-1][:2], len(proposed) - 1))
         frontier = sorted(fresh, key=lambda node: -node[1])[:width]
-    best = sorted(sorted(range(len(proposed)), key=lambda i: -proposed[i][1])[: nodes - 1])
+    best = sorted(range(len(proposed)), key=lambda i: -proposed[i][1])[: nodes - 1]
     tokens = [root] + [proposed[i][0][-1] for i in best]
     parents = [0] + [0 if proposed[i][2] is None else best.index(proposed[i][2]) + 1 for i in best]
     return tokens, parents

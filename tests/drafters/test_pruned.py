@@ -1,0 +1,164 @@
+"""Pruned drafting: the tokens of plain decoding, sizes by expected tokens and cost, the ratio, and errors."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from planted import assert_counted
+
+from jspec.core import accept, tree
+from jspec.core.types import DraftNeeds, RowSampling
+from jspec.drafters import Eagle, Ngram, Plain, Pruned, Standalone, Suffix
+from jspec.generation.costs import UNAFFORDABLE, only, with_costs
+from jspec.generation.speculation import Speculation, draft_limits
+
+WHOLE = Eagle(depth=3, width=3, num_nodes=12)
+SIZES = (1, 3, 6, 12)
+SAMPLED = RowSampling(temperature=np.array([0.0, 1.0, 0.7], np.float32))
+
+
+@functools.cache
+def pruned():
+    return Pruned(WHOLE, SIZES).bind(toy.TARGET, toy.HEAD)
+
+
+def started(costs, rows=None, rule=accept.greedy, drafter=None):
+    return with_costs(toy.start(drafter or pruned(), toy.head_params(), rows=rows, rule=rule), costs)
+
+
+def rounds_by_size(s):
+    return np.array(s.stats.branch_counts).sum((0, 2)).tolist()
+
+
+def by_hand(s, drafter):
+    """Expected drafts of each sequence and size: probabilities of nodes, summed, times the ratio."""
+    drafted, _ = drafter.drafter.draft(toy.head_params(), dataclasses.replace(s, draft=s.draft.part))
+    probability, sums = np.exp(np.array(drafted.scores, np.float64)), np.array(s.draft.sums, np.float64)
+    mass = np.stack([probability[:, 1:size].sum(1) for size in drafter.sizes], axis=1)
+    return mass * ((2 + sums[:, 1]) / (2 + sums[:, 0]))[:, None]
+
+
+@pytest.mark.slow(unless="greedy")
+@pytest.mark.parametrize(
+    ("rows", "rule"), [(None, accept.greedy), (SAMPLED, accept.coupled)], ids=["greedy", "coupled"]
+)
+def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule):
+    plain = toy.start(Plain(), toy.params(), rows=rows, rule=rule)
+    expected = toy.generated(toy.run(Plain(), toy.params(), plain, rule=rule))
+    whole = WHOLE.bind(toy.TARGET, toy.HEAD)
+    alone = toy.run(whole, toy.head_params(), toy.start(whole, toy.head_params(), rows=rows, rule=rule), rule=rule)
+    sizes = {}
+    for name, costs in {"flat": (1, 1, 1, 1), "steep": (1, 9, 18, 36), "between": (1, 1.15, 1.28, 3)}.items():
+        s = toy.run(pruned(), toy.head_params(), started(costs, rows, rule), rule=rule)
+        assert toy.generated(s) == expected, name
+        assert_counted(s)
+        sizes[name] = rounds_by_size(s)
+        if name == "flat":
+            # Whole trees, so the rounds and rows are those of their drafter.
+            np.testing.assert_array_equal(s.stats.rounds, alone.stats.rounds)
+            np.testing.assert_array_equal(s.stats.accept_counts, alone.stats.accept_counts)
+            for ours, theirs in ((s.cache, alone.cache), (s.draft.part.cache, alone.draft.cache)):
+                np.testing.assert_allclose(ours.pool, theirs.pool, rtol=1e-5, atol=1e-5)
+    assert not any(sizes["flat"][:3]) and not any(sizes["steep"][1:])
+    assert sizes["between"][1] + sizes["between"][2] > 0
+
+
+def test_the_size_has_the_most_expected_tokens_for_its_cost():
+    """In every round, of the sequences that are not done; a limit of the request bounds what counts."""
+    s, costs, taken = started((1, 1.15, 1.3, 1.39)), np.array([1, 1.15, 1.3, 1.39]), []
+    s = dataclasses.replace(s, limit=s.limit - jnp.array([0, 9, 3], jnp.int32))
+    choose = jax.jit(pruned().choose)
+    while not np.array(s.done).all():
+        index, after = choose(toy.head_params(), s)
+        expected, live = by_hand(s, pruned()), ~np.array(s.done)
+        tokens = np.minimum(1 + np.minimum(expected, 3), np.array(s.limit - s.length)[:, None])
+        value = np.where(live[:, None], tokens, 0).sum(0) / costs
+        assert int(index) == value.argmax()
+        np.testing.assert_allclose(after.expected, np.where(live, np.minimum(expected[:, index], 3), 0), rtol=1e-4)
+        drafted, _ = pruned().draft(toy.head_params(), s)
+        assert (np.array(drafted.parents)[:, SIZES[int(index)] :] == 0).all()
+        before, after, s = (
+            *jax.device_get((s, after)),
+            toy.run(pruned(), toy.head_params(), s, until=int(s.round_index) + 1),
+        )
+        taken.append(int(index))
+        # The ratio follows what the round accepted.
+        gained = np.array(s.stats.accept_counts - before.stats.accept_counts) @ np.arange(4)
+        sums = np.array(before.draft.sums) * 0.9 + np.stack([after.expected, gained], axis=1)
+        whole = live & (np.array(s.length - before.length) == gained + 1) & (np.array(after.expected) > 0)
+        np.testing.assert_allclose(np.array(s.draft.sums)[whole], sums[whole], rtol=1e-4, atol=1e-5)
+    assert len(set(taken)) > 1
+
+
+def test_best_nodes_come_first_and_begin_a_tree():
+    s = started((1, 1, 1, 1))
+    drafted, _ = WHOLE.bind(toy.TARGET, toy.HEAD).draft(toy.head_params(), dataclasses.replace(s, draft=s.draft.part))
+    scores, parents = np.array(drafted.scores), np.array(drafted.parents)
+    assert (
+        (np.diff(scores, axis=1) <= 0).all() and (scores[:, 0] == 0).all() and (parents[:, 1:] < np.arange(1, 12)).all()
+    )
+    for branch, part in zip(pruned().branches, pruned().states(pruned().choose(toy.head_params(), s)[1]), strict=True):
+        cut, _ = branch.draft(toy.head_params(), dataclasses.replace(s, draft=part))
+        assert cut.tokens.shape[1] == branch.nodes and np.array(tree.depths(cut)).max() <= branch.depth
+
+
+def test_an_overconfident_draft_gets_smaller_trees():
+    """Of which nothing was accepted so far, so that little is expected."""
+    s = started((1, 1.1, 1.3, 1.6))
+    doubted = dataclasses.replace(s.draft, sums=jnp.broadcast_to(jnp.array([40.0, 0.0]), (3, 2)))
+    sizes = [int(pruned().choose(toy.head_params(), dataclasses.replace(s, draft=d))[0]) for d in (s.draft, doubted)]
+    assert sizes[1] == 0 < sizes[0]
+
+
+def test_drafts_beyond_the_limits_of_a_request_are_not_expected():
+    assert draft_limits(Speculation("eagle", 2), pruned()) == (0, 2, 2, 2)
+    s = started((1, 1, 1, 1))
+    limits = jnp.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 3, 3]], jnp.int32)
+    expected = [
+        pruned().choose(toy.head_params(), state)[1].expected
+        for state in (s, dataclasses.replace(s, draft_limits=limits))
+    ]
+    assert expected[1][0] == 0 < expected[1][1] < expected[0][1] and expected[1][2] == expected[0][2]
+
+
+def test_a_size_alone_is_taken_while_costs_are_measured():
+    for size in range(4):
+        s = toy.run(pruned(), toy.head_params(), started(only(size, 4)), until=2)
+        assert [count > 0 for count in rounds_by_size(s)] == [index == size for index in range(4)]
+    assert UNAFFORDABLE > 1e6 * 12
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pruned(Eagle), "give an object, not a class"),
+        (lambda: Pruned(WHOLE, (4,)), "from 2 to 8 ascending"),
+        (lambda: Pruned(WHOLE, (4, 4)), "from 2 to 8 ascending"),
+        (lambda: Pruned(WHOLE, (0, 4)), "sizes=0.*at least 1"),
+        (lambda: Pruned(WHOLE, 4), "must be numbers of nodes"),
+        (lambda: Pruned(WHOLE, (1, 4), costs=(1, 2, 3)), "costs of 3 sizes; must be those of the 2"),
+        (lambda: Pruned(WHOLE, costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 sizes; must be those of the 4"),
+        (lambda: Pruned(WHOLE, costs=(0, 2)), "Pruned.*costs=0.*above 0"),
+        (lambda: Pruned(WHOLE, rate=2.0), "rate=2.0"),
+        (lambda: Pruned(WHOLE, (1, 13)).bind(toy.TARGET, toy.HEAD), "must be at most 12, the nodes"),
+        (lambda: Pruned(Eagle(depth=3)).bind(toy.TARGET, toy.HEAD), "Eagle draws no trees"),
+        (lambda: Pruned(Suffix(width=3)).bind(toy.TARGET, None), "Suffix draws no trees"),
+        (lambda: Pruned(Ngram()).bind(toy.TARGET, None), "Ngram draws no trees"),
+        (lambda: Pruned().bind(toy.TARGET, None), "draws no trees by the probabilities of a draft model"),
+        (lambda: Pruned(WHOLE).adapt(DraftNeeds(sampled=True)), 'use accept="greedy" or "coupled"'),
+        (lambda: Pruned(WHOLE).depth, "not bound"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_the_default_is_the_drafter_of_the_draft():
+    bound = Pruned().bind(toy.TARGET, toy.HEAD)
+    assert isinstance(bound.drafter, Eagle) and bound.sizes == (1, 4, 8, 16, 32)
+    assert isinstance(Pruned().bind(toy.TARGET, toy.DRAFT).drafter, Standalone)
