@@ -337,7 +337,7 @@ def _served(subject: Subject, preempts: bool, sampling: Sampling | None) -> Outc
     seeds = [(subject.seed, len(plain) + index) for index in range(len(batch))]
     plain += subject.run(subject.precise, batch, seed=seeds, **options)[: len(others)]
     context, size = max(map(len, prompts)) + new, 8
-    sizes: dict[str, Any] = {"slots": 3, "context": context, "page_size": size, "prefill_tokens": 16}
+    sizes: dict[str, Any] = {"slots": 3, "context": context, "page_size": size, "prefill_tokens": 4}
     if preempts:
         # One and a half of the longest sequence, and what drafts write beyond it.
         sizes["pages"] = 2 + -(-3 * (context + 40) // (2 * size))

@@ -1,6 +1,7 @@
 """The checks of `verify` that compare distributions."""
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,25 +14,28 @@ from jspec.core.accept import FOR_SAMPLES
 from jspec.core.sampling import Sampling
 from jspec.generation.score import score
 
-BRANCHES, SAMPLES, ALPHA, POWER = 3, 1024, 1e-5, 0.99
-"""Choices per token; samples per case; false alarm rate of a test; power at which differences are stated."""
+BRANCHES, ALPHA, POWER = 3, 1e-5, 0.99
+"""Choices per token; false alarm rate of a test; power at which differences are stated."""
+TOTALS = (0, 256, 512, 1024, 2048, 4096, 8192)
+"""Samples before each case: the first ones find gross faults soon."""
 
 
 def samples(subject: Subject) -> Cases:
-    """Texts sampled by each rule. Eight cases add up their samples, and each tests all so far."""
+    """Texts sampled by each rule. Cases add up their samples, and each tests all so far."""
     for rule in FOR_SAMPLES if subject.accept is None else (subject.accept,):
-        counts: Mapping[tuple[int, ...], int] = {}
-        for part in range(8):
-            yield Case(f"{rule}, {(part + 1) * SAMPLES:,} samples", partial(_sampled, subject, rule, part, counts))
+        counts: dict[tuple[int, ...], int] = {}
+        for before, total in itertools.pairwise(TOTALS):
+            run = partial(_sampled, subject, rule, range(before, total), counts)
+            yield Case(f"{rule}, {total:,} samples", run)
 
 
-def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...], int]) -> Outcome:
+def _sampled(subject: Subject, rule: Any, indices: range, counts: dict[tuple[int, ...], int]) -> Outcome:
     """Test texts of three tokens, each among the three most probable ones, against the target's probabilities."""
     prompt = next(ids for ids in subject.prompts if len(ids) > 2)[:6]
     texts, probabilities = _three_tokens(subject, prompt)
     sampling, batch = Sampling(temperature=1.0, top_k=BRANCHES), 128
-    for index in range(0, SAMPLES, batch):
-        seeds = [(subject.seed, part * SAMPLES + index + i) for i in range(batch)]
+    for first in indices[::batch]:
+        seeds = [(subject.seed, first + i) for i in range(batch)]
         options = {"sampling": sampling, "accept": rule, "max_new_tokens": 3, "ignore_eos": True, "seed": seeds}
         for tokens in subject.run(subject.precise, [prompt] * batch, **options).tokens:
             counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
@@ -56,7 +60,7 @@ def _sampled(subject: Subject, rule: Any, part: int, counts: dict[tuple[int, ...
         where = f"{list(worst)} came {counts.get(worst, 0)} times instead of {often:.0f}"
         return Outcome("failed", total, f"the distribution of {total} texts is not the target's (p = {p:.1g}): {where}")
     power = f"a total variation of {detectable(total, freedom):.3f} would be found with a probability of {POWER}"
-    return Outcome("passed", SAMPLES, f"p = {p:.2g}; {power}")
+    return Outcome("passed", len(indices), f"p = {p:.2g}; {power}")
 
 
 def detectable(total: int, freedom: int) -> float:
