@@ -115,10 +115,10 @@ class AutomatonPool:
 
     def _place(self, key: Hashable, table: TokenTable) -> None:
         states, classes = table.table.shape
-        if states + self._reserved > MAX_STATES or classes * states > MAX_CELLS:
+        if self._sizes(self._reserved + states, classes, 1) is None:
             raise ValueError(
-                f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}: use "
-                "fewer or shorter ones"
+                f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}, or "
+                f"fewer with more than its {classes} classes of tokens: use fewer or shorter ones"
             )
         # Evict the least recently used automata before growing, because a larger table compiles new programs.
         while (place := self._find(states, classes, grow=False)) is None:
@@ -165,22 +165,26 @@ class AutomatonPool:
             base = place.start + place.states
         used = {place.number for place in self._places.values()}
         number = next(number for number in range(len(used) + 1) if number not in used)
-        # Sizes with room for it, by the larger factor if bounds allow.
-        least = base + states, classes, number + 1
-        sizes = (*self._table.shape, len(self._maps))
-        for factor in (_GROWTH, 2):
-            rows, columns, maps = (_grow(size, at_least, factor) for size, at_least in zip(sizes, least, strict=True))
-            fits = rows <= MAX_STATES and rows * columns <= MAX_CELLS and maps * self._vocab_size <= MAX_CELLS
-            if fits:
-                break
-        if (rows, columns, maps) != sizes and not (fits and grow):
+        sizes = self._sizes(base + states, classes, number + 1)
+        if sizes is None or not (grow or sizes == (*self._table.shape, len(self._maps))):
             return None
+        rows, columns, maps = sizes
         self._table = _grown(self._table, (rows, columns), self._unused)
         self._table[: self._reserved] = 0
         self._maps = _grown(self._maps, (maps, self._vocab_size))
         self._map_of_state = _grown(self._map_of_state, (rows,))
         self._likely, self._exit = _grown(self._likely, (rows,), -1), _grown(self._exit, (rows,), -1)
         return base, number
+
+    def _sizes(self, states: int, classes: int, maps: int) -> tuple[int, int, int] | None:
+        """Sizes of the table and the maps with room for these, by the larger factor if it fits; None: too large."""
+        sizes = (*self._table.shape, len(self._maps))
+        for factor in (_GROWTH, 2):
+            least = zip(sizes, (states, classes, maps), strict=True)
+            rows, columns, count = (_grow(size, at_least, factor) for size, at_least in least)
+            if rows <= MAX_STATES and rows * columns <= MAX_CELLS and count * self._vocab_size <= MAX_CELLS:
+                return rows, columns, count
+        return None
 
 
 class _Place(NamedTuple):

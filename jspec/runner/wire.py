@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection
 
 SILENCE_SECONDS = 30.0
@@ -131,10 +132,14 @@ class Listener:
           TimeoutError: no process connects within `CONNECT_SECONDS`.
         """
         wires: dict[int, Wire] = {}
-        self._socket.settimeout(CONNECT_SECONDS)
+        until = time.monotonic() + CONNECT_SECONDS
         with self._socket:
             while missing := set(processes) - wires.keys():
                 try:
+                    # Rejected ones do not prolong the wait.
+                    if (left := until - time.monotonic()) <= 0:
+                        raise TimeoutError
+                    self._socket.settimeout(left)
                     connection, _ = self._socket.accept()
                 except TimeoutError:
                     for wire in wires.values():
@@ -151,6 +156,7 @@ class Listener:
                     continue
                 if index in missing:
                     wires[index] = Wire(connection, f"process {index}")
+                    until = time.monotonic() + CONNECT_SECONDS
                 else:
                     connection.close()
         return wires

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec.core import stopping
-from jspec.core.automaton import following
+from jspec.core.automaton import TokenTable, following
 from jspec.core.grammar import FREE
 from jspec.runner import automaton_pool
 from jspec.runner.automaton_pool import GrammarPool, StopPool
@@ -129,6 +129,17 @@ def test_a_full_table_has_space_again_when_a_request_has_ended():
 def test_a_set_that_never_fits_is_refused_for_good():
     with pytest.raises(ValueError, match="has 66 states; must be at most 64"):
         StopPool(MODEL).insert((("a" * 65,), False))
+
+
+def test_a_set_that_fits_no_longer_beside_the_size_of_the_table_is_refused_for_good(monkeypatch):
+    """The table has rows for the states that it once held, and never gives them back."""
+    monkeypatch.setattr(automaton_pool, "MAX_CELLS", 64 * 64)
+    monkeypatch.setattr(StopPool, "compile", lambda pool, key: TokenTable(np.zeros(key, np.int16), np.zeros(VOCAB)))
+    pool = StopPool(MODEL)
+    pool.insert((60, 3))
+    pool.free((60, 3))
+    with pytest.raises(ValueError, match="at most 64, or fewer with more than its 65 classes of tokens"):
+        pool.insert((2, 65))
 
 
 def test_grammars_leave_the_free_state_alone():

@@ -3,6 +3,7 @@
 tests/mesh/test_engine_processes.py has engines over processes.
 """
 
+import itertools
 import json
 import queue
 import socket
@@ -211,3 +212,17 @@ def test_a_call_names_a_method():
     assert all(getattr(Runner, name) is function for name, function in CALLS.items())
     with pytest.raises(ValueError, match="call='__init__': must be one of replace, "):
         runner.run(Call("__init__", ()))
+
+
+def test_strangers_do_not_prolong_the_wait_for_a_process(monkeypatch):
+    monkeypatch.setattr(wire, "CONNECT_SECONDS", 5.0)
+    clock = itertools.count()
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    listener = wire.Listener()
+    port = json.loads(listener.invitation)["port"]
+    strangers = [socket.create_connection(("localhost", port)) for _ in range(20)]
+    for stranger in strangers:
+        stranger.close()
+    with pytest.raises(TimeoutError, match="no connection from process 1 within 5 seconds"):
+        listener.accept([1])
+    assert next(clock) < 20
