@@ -203,7 +203,7 @@ def keep_best(
     """
     rank = _rank(scores)
     candidate = _at_ranks(rank, num_nodes - 1)
-    # Parents: numbers of candidates to nodes of the tree.
+    # From candidates to nodes of the tree.
     number, best = (jnp.take_along_axis(x, candidate, axis=1) for x in (parents, scores))
     node = jnp.where(number < 0, 0, jnp.take_along_axis(rank, jnp.maximum(number, 0), axis=1) + 1)
     tokens = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, candidate, axis=1)], axis=1)

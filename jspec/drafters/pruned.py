@@ -243,11 +243,11 @@ def _check_sizes(sizes: object) -> tuple[int, ...]:
     """The sizes as a tuple.
 
     Raises:
-      TypeError, ValueError: not ascending numbers from 1.
+      TypeError, ValueError: not ascending ints from 1.
     """
     if not isinstance(sizes, list | tuple):
-        raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be numbers of nodes")
+        raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be a list of ints")
     checked = tuple(check_int("sizes", size, least=1, owner="Pruned") for size in sizes)
     if not 2 <= len(checked) <= MOST or list(checked) != sorted(set(checked)):
-        raise ValueError(f"Pruned(sizes={shorten(sizes)}): must be from 2 to {MOST} ascending numbers")
+        raise ValueError(f"Pruned(sizes={shorten(sizes)}): must be from 2 to {MOST} ascending sizes")
     return checked

@@ -107,7 +107,7 @@ def test_best_nodes_come_first_and_begin_a_tree():
 
 
 def test_an_overconfident_draft_gets_smaller_trees():
-    """Of which nothing was accepted so far, so that little is expected."""
+    """Where nothing was accepted so far, little is expected."""
     s = started((1, 1.1, 1.3, 1.6))
     doubted = dataclasses.replace(s.draft, sums=jnp.broadcast_to(jnp.array([40.0, 0.0]), (3, 2)))
     sizes = [int(pruned().choose(toy.head_params(), dataclasses.replace(s, draft=d))[0]) for d in (s.draft, doubted)]
@@ -139,7 +139,7 @@ def test_a_size_alone_is_taken_while_costs_are_measured():
         (lambda: Pruned(WHOLE, (4,)), "from 2 to 8 ascending"),
         (lambda: Pruned(WHOLE, (4, 4)), "from 2 to 8 ascending"),
         (lambda: Pruned(WHOLE, (0, 4)), "sizes=0.*at least 1"),
-        (lambda: Pruned(WHOLE, 4), "must be numbers of nodes"),
+        (lambda: Pruned(WHOLE, 4), "must be a list of ints"),
         (lambda: Pruned(WHOLE, (1, 4), costs=(1, 2, 3)), "costs of 3 sizes; must be those of the 2"),
         (lambda: Pruned(WHOLE, costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 sizes; must be those of the 4"),
         (lambda: Pruned(WHOLE, costs=(0, 2)), "Pruned.*costs=0.*above 0"),
