@@ -48,6 +48,9 @@ class ModelOptions(DraftOptions):
         "text files that --drafter suffix copies from, such as earlier outputs; the last ones win ties",
         metavar="FILE",
     )
+    hot_tokens: str | None = option(
+        None, "the draft proposes only the tokens in this JSON list of ids (default: all)", metavar="FILE"
+    )
     weights: str | None = option(
         None,
         "quantize the linear layers of model and draft, with a scale for each column (int4: each 128 rows of it); "
@@ -152,6 +155,8 @@ def load_model(
         with naming_models({"--draft": options.draft, "--adapter": options.adapter, option: options.model}):
             values = {name: getattr(options, name) for name in _LOADING}
             loaded[draft] = model = load(options.model, draft=draft, **values)
+            if options.hot_tokens is not None:
+                loaded[draft] = model = model.with_hot_tokens(options.hot_tokens)
         # The bundled draft of a bundled model is known to fit.
         if options.probe and draft == options.draft and model.draft is not None and model.placement is None:
             try:

@@ -127,7 +127,7 @@ class Mtp(ModelDrafter[MtpHeads]):
             out, rows = head.read(params, self._target, batch, feature)
             last = layers.take_token(out, jnp.maximum(end - 1 - start, 0))
             logits = head.unembed(params, self._target, last)
-            proposal = self.propose(s, logits, drafts)
+            proposal = self.propose(s, logits, drafts, head.ids(params.draft))
             # Rows of committed tokens are permanent; those of drafts are not.
             known = jnp.maximum(jnp.maximum(end - index, 0) - start, 0)
             caches.append(commit_rows(cache, rows, start, None, jnp.where(committed.length > 0, known, 0), after=out))

@@ -346,7 +346,7 @@ def _of_model(params: Params, text: Text, at: Where, *, draft: Decoder, target: 
     batch, length = text.tokens.shape
     cache = draft.init_cache(params.draft, batch, length, DEFAULT_PAGE_SIZE)
     out = draft.apply(params.draft, ForwardBatch(text.tokens, jnp.arange(length, dtype=jnp.int32)[None], cache, None))
-    return _compare(text, out.logits[:, -text.choices.shape[1] :], None)
+    return _compare(text, out.logits[:, -text.choices.shape[1] :], getattr(params.draft, "ids", None))
 
 
 _PROGRAMS = ((_FEATURES, _of_features), (BlockHead, _of_block), (Assistant, _of_assistant))

@@ -25,7 +25,7 @@ from jspec.core.types import (
 )
 from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
-from jspec.models.decoder import Decoder
+from jspec.models.decoder import Decoder, ModelParams
 from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import is_padded
 
@@ -87,7 +87,7 @@ class Standalone(WindowedDrafter[Decoder]):
         state: StandaloneState = s.draft
         if state.outputs is not None:
             logits = self._model.unembed(params.draft, state.outputs[:, : self.depth])
-            return grow_at_once(self, s, *self._proposable(logits)), state
+            return grow_at_once(self, s, *self._proposable(params, logits)), state
         assert state.proposal is not None
 
         def expand(rows: Rows | None, frontier: Frontier) -> tuple[Rows, Proposal]:
@@ -96,7 +96,7 @@ class Standalone(WindowedDrafter[Decoder]):
                 frontier.tokens, positions, self.seen(state.cache), state.length, mask=frontier.mask, earlier=rows
             )
             out = self._model.apply(params.draft, batch)
-            return out.rows, self._propose(s, out.logits, frontier.path)
+            return out.rows, self._propose(params, s, out.logits, frontier.path)
 
         return grow(s.root[:, 0], state.proposal, expand, None, self.shape), state
 
@@ -121,7 +121,7 @@ class Standalone(WindowedDrafter[Decoder]):
         last = jnp.maximum(count - 1, 0)
         batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix, select=last, pieces=pieces)
         out = self._model.apply(params.draft, batch)
-        proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
+        proposal = self._propose(params, s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits, pieces=pieces)
         if not committed.first:
             proposal = where_sequences(count > 0, proposal, state.proposal)
@@ -167,12 +167,18 @@ class Standalone(WindowedDrafter[Decoder]):
             outputs = where_sequences(count > 0, outputs, state.outputs)
         return StandaloneState(cache, state.length + count, None, outputs)
 
-    def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
-        logits, ids = self._proposable(logits)
+    def _propose(
+        self, params: Params, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]
+    ) -> Proposal:
+        logits, ids = self._proposable(params, logits)
         return self.propose(s, logits, path, ids)
 
-    def _proposable(self, logits: Float[Array, "B M V"]) -> tuple[Float[Array, "B M Vd"], Int[Array, " Vd"] | None]:
+    def _proposable(
+        self, params: Params, logits: Float[Array, "B M V"]
+    ) -> tuple[Float[Array, "B M Vd"], Int[Array, " Vd"] | None]:
         """The logits of the target's tokens, and their ids; rows of padding are never proposed."""
+        if isinstance(params.draft, ModelParams) and params.draft.ids is not None:
+            return logits, params.draft.ids
         size, vocabulary = self._model.vocab_size, self._target.vocab_size
         ids = jnp.arange(size, dtype=jnp.int32) if size < vocabulary else None
         return logits[:, :, :vocabulary], ids

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jspec.core.sampling import Sampling
 from jspec.core.sharding import Placement
 from jspec.core.types import Params
 from jspec.loading import memory
+from jspec.loading.hot_tokens import read_hot_tokens, trim
 from jspec.loading.hub import ADAPTER_FILES, DRAFT_FILES, bundled_draft, locate
 from jspec.loading.probe import Fit, make_prompts, probe_fit
 from jspec.loading.replacement import check_same_devices, check_same_shapes
@@ -117,6 +119,24 @@ class Model:
             placement = dataclasses.replace(placement, draft=False)
             params = placement.complete(params)
         return dataclasses.replace(self, draft=draft.target, params=params, placement=placement)
+
+    def with_hot_tokens(self, tokens: str | Path | Sequence[int]) -> "Model":
+        """Let the draft propose some tokens alone, so its LM head costs less; the output stays the same.
+
+        The columns of a head that the draft shares with the target are a copy, which later weights of the target do not
+        change.
+
+        tokens: their ids, at least 64, or a file with a JSON list of them.
+
+        Raises:
+          ValueError: no such ids, no draft, one with another kind of LM head, or a split model.
+        """
+        refuse_split(self, "with_hot_tokens")
+        if self.draft is None:
+            raise ValueError(f"model={self.name!r}: must have a draft")
+        ids = read_hot_tokens(tokens, self.target.vocab_size)
+        draft, params = trim(self.params, self.target, self.draft, ids)
+        return dataclasses.replace(self, draft=draft, params=params)
 
 
 def refuse_split(model: Model, user: str) -> None:

@@ -36,6 +36,8 @@ class ModelParams:
     """None: the embedding is the LM head."""
     mtp: tuple[PyTree, ...] = ()
     """MTP heads, which draft for this target; its own forward does not read them."""
+    ids: Int[Array, " Vd"] | None = None
+    """Target ids of the columns of `lm_head`, in a draft with some of the target's tokens; None: all."""
 
 
 class Decoder(LayerShape, Draft):
@@ -191,7 +193,8 @@ class Decoder(LayerShape, Draft):
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
-        return self.ops.unembed(normed, params.embed, params.lm_head, self.vocab_size)
+        size = self.vocab_size if (ids := getattr(params, "ids", None)) is None else ids.size
+        return self.ops.unembed(normed, params.embed, params.lm_head, size)
 
     def mtp_layer(self) -> "Decoder":
         """The layer of an MTP head as a decoder of its own.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Cache, Params, Target
@@ -41,6 +41,8 @@ class MtpParams:
     """None: the target's."""
     lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True, default=None)
     """None: the target's."""
+    ids: Int[Array, " Vd"] | None = None
+    """Target ids of the columns of `lm_head`; None: all."""
 
     @property
     def layers(self) -> tuple[PyTree, ...]:
@@ -83,9 +85,9 @@ class MtpHead(MtpLayer):
         """The target's."""
         return self.layer.vocab_size
 
-    def ids(self, params: tuple[MtpParams, ...]) -> None:
-        """It predicts tokens of the target's own vocabulary."""
-        return
+    def ids(self, params: tuple[MtpParams, ...]) -> Int[Array, " Vd"] | None:
+        """Target ids of the tokens that it predicts; None: all."""
+        return params[self.index].ids
 
     def init_cache(self, params: tuple[MtpParams, ...], batch: int, capacity: int, page_size: int) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
@@ -116,7 +118,8 @@ class MtpHead(MtpLayer):
 
     def unembed(self, params: Params, target: Target, feature: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """Logits, in float32."""
-        return unembed_for(params.draft[self.index], params, target, feature, self.vocab_size)
+        size = self.vocab_size if (ids := self.ids(params.draft)) is None else ids.size
+        return unembed_for(params.draft[self.index], params, target, feature, size)
 
 
 @dataclasses.dataclass(frozen=True)
