@@ -46,12 +46,12 @@ class DraftTree:
     probs: Float[Array, "B N V"] | None = None
     """probs[b, n]: the distribution q of the children of node n, sampled from it in order and without replacement.
     None: the drafts were not sampled from a known distribution."""
-    scores: Float[Array, "B N"] | None = None
-    """Estimates of the target's log-probability of each node's path, descending; None: unknown."""
     limit: Int[Array, " B"] | None = None
     """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes are read in vain."""
     embeds: Embeds | None = None
     """In the places of some tokens of a prompt; None: there are none."""
+    scores: Float[Array, "B N"] | None = None
+    """Estimates of the target's log-probability of each node's path, descending; None: unknown."""
 
     @property
     def generations(self) -> int:

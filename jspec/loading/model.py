@@ -18,8 +18,8 @@ from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.sharding import Placement
 from jspec.core.types import Params
+from jspec.drafters.hot_tokens import read_hot_tokens, trim
 from jspec.loading import memory
-from jspec.loading.hot_tokens import read_hot_tokens, trim
 from jspec.loading.hub import ADAPTER_FILES, DRAFT_FILES, bundled_draft, locate
 from jspec.loading.probe import Fit, make_prompts, probe_fit
 from jspec.loading.replacement import check_same_devices, check_same_shapes

@@ -16,7 +16,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params, Prompts
 from jspec.drafters import Block, Eagle, Mtp, Standalone
-from jspec.loading.hot_tokens import read_hot_tokens, trim
+from jspec.drafters.hot_tokens import read_hot_tokens, trim
 from jspec.loading.model import Model
 from jspec.models import MtpHeads
 
