@@ -140,8 +140,10 @@ class Pruned:
 
     def bind(self, target: Target, draft: object) -> "Pruned":
         """Binds the drafter to the two models, and chooses the sizes."""
-        kind = PROPOSING[getattr(draft, "drafter", "suffix")]
-        drafter = (kind(width=4, num_nodes=32) if self.drafter is None else self.drafter).bind(target, draft)
+        drafter = self.drafter
+        if drafter is None:
+            drafter = PROPOSING[getattr(draft, "drafter", "suffix")](width=4, num_nodes=32)
+        drafter = drafter.bind(target, draft)
         shape: Shape | None = getattr(drafter, "shape", None)
         if shape is None or shape.width < 2:
             raise ValueError(
@@ -213,7 +215,7 @@ class Pruned:
         if s.draft_limits is not None:
             probability = jnp.where(tree.depths(drafted) <= s.draft_limits[:, -1:], probability, 0.0)
         node = np.arange(drafted.tokens.shape[1])[None]
-        counts = (node > 0) & (node < np.array([branch.nodes for branch in self.branches])[:, None])
+        counts = (node > 0) & (node < np.array(self.sizes)[:, None])
         sums = jnp.where(counts[None], probability[:, None], 0.0).sum(2)
         ratio = (state.sums[:, 1] + WEIGHT) / (state.sums[:, 0] + WEIGHT)
         return jnp.minimum(sums * ratio[:, None], self.depth)

@@ -21,7 +21,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.struct import struct
 from jspec.core.types import Params, Target
 from jspec.drafters.feature_head import FeatureHead
-from jspec.models import Assistant, BlockHead, EagleHead, LatentHead, MtpHead, MtpHeads
+from jspec.models import Assistant, BlockHead, EagleHead, MtpHead, MtpHeads
 from jspec.models.decoder import Decoder
 from jspec.models.layers import ForwardBatch
 
@@ -170,7 +170,7 @@ def _target_theta(view: View, target: Target) -> View | None:
 def _other_pairs(view: View, target: Target) -> View | None:
     """Queries and keys as if their checkpoint had the other order of rotated pairs."""
     draft, params = view.draft, view.params
-    if isinstance(draft, LatentHead):  # All have pairs of neighbors.
+    if not hasattr(params.draft.layers[0], "qkv"):  # Latent attention has pairs of neighbors alone.
         return None
     pairs = np.arange(draft.head_dim).reshape(-1, 2).T.reshape(-1)
     order = pairs if draft.neox else np.argsort(pairs)
@@ -346,7 +346,7 @@ def _of_model(params: Params, text: Text, at: Where, *, draft: Decoder, target: 
     batch, length = text.tokens.shape
     cache = draft.init_cache(params.draft, batch, length, DEFAULT_PAGE_SIZE)
     out = draft.apply(params.draft, ForwardBatch(text.tokens, jnp.arange(length, dtype=jnp.int32)[None], cache, None))
-    return _compare(text, out.logits[:, -text.choices.shape[1] :], getattr(params.draft, "ids", None))
+    return _compare(text, out.logits[:, -text.choices.shape[1] :], draft.ids(params.draft))
 
 
 _PROGRAMS = ((_FEATURES, _of_features), (BlockHead, _of_block), (Assistant, _of_assistant))

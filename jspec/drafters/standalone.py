@@ -25,7 +25,7 @@ from jspec.core.types import (
 )
 from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
-from jspec.models.decoder import Decoder, ModelParams
+from jspec.models.decoder import Decoder
 from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import is_padded
 
@@ -177,8 +177,8 @@ class Standalone(WindowedDrafter[Decoder]):
         self, params: Params, logits: Float[Array, "B M V"]
     ) -> tuple[Float[Array, "B M Vd"], Int[Array, " Vd"] | None]:
         """The logits of the target's tokens, and their ids; rows of padding are never proposed."""
-        if isinstance(params.draft, ModelParams) and params.draft.ids is not None:
-            return logits, params.draft.ids
+        if (hot := self._model.ids(params.draft)) is not None:
+            return logits, hot
         size, vocabulary = self._model.vocab_size, self._target.vocab_size
         ids = jnp.arange(size, dtype=jnp.int32) if size < vocabulary else None
         return logits[:, :, :vocabulary], ids

@@ -193,8 +193,12 @@ class Decoder(LayerShape, Draft):
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
-        size = self.vocab_size if (ids := getattr(params, "ids", None)) is None else ids.size
+        size = self.vocab_size if (ids := self.ids(params)) is None else ids.size
         return self.ops.unembed(normed, params.embed, params.lm_head, size)
+
+    def ids(self, params: PyTree) -> Int[Array, " Vd"] | None:
+        """Target ids of its logits, as a draft of hot tokens; None: its own vocabulary."""
+        return params.ids if isinstance(params, ModelParams) else None
 
     def mtp_layer(self) -> "Decoder":
         """The layer of an MTP head as a decoder of its own.

@@ -117,8 +117,8 @@ class AutomatonPool:
         states, classes = table.table.shape
         if self._sizes(self._reserved + states, classes, 1) is None:
             raise ValueError(
-                f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}, or "
-                f"fewer with more than its {classes} classes of tokens: use fewer or shorter ones"
+                f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}, and "
+                f"fewer for {classes} classes of tokens: use fewer or shorter ones"
             )
         # Evict the least recently used automata before growing, because a larger table compiles new programs.
         while (place := self._find(states, classes, grow=False)) is None:

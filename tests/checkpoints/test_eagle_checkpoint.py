@@ -88,8 +88,11 @@ def test_forward_equals_the_oracle(head, name):
 @pytest.mark.parametrize("name", HEADS)
 def test_round_trip_in_each_layout(head, tmp_path, name):
     loaded = load(head(**HEADS[name]))
-    unsuited = {"eagle1": "must be 'safeailab' for an EAGLE-1 head", "eagle3 own": "fc_bias"}
-    unsuited |= {"latent": "must be 'safeailab' for a head with latent attention"}
+    unsuited = {
+        "eagle1": "must be 'safeailab' for an EAGLE-1 head",
+        "eagle3 own": "fc_bias",
+        "latent": "must be 'safeailab' for a head with latent attention",
+    }
     for layout in eagle.LAYOUTS:
         out, write_head = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
         refused = [message for start, message in unsuited.items() if name.startswith(start)]

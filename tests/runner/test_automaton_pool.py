@@ -138,7 +138,7 @@ def test_a_set_that_fits_no_longer_beside_the_size_of_the_table_is_refused_for_g
     pool = StopPool(MODEL)
     pool.insert((60, 3))
     pool.free((60, 3))
-    with pytest.raises(ValueError, match="at most 64, or fewer with more than its 65 classes of tokens"):
+    with pytest.raises(ValueError, match="has 2 states; must be at most 64, and fewer for 65 classes of tokens"):
         pool.insert((2, 65))
 
 
