@@ -17,7 +17,7 @@ from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params, Prompts
 from jspec.drafters import Block, Eagle, Mtp, Standalone
 from jspec.drafters.hot_tokens import read_hot_tokens, trim
-from jspec.loading.model import Model
+from jspec.loading.model import Model, probe_draft
 from jspec.models import MtpHeads
 
 TARGET = dataclasses.replace(toy.TARGET, vocab_size=97)
@@ -100,6 +100,12 @@ def test_the_distribution_is_that_of_the_whole_draft_among_hot_tokens(name):
     expected = np.where(np.isin(EVERY, HOT), probs[0], 0)
     np.testing.assert_allclose(probs[1], expected / expected.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)
     assert not probs[1][:, ~np.isin(EVERY, HOT)].any() and len(HOT) < 97
+
+
+def test_the_probe_knows_the_hot_tokens():
+    """A draft close to its target is right where the next token is hot."""
+    whole, hot = (probe_draft(model) for model in models("standalone"))
+    assert whole.right > hot.right > 0.6 * whole.right > 0.2 * whole.total
 
 
 def test_what_cannot_be_trimmed(tmp_path):
