@@ -15,7 +15,9 @@ from jspec.core.sampling import Sampling
 from jspec.generation.score import score
 
 BRANCHES, ALPHA, POWER = 3, 1e-5, 0.99
-"""Choices per token; false alarm rate of a test; power at which differences are stated."""
+"""Choices per token without ties; false alarm rate of a test; power at which differences are stated."""
+MOST_BRANCHES, BATCH = 32, 9
+"""Choices per token, ties included; texts of a forward."""
 TOTALS = (0, 256, 512, 1024, 2048, 4096, 8192)
 """Samples before each case: the first ones find gross faults soon."""
 
@@ -78,21 +80,28 @@ def detectable(total: int, freedom: int) -> float:
 
 
 def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """All texts of three tokens, each among the most probable ones, and their probabilities."""
-    texts: list[tuple[int, ...]] = [()]
-    logs = [0.0]
+    """All texts of three tokens that `top_k` allows, and their probabilities.
+
+    Raises:
+      ValueError: too many tokens have equal probabilities.
+    """
+    texts, most = {(): 0.0}, min(MOST_BRANCHES, subject.model.target.vocab_size)
     for size in range(3):
-        # Zeros and copies pad the batch to one shape. The next token's candidates are those at its position.
-        padded = [[*prompt, *text, *[0] * (3 - size)] for text in texts]
-        scores = score(subject.precise, padded + padded[:1] * (BRANCHES**2 - len(padded)), top_k=BRANCHES)
-        longer, sums = [], []
-        for text, log, one in zip(texts, logs, scores, strict=False):
-            top = one.top[len(prompt) + size]
-            mass = np.logaddexp.reduce([value for _, value in top])
-            longer += [(*text, token) for token, _ in top]
-            sums += [log + value - mass for _, value in top]
-        texts, logs = longer, sums
-    return texts, np.exp(logs)
+        longer = {}
+        for first in range(0, len(texts), BATCH):
+            part = list(texts)[first : first + BATCH]
+            # Zeros and copies pad the batch to one shape. The next token's candidates are those at its position.
+            padded = [[*prompt, *text, *[0] * (3 - size)] for text in [*part, *part[:1] * (BATCH - len(part))]]
+            for text, scores in zip(part, score(subject.precise, padded, top_k=most), strict=False):
+                # In half precision, logits are often equal, and `top_k` keeps all of them.
+                top = scores.top[len(prompt) + size]
+                allowed = [(token, value) for token, value in top if value >= top[BRANCHES - 1][1]]
+                if len(allowed) == len(top) < subject.model.target.vocab_size:
+                    raise ValueError(f"more than {len(top)} tokens have the probability of the best {BRANCHES}")
+                mass = np.logaddexp.reduce([value for _, value in allowed])
+                longer |= {(*text, token): texts[text] + value - mass for token, value in allowed}
+        texts = longer
+    return list(texts), np.exp([*texts.values()])
 
 
 def rules(subject: Subject) -> Cases:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import faults
+import jax.numpy as jnp
 import pytest
 import verified
 from verified import TINY
@@ -14,6 +15,7 @@ from jspec.analysis import verify, verify_checks, verify_statistics
 from jspec.analysis.contract import Case, Outcome, difference
 from jspec.analysis.verify import Certificate, Finding
 from jspec.analysis.verify_subject import Subject, default_prompts, reshaped
+from jspec.core.types import Params
 from jspec.drafters import Standalone
 
 model = verified.model
@@ -115,6 +117,16 @@ def test_near_ties_are_told_from_faults(model, monkeypatch):
 def test_a_shape_that_a_drafter_cannot_have_is_left_out():
     assert reshaped(jspec.Suffix(depth=4, width=2, num_nodes=9), 4, 3, 16) is None
     assert reshaped(Standalone(), 4, 3, 16) == Standalone(4, 3, 16) and reshaped(jspec.Ngram(), 4, 3) is None
+
+
+def test_samples_of_equally_probable_tokens(model):
+    def twins(params):
+        return dataclasses.replace(params, embed=jnp.repeat(params.embed[::2], 2, axis=0))
+
+    target = twins(model.params.target)
+    subject = subject_of(dataclasses.replace(model, params=Params(target, twins(model.params.draft))))
+    out = next(verify_statistics.samples(subject)).run()
+    assert (out.verdict, out.compared) == ("passed", 256), out
 
 
 def test_the_power_of_a_test_grows_with_its_samples():
