@@ -89,7 +89,7 @@ def main() -> None:
     model = jspec.load(options.model, draft=options.draft, exact=True)
     prompts: list = [f"class {topic.title()}:\n" for topic in TOPICS]
     if not options.model.startswith("bundled:"):
-        prompts = [[{"role": "user", "content": f"Write about {topic}, with CAPITALS."}] for topic in TOPICS]
+        prompts = [model.tokenizer.chat([{"role": "user", "content": f"Write about {t} in CAPITALS."}]) for t in TOPICS]
     context, history = 64 + options.new_tokens, []
     trained, state, improve = policy(model, options.lora, options.rate)
     sampling = {"sampling": jspec.Sampling(temperature=1.0), "max_new_tokens": options.new_tokens, "logprobs": True}
