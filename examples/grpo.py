@@ -34,7 +34,7 @@ def policy(model, rank, rate):
     matrices, structure = jax.tree.flatten(master.layers)
     optimizer, start = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)), jax.nn.initializers.lecun_normal()
     # LoRA: two factors for each matrix, whose product is zero at first.
-    shapes = [x.shape for x in matrices if x.ndim == 2]
+    shapes = [x.shape for x in matrices if x.ndim == 2 and rank]
     factors = [(start(jax.random.key(i), (a, rank)), jnp.zeros((rank, b))) for i, (a, b) in enumerate(shapes)]
     trained = factors if rank else master
 

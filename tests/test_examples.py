@@ -66,11 +66,12 @@ def test_rl_loop(needs):
 
 
 @pytest.mark.slow
-def test_grpo(tmp_path, needs):
+@pytest.mark.parametrize("rank", (0, 4))
+def test_grpo(tmp_path, needs, rank):
     """Its three engines generate the same rollouts, whose tokens and log-probabilities it compares."""
     for package in ("flax", "optax", "matplotlib"):
         needs(package)
-    sizes = ("--steps", 2, "--samples", 2, "--new-tokens", 16, "--lora", 4)
+    sizes = ("--steps", 2, "--samples", 2, "--new-tokens", 16, "--lora", rank)
     first, second = run("grpo.py", *sizes, "--picture", tmp_path / "out.png").splitlines()
     assert "none 1.00" in first and "none 1.00" in second
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
