@@ -7,18 +7,16 @@ path.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jspec.core import grammar as grammars
-from jspec.core import stopping, sums
-from jspec.core.bits import ordered_bits
+from jspec.core import stopping, truncation
 from jspec.core.checks import check_each, check_hashable, check_int, check_kind, check_number, entries_of, shorten
 from jspec.core.options import check_options, option
 from jspec.core.types import DecodeState, RowSampling
@@ -195,7 +193,7 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
     if options.temperature is None:
         return logits
     greedy = (options.temperature == 0).reshape(-1, 1, 1)
-    return jnp.where(greedy, jnp.where(_best(logits), 0.0, -jnp.inf), temper(options, logits))
+    return jnp.where(greedy, jnp.where(truncation.best_of(logits), 0.0, -jnp.inf), temper(options, logits))
 
 
 def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
@@ -268,65 +266,12 @@ def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], v
 
 
 def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """Apply temperature (greedy sequences: 1), top-k, top-p and min-p; removed tokens get -inf.
-
-    The token with the highest logit always stays, by its index: XLA may compute logits twice, an ulp apart, so that no
-    logit reaches a bound computed from the other copy.
-    """
-    best = None if (options.top_k, options.top_p, options.min_p) == (None, None, None) else _best(logits)
-    # Temperature.
+    """Apply temperature (greedy sequences: 1), top-k, top-p and min-p; removed tokens get -inf."""
+    best = truncation.best_of(logits)
     if options.temperature is not None:
         temperature = jnp.where(options.temperature > 0, options.temperature, 1.0).reshape(-1, 1, 1)
         logits = _bounded(logits / temperature, logits)
-    if best is None:
-        return logits
-    # Top-k counts tokens; top-p sums probabilities; min-p compares with the largest.
-    if options.top_k is not None:
-        keep = _heaviest(logits, _count_of, options.top_k.astype(jnp.float32).reshape(-1, 1, 1))
-        logits = jnp.where(keep | best, logits, -jnp.inf)
-    if options.top_p is not None:
-        bound = jnp.where(options.top_p < 1, options.top_p, jnp.inf).reshape(-1, 1, 1)
-        _, weights = sums.exponentials(logits)
-        keep = _heaviest(logits, weights.sum, bound * weights.sum())
-        logits = jnp.where(keep | best, logits, -jnp.inf)
-    if options.min_p is not None:
-        keep = logits - logits.max(-1, keepdims=True) >= jnp.log(options.min_p).reshape(-1, 1, 1)
-        logits = jnp.where(keep | best, logits, -jnp.inf)
-    return logits
-
-
-def _best(logits: Float[Array, "B M V"]) -> Bool[Array, "B M V"]:
-    """The token with the highest logit; of several, the first."""
-    return jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1]).reshape(1, 1, -1)
-
-
-def _count_of(selected: Bool[Array, "B M V"]) -> Float[Array, "B M 1"]:
-    return selected.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
-
-
-def _heaviest(
-    logits: Float[Array, "B M V"],
-    weigh: Callable[[Bool[Array, "B M V"]], Float[Array, "B M 1"]],
-    bound: Float[Array, "B _ 1"],
-) -> Bool[Array, "B M V"]:
-    """Select each token if all tokens with higher logits together weigh less than `bound`.
-
-    Bisection over the 2^32 ordered bit patterns of a float finds the threshold: 32 sums, no sort, and exact.
-
-    weigh: the weight of a set of tokens; it must not depend on the shape of the batch.
-    """
-    order = ordered_bits(logits)
-    low = jnp.zeros((*logits.shape[:2], 1), jnp.uint32)
-    high = jnp.full_like(low, np.iinfo(np.uint32).max)
-
-    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = low + ((high - low) >> 1)
-        enough = weigh(order > middle) < bound
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    _, threshold = lax.fori_loop(0, 32, halve, (low, high))
-    return order >= threshold
+    return truncation.truncate(options, logits, best)
 
 
 def stream(key: Key[Array, " B"], name: int, position: Int[Array, " B"]) -> Key[Array, " B"]:
