@@ -32,7 +32,7 @@ class Running:
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [bound]})
         self.thread.start()
         wait_for(lambda: self.server.started)
-        self.http = httpx.Client(base_url=self.url, timeout=20, verify=surface.certfile is None)
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=surface.certfile is None)
 
     def client(self, **options):
         """OpenAI's client, which checks every answer."""
