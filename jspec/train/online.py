@@ -46,8 +46,8 @@ class Learn(Options):
 
     Sequences that leave their slots go to a ring on the device, with the target's hidden states. Between bursts, an
     optimizer step takes some of them, and after every few steps the engine drafts with the new weights. Learning stops
-    without a gain of the accept length. `Engine.update` starts it again: with the present state of the optimizer, if
-    the new weights have the draft of `Engine.params`, and otherwise from the draft in them.
+    without a gain of the accept length. `Engine.update` starts it again: with the present optimizer and texts, if the
+    new weights have the draft of `Engine.params`, and otherwise from the draft in them, without texts.
 
     recipe: hyperparameters of the draft's kind, as in `jspec.train.recipe`; length, steps and batch_tokens follow from
       the options here. None: the defaults, with `learning_rate`.
@@ -192,15 +192,15 @@ class Learning:
 
     def replace(self, draft: PyTree) -> None:
         """Begins again after `Engine.update`: with the present state if `draft` is the one served."""
-        # The optimizer's moments belong to the served draft.
+        # The optimizer's moments belong to the served draft. A trainer serves it again with the next weights of its
+        # target: texts of the last ones are nearly as good, and many more.
         leaves, served = jax.tree.leaves(draft), jax.tree.leaves(self._served)
         if not all(new is old for new, old in zip(leaves, served, strict=True)):
             self._state = _begin(draft, learner=self.learner)
+            self._kept, self._ring = 0, dataclasses.replace(self._ring, count=jnp.zeros((), jnp.int32))
         self._served = self._best = draft
-        self._best_length, self._stale, self.stopped = 0.0, 0, self.error is not None
-        # States and rounds of the old target teach nothing about the new one.
-        self._kept, self._counts = 0, None
-        self._ring = dataclasses.replace(self._ring, count=jnp.zeros((), jnp.int32))
+        # Rounds with the old target say nothing about the new one.
+        self._best_length, self._stale, self.stopped, self._counts = 0.0, 0, self.error is not None, None
 
     def _step(self, target: PyTree, s: DecodeState) -> None:
         # The first steps wait for the device, to measure how long one takes; later ones are only dispatched.
