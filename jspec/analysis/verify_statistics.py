@@ -87,9 +87,9 @@ def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, 
     """
     texts, most = {(): 0.0}, min(MOST_BRANCHES, subject.model.target.vocab_size)
     for size in range(3):
-        longer = {}
-        for first in range(0, len(texts), BATCH):
-            part = list(texts)[first : first + BATCH]
+        longer, shorter = {}, list(texts)
+        for first in range(0, len(shorter), BATCH):
+            part = shorter[first : first + BATCH]
             # Zeros and copies pad the batch to one shape. The next token's candidates are those at its position.
             padded = [[*prompt, *text, *[0] * (3 - size)] for text in [*part, *part[:1] * (BATCH - len(part))]]
             for text, scores in zip(part, score(subject.precise, padded, top_k=most), strict=False):

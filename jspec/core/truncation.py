@@ -59,15 +59,15 @@ def _threshold(
 
     Nothing is computed where no sequence has a bound: a program of an engine has options that are often neutral.
     """
-    order, none = ordered_bits(logits), jnp.zeros((*logits.shape[:2], 1), jnp.uint32)
+    none = jnp.zeros((*logits.shape[:2], 1), jnp.uint32)
 
     def search() -> Array:
-        threshold = none
+        threshold, left = none, logits
         for weights, bound, bounded in bounds:
-            # Each bound holds among the tokens left by the one before.
-            left = jnp.where((order >= threshold) | best, logits, -jnp.inf)
             lowest = partial(_lowest, left, weights, bound, bounded)
             threshold = jnp.maximum(threshold, lax.cond(bounded.any(), lowest, lambda: none))
+            # The next bound holds among the tokens left by this one.
+            left = jnp.where((ordered_bits(logits) >= threshold) | best, logits, -jnp.inf)
         return threshold
 
     any_bound = jnp.stack([bounded.any() for *_, bounded in bounds]).any()

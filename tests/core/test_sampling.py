@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import path_to, state_without_models
 
-from jspec.core import accept, sampling, stopping, tree, truncation
+from jspec.core import accept, sampling, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.loop import decode
 from jspec.core.method import Method
@@ -446,18 +446,6 @@ def test_no_two_streams_positions_or_sequences_share_noise():
 
 
 # Compiled programs
-
-
-def compiled(function, *args, **static):
-    return jax.jit(function, static_argnames=tuple(static)).lower(*args, **static).compile().as_text()
-
-
-def test_no_option_needs_a_sort():
-    words = 4 * truncation.FIRST
-    rows, logits = per_row(Sampling(0.5, top_k=3, top_p=0.5, min_p=0.1), 2, words), jnp.zeros((2, 3, words))
-    sorts = re.compile(r" sort\(")
-    assert not sorts.search(compiled(sampling.temper, rows, logits))
-    assert sorts.search(compiled(jnp.sort, logits)), "the program text was not parsed"
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Top-k and top-p keep the tokens that a search over the sorted vocabulary keeps, and compute no more than needed."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.core import truncation
-from jspec.core.sampling import Sampling, per_row
+from jspec.core.sampling import Sampling, per_row, temper
 
 WORDS = 300
 CASES = (
@@ -83,3 +85,21 @@ def test_nothing_is_computed_that_no_sequence_needs(cases, scale, first, bisecti
     assert (calls.count("_among_first"), calls.count("_bisect")) == (first, bisections)
     for case, row in zip(cases, out, strict=True):
         assert np.isfinite(row).all() == (not case)
+
+
+def test_no_option_needs_a_sort():
+    """The largest logits are found, at most `truncation.FIRST` of them."""
+    rows, logits = per_row(Sampling(0.5, top_k=3, top_p=0.5, min_p=0.1), 2, WORDS), jnp.zeros((2, 3, WORDS))
+
+    def compiled(function, *args):
+        return jax.jit(function).lower(*args).compile().as_text()
+
+    sorts = re.compile(r" sort\(")
+    assert not sorts.search(compiled(temper, rows, logits))
+    assert sorts.search(compiled(jnp.sort, logits)), "the program text was not parsed"
+
+    def sizes(function, *args):
+        return {int(size) for size in re.findall(r"\bk=(\d+)", str(jax.make_jaxpr(function)(*args)))}
+
+    assert sizes(temper, rows, logits) == {truncation.FIRST}
+    assert sizes(lambda x: jax.lax.top_k(x, 2), logits) == {2}, "the program text was not parsed"
