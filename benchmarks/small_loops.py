@@ -25,7 +25,7 @@ from jspec.bench.measure import BenchSetup, CaseResult
 from jspec.bench.presets import PRESETS, block_draft, eagle_head, gemma4_assistant, gpt_oss_head, mtp_heads
 from jspec.core import sharding
 from jspec.core.types import Drafter, Params
-from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Pruned, Standalone, Suffix
 from jspec.models import Deepseek, Gemma4, GptOss, Llama
 from jspec.models.assistant import Assistant
 from jspec.models.decoder import Decoder
@@ -124,6 +124,11 @@ def _adaptive(**shape: int) -> Adaptive:
     return Adaptive([None, Eagle(depth=1), Eagle(**shape)])
 
 
+def _pruned(**shape: int) -> Pruned:
+    """Chains or trees of a head."""
+    return Pruned(Eagle(**shape))
+
+
 _KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any] | None]] = {
     "adaptive": (_adaptive, _eagle),
     "block": (Block, _block),
@@ -132,6 +137,7 @@ _KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any] | None]] = {
     "mtp": (Mtp, mtp_heads),
     "mtp-of-3-heads": (Mtp, functools.partial(mtp_heads, count=3)),
     "ngram": (Ngram, None),
+    "pruned": (_pruned, _eagle),
     "standalone": (Standalone, _smaller),
     "suffix": (Suffix, None),
 }
@@ -205,6 +211,7 @@ CASES = [
     ),
     *(TpuCase(target, "ngram", "chain") for target in ("llama", "gemma4", "deepseek", "qwen3-next", "gpt-oss")),
     TpuCase("deepseek", "mtp-of-3-heads", "chain"),
+    *(TpuCase(target, "pruned", shape) for target in ("llama", "gemma4") for shape in _SHAPES),
     TpuCase("llama-8-heads", "", "plain", 4),
     *(TpuCase("llama-8-heads", drafter, shape, 4) for drafter in ("eagle", "standalone") for shape in _SHAPES),
     TpuCase("deepseek", "mtp", "tree", 4),
@@ -213,6 +220,8 @@ CASES = [
 KNOWN: dict[tuple[str, str], str] = {
     # The indexer's keys are gathered: several arrays of one layer's keys, of which the pools have one or two layers.
     (r"deepseek-dsa-.*/v5p", "no copy of a pool"): "temporary memory",
+    # The next round reads nothing of what the last one proposed.
+    (r".*-pruned-.*", "donated"): "of the state are donated",
     # The pools of its keys fit the memory on the core, and XLA moves them there.
     (r"deepseek-dsa-(?!plain/v5e).*/v[56]e", "no copy of a pool"): "copy-start",
 }

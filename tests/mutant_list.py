@@ -17,6 +17,8 @@ _BLOCKS = "checkpoints/test_block_checkpoint.py::test_a_block_equals_the_oracle[
 _SCHEDULE = "engine/test_schedule.py::test_every_event_of_a_schedule_leaves_all_rows_right"
 
 _LATENT = "checkpoints/test_eagle_checkpoint.py::test_forward_equals_the_oracle[latent yarn]"
+_RAGGED = "core/test_ragged.py::test_a_forward_equals_the_padded_one"
+_PAYS = "drafters/test_pruned.py::test_the_size_has_the_most_expected_tokens_for_its_cost"
 
 FIELDS = (
     # The loop
@@ -99,6 +101,42 @@ FIELDS = (
         "generation < draft_tree.limit[:, None]",
         "generation <= draft_tree.limit[:, None]",
         f"{_AS_IF}[block-1-True]",
+    ),
+    # Drafts that pay
+    (
+        "a node's results go to its neighbor",
+        "jspec.core.ragged:pack",
+        "jnp.minimum(place, total - 1)",
+        "jnp.minimum(place + 1, total - 1)",
+        f"{_RAGGED}[llama]",
+    ),
+    (
+        "a node follows the neighbor's root",
+        "jspec.core.ragged:verify",
+        "jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0)",
+        "jnp.maximum(jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0) - 1, 0)",
+        f"{_RAGGED}[llama]",
+    ),
+    (
+        "adapters of another sequence",
+        "jspec.core.ragged:verify",
+        "_of_sequences(params.target, sequence)",
+        "_of_sequences(params.target, jnp.roll(sequence, 1))",
+        f"{_RAGGED}[adapters]",
+    ),
+    (
+        "a node's confidence is its child's",
+        "jspec.drafters.pruned:Pruned.probabilities",
+        "jnp.exp(jnp.minimum(drafted.scores, 0.0))[:, 1:]",
+        "jnp.roll(jnp.exp(jnp.minimum(drafted.scores, 0.0)), -1, axis=1)[:, 1:]",
+        f"{_PAYS}[chains]",
+    ),
+    (
+        "a sequence has its neighbor's nodes",
+        "jspec.drafters.pruned:Pruned.verified",
+        "rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes)",
+        "jnp.roll(rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes), 1, axis=0)",
+        f"{_PAYS}[chains]",
     ),
     (
         "limits of another request",

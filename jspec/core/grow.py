@@ -110,6 +110,7 @@ def grow(
 def _grow_chain(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, depth: int) -> DraftTree:
     proposal, tokens = first, [root[:, None]]
     probs: list[Array] = []
+    scores: list[Array] = []
     path = jnp.zeros((root.shape[0], 1, 0), jnp.int32)
     for generation in range(depth):
         if generation:
@@ -117,9 +118,12 @@ def _grow_chain(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: 
         tokens.append(proposal.tokens[:, :, 0])
         if proposal.probs is not None:
             probs.append(proposal.probs)
+        if proposal.scores is not None:
+            scores.append(_ranked(proposal.scores[:, :, 0]))
         path = jnp.concatenate([path, proposal.tokens[:, :, :1]], axis=2)
     all_probs = None if first.probs is None else jnp.concatenate([*probs, jnp.zeros_like(first.probs)], axis=1)
-    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=all_probs)
+    along = jnp.cumsum(jnp.concatenate([jnp.zeros(tokens[0].shape), *scores], axis=1), axis=1) if scores else None
+    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=all_probs, scores=along)
 
 
 def _grow_best(
@@ -166,7 +170,7 @@ def _ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(jnp.isnan(scores), -jnp.inf, scores)
 
 
-def _rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:
+def rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:
     """The rank of each candidate in the order of `lax.top_k`: by score, ties by number.
 
     The sets are small, and XLA fuses the reduction with its neighbors.
@@ -176,16 +180,16 @@ def _rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:
     return before.sum(1, dtype=jnp.int32)
 
 
-def _at_ranks(rank: Int[Array, "B C"], count: int) -> Int[Array, "B count"]:
+def _at_ranks(order: Int[Array, "B C"], count: int) -> Int[Array, "B count"]:
     """The candidates of ranks 0 to count - 1."""
-    number = jnp.arange(rank.shape[1], dtype=jnp.int32)[None, None]
-    matches = rank[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    number = jnp.arange(order.shape[1], dtype=jnp.int32)[None, None]
+    matches = order[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
     return jnp.where(matches, number, 0).sum(-1, dtype=jnp.int32)
 
 
 def highest(scores: Float[Array, "B C"], count: int) -> Int[Array, "B count"]:
     """The candidates with the highest scores, in the order of `lax.top_k`."""
-    return _at_ranks(_rank(scores), count)
+    return _at_ranks(rank(scores), count)
 
 
 def keep_best(
@@ -201,11 +205,11 @@ def keep_best(
     So its first nodes are a tree, too. The parent of a candidate scores at least as much and wins ties by its lower
     number.
     """
-    rank = _rank(scores)
-    candidate = _at_ranks(rank, num_nodes - 1)
+    order = rank(scores)
+    candidate = _at_ranks(order, num_nodes - 1)
     # From candidates to nodes of the tree.
     number, best = (jnp.take_along_axis(x, candidate, axis=1) for x in (parents, scores))
-    node = jnp.where(number < 0, 0, jnp.take_along_axis(rank, jnp.maximum(number, 0), axis=1) + 1)
+    node = jnp.where(number < 0, 0, jnp.take_along_axis(order, jnp.maximum(number, 0), axis=1) + 1)
     tokens = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, candidate, axis=1)], axis=1)
     above = jnp.concatenate([jnp.zeros_like(node[:, :1]), node], axis=1)
     return DraftTree(tokens, above, depth, scores=jnp.concatenate([jnp.zeros_like(best[:, :1]), best], axis=1))

@@ -19,6 +19,7 @@ def propose(
     vocab_size: int,
     ids: Int[Array, " Vd"] | Int[Array, "B M Vd"] | None = None,
     sampled: bool = False,
+    scored: bool = False,
 ) -> Proposal:
     """Propose the `width` best children of M nodes, which are g tokens after the committed ones.
 
@@ -36,25 +37,26 @@ def propose(
       ids: target ids of the draft's vocabulary, shared or per node; None: the target's vocabulary.
       sampled: sample the children from q, without replacement and with independent noise, and return q, as some
         acceptance rules require.
+      scored: return the scores of a single child, too.
     """
     options = s.sampling
     # Greedy: rank the draft's own vocabulary.
     if options is None:
         if s.grammar.table is not None:
             logits = grammars.forbid(s.grammar, logits, path, ids)
-        index, scores = _best(logits, width)
+        index, scores = _best(logits, width, scored)
         return Proposal(_tokens(index, ids), scores, None)
     # Sampling: process the logits over the target's vocabulary like the target's own.
     if ids is not None:
         logits = _spread(logits, ids, vocab_size)
     logits = sampling.temper(options, sampling.adjust(s, logits, path))
     if options.temperature is None:
-        tokens, scores = _best(logits, width)
+        tokens, scores = _best(logits, width, scored)
         return Proposal(tokens, scores, None)
     # Rank by logits plus noise; greedy sequences without noise.
     noise = _noise(s, logits.shape, path.shape[2], sampled)
     noisy = logits + jnp.where((options.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
-    tokens, scores = _best(noisy, width)
+    tokens, scores = _best(noisy, width, scored)
     return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if sampled else None)
 
 
@@ -85,9 +87,11 @@ def _noise(s: DecodeState, shape: tuple[int, ...], generation: int, sampled: boo
     return draw(keys)
 
 
-def _best(logits: Float[Array, "B M V"], width: int) -> tuple[Int[Array, "B M W"], Float[Array, "B M W"] | None]:
-    """The tokens with the highest logits and their log-probabilities; for a single token, no log-probability."""
-    if width == 1:
+def _best(
+    logits: Float[Array, "B M V"], width: int, scored: bool
+) -> tuple[Int[Array, "B M W"], Float[Array, "B M W"] | None]:
+    """The tokens with the highest logits and their log-probabilities; of a single token only if `scored`."""
+    if width == 1 and not scored:
         return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32), None
     best, tokens, log_sum_exp = topk(logits, width)
     return tokens, best - log_sum_exp[..., None]

@@ -28,6 +28,8 @@ def check_draft(drafter: object, result: object, batch: int, depth: int) -> tupl
         _check_integers(name, "parents", parents, tokens.shape)
     elif tokens.shape[1] - 1 > depth:
         raise ValueError(f"{name}: returns a chain of {tokens.shape[1] - 1} drafts; must have at most depth={depth}")
+    if draft_tree.packed is not None and (parents is not None or draft_tree.limit is None):
+        raise ValueError(f"{name}: returns packed={draft_tree.packed}; must be None but for a chain with a limit")
     return draft_tree, state
 
 

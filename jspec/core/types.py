@@ -1,8 +1,7 @@
 """Values passed between the parts of a round, and the protocols of the parts.
 
 Dimensions: B batch, N nodes of a tree, A maximum accepted nodes, T tokens, C columns of the token buffer, E hidden
-size, V vocabulary, W width of a tree. An optional part is a None leaf: a drafter without hidden states has no
-buffer for them anywhere, and a chain, whose topology is known while tracing, has no parents.
+size, V vocabulary, W width of a tree. An optional part is a None leaf: the parents of a chain, for example.
 """
 
 import dataclasses
@@ -44,14 +43,15 @@ class DraftTree:
     width: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Maximum children of a node; None: N - 1."""
     probs: Float[Array, "B N V"] | None = None
-    """probs[b, n]: the distribution q of the children of node n, sampled from it in order and without replacement.
-    None: the drafts were not sampled from a known distribution."""
+    """probs[b, n]: q of the children of node n, sampled from it in order, without replacement; None: q is unknown."""
     limit: Int[Array, " B"] | None = None
     """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes are read in vain."""
+    packed: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Most nodes of a batch of chains, whose nodes beyond `limit` are not read (`ragged.py`). None: all are."""
     embeds: Embeds | None = None
     """In the places of some tokens of a prompt; None: there are none."""
     scores: Float[Array, "B N"] | None = None
-    """Estimates of the target's log-probability of each node's path, descending; None: unknown."""
+    """Estimates of log p of each node's path, descending; None: unknown."""
 
     @property
     def generations(self) -> int:
@@ -66,7 +66,7 @@ class Proposal:
     tokens: Int[Array, "B M W"]
     """Best first."""
     scores: Float[Array, "B M W"] | None
-    """Estimates of the target's log-probability of each token; None if W is 1."""
+    """Estimates of the target's log-probability of each token; may be None if W is 1."""
     probs: Float[Array, "B M V"] | None
     """The distribution of the tokens, sampled without replacement; None if they were not sampled."""
 

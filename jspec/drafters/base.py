@@ -87,6 +87,7 @@ class ModelDrafter(Generic[M]):
     width: maximum children of a node, and nodes expanded per generation, from 1, a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
     sampled: sample the drafts from the draft's own distribution, as "rejection" and "block" need.
+    scored: estimate the acceptance of chains, too, as `Pruned` needs.
     target, model: the configurations of the target and of the draft; set by `bind`.
     """
 
@@ -94,10 +95,11 @@ class ModelDrafter(Generic[M]):
     width: int = 1
     num_nodes: int | None = None
     sampled: bool = option(False)
+    scored: bool = option(False)
     target: Target | None = None
     model: M | None = None
 
-    shared_options: ClassVar[tuple[str, ...]] = ("target", "model", "sampled")
+    shared_options: ClassVar[tuple[str, ...]] = ("target", "model", "sampled", "scored")
     """Options that must be equal for `draft` to work with the state of another drafter of the class."""
     further: ClassVar[int] = 0
     """No extra rows: as many as in the target's cache."""
@@ -148,8 +150,8 @@ class ModelDrafter(Generic[M]):
         self, s: DecodeState, logits: Float[Array, "B M Vd"], path: Int[Array, "B M g"], ids: Array | None = None
     ) -> Proposal:
         """The children of nodes, from the draft's logits (`jspec.core.propose.propose`)."""
-        vocabulary = self._target.vocab_size
-        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
+        vocabulary, ranking = self._target.vocab_size, {"sampled": self.sampled, "scored": self.scored}
+        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, **ranking)
 
     @property
     def _target(self) -> Target:

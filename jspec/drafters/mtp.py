@@ -77,7 +77,7 @@ class Mtp(ModelDrafter[MtpHeads]):
         heads = min(draft.count, self._chain(draft.count)) if self.heads is None else self.heads
         depth = self._chain(heads)
         if heads == 1:
-            reused = Eagle(depth=depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+            reused = Eagle(depth, self.width, self.num_nodes, sampled=self.sampled, scored=self.scored)
             return reused.bind(target, draft.head(0, target))
         if depth != heads or self.width > 1:
             raise ValueError(

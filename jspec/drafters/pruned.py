@@ -1,21 +1,23 @@
-"""Pruned drafting: verifies as many nodes of each draft tree as pay, by the draft's own confidence and by cost.
+"""Pruned drafting: verifies as many drafts as pay, by the draft's own confidence and by cost.
 
 The expected accepted drafts of a tree are the sum of its nodes' probabilities (Li et al., EAGLE-2, arXiv 2406.16858,
-section 4), and its first nodes are the most probable ones. So a tree grows while a node's share of the tokens exceeds
-its share of the time.
+section 4), and its first nodes are the most probable ones. So it is verified as far as the share of a node in the
+tokens exceeds its share of the time. Nodes of chains are ranked over the whole batch, so a confident sequence has more
+of them than another one.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.core import optional, tree
-from jspec.core.checks import check_int, shorten
-from jspec.core.grow import Shape
+from jspec.core.checks import check_number, shorten
+from jspec.core.grow import Shape, rank
 from jspec.core.options import check_options, option
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
@@ -26,20 +28,25 @@ from jspec.drafters.table import PROPOSING
 
 MOST = 8
 """Maximum sizes; the loop's program contains a round of each."""
+MEANS, POWERS = (1, 1.25, 1.5, 2, 3, 4), (1, 4, 8, 16, 32, 64, 128)
+"""Default sizes: of chains that share a forward, and of trees."""
 WEIGHT = 2.0
 """Accepted drafts, as many as expected, at the beginning of every sequence."""
 
 
 @struct
 class PrunedState:
-    """The drafter's state, the tree of the round, and the sums of earlier rounds. Zeros before the first one."""
+    """The drafter's state, the proposals of the round, and the sums of earlier rounds. Zeros before the first one."""
 
     part: PyTree
     """The state of the drafter of the trees."""
     tokens: Int[Array, "B N"]
-    parents: Int[Array, "B N"]
+    parents: Int[Array, "B N"] | None
+    """None: chains."""
+    count: Int[Array, " B"]
+    """Nodes to verify."""
     expected: Float[Array, " B"]
-    """Expected accepted drafts of the round; 0: the sequence takes no round."""
+    """Accepted drafts that the draft alone expects of the round; 0: the sequence takes no round."""
     sums: Float[Array, "B 2"]
     """Expected and accepted drafts of earlier rounds; the latest one counts 1 and older ones less."""
 
@@ -49,45 +56,64 @@ class Cut:
     """The first nodes of the trees of a drafter, already grown.
 
     proposer: the drafter of the trees, bound.
-    nodes: their number, root included.
+    nodes: their number, root included; the mean of a batch if they are packed.
+    packed: whether sequences have different numbers of nodes, read in a row.
     """
 
     proposer: Any
-    nodes: int
+    nodes: float
+    packed: bool = False
 
     capture_layers = ()
 
     @property
     def depth(self) -> int:
         """Tokens of the longest chain."""
-        return min(self.proposer.depth, self.nodes - 1)
+        return min(self.proposer.depth, math.ceil(self.nodes) - 1) if not self.packed else self.proposer.depth
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PyTree]:
         """The tree of the state, cut."""
-        tokens, parents = s.draft
-        if self.nodes == 1:
+        tokens, parents, count = s.draft
+        if self.packed and tokens.shape[0] > 1:
+            total = total_nodes(self.nodes, tokens.shape[0])
+            return DraftTree(tokens, parents, limit=count - 1, packed=total), s.draft
+        nodes = math.ceil(self.nodes)
+        if nodes == 1:
             return tree.chain(s.root), s.draft
-        return DraftTree(tokens[:, : self.nodes], parents[:, : self.nodes], self.depth), s.draft
+        if parents is None:
+            return tree.chain(tokens[:, :nodes]), s.draft
+        return DraftTree(tokens[:, :nodes], parents[:, :nodes], self.depth), s.draft
+
+
+def total_nodes(mean: float, batch: int) -> int:
+    """The nodes of a batch, root included, that has so many in the mean."""
+    return math.ceil(mean * batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
-    """Verifies the part of each draft tree that pays: the size with the most expected tokens per unit of cost.
+    """Verifies the drafts that pay: the number of nodes with the most expected tokens per unit of cost.
 
-    The tree grows as always. Its nodes are ranked by the draft's own probability of their path, corrected by the ratio
-    of accepted to expected drafts so far, and the best ones are verified. All sequences of a batch, or of a group of
-    devices, share the number of nodes. The tokens are those of plain decoding, greedy or coupled.
+    Trees and chains grow as always. Their nodes are ranked by the draft's own probability of their path, corrected by
+    the ratio of accepted to expected drafts so far, and the best ones are verified. The tokens are those of plain
+    decoding, greedy or coupled.
 
-    drafter: has a draft model and draws trees. None: trees of 32 nodes, 4 wide, by the drafter for the loaded draft.
-    sizes: nodes to choose from, root included, ascending, at most 8; a round of each is compiled. None: 1, the powers
-      of two from 4 on, and the whole tree.
+    Nodes of chains are ranked over the batch, or that of a group of devices: the best ones of all sequences are read in
+    one forward without padding, so a sequence has all of its drafts verified, some, or none. The sequences share the
+    number of nodes if they draw trees, or if the target cannot read nodes in a row: it needs keys of heads in all
+    layers.
+
+    drafter: has a draft model. None: trees of 32 nodes, 4 wide, by the drafter for the loaded draft.
+    sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
+      chains that share a forward they are means, such as 1.5. None: 1, powers of two and the whole tree; of chains 1,
+      1.25, 1.5, 2, 3, 4 and all.
     costs: cost of a round of each size, as those of `jspec.Adaptive`. None: measured once, as for it.
     rate: from 0 to 1: discount of each older round in the ratio.
     target: the configuration of the target; set by `bind`.
     """
 
     drafter: Any = None
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[float, ...] | None = None
     costs: Any = None
     rate: float = option(0.1, least=0.0, most=1.0)
     target: Target | None = None
@@ -108,7 +134,18 @@ class Pruned:
     def branches(self) -> tuple[Cut, ...]:
         """The trees of each size, of a bound drafter."""
         bound(self, self.target)
-        return tuple(Cut(self.drafter, size) for size in self.sizes or ())
+        whole = self.drafter.shape.nodes
+        return tuple(Cut(self.drafter, size, self.ragged and 1 < size < whole) for size in self.sizes or ())
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences have different numbers of nodes."""
+        return self.drafter.shape.width == 1 and optional.packs(bound(self, self.target))
+
+    def offered(self, batch: int) -> list[int]:
+        """The first size of each number of nodes of a batch."""
+        totals = {total_nodes(size, batch): index for index, size in reversed(list(enumerate(self.sizes or ())))}
+        return sorted(totals.values())
 
     @property
     def depth(self) -> int:
@@ -140,20 +177,26 @@ class Pruned:
 
     def bind(self, target: Target, draft: object) -> "Pruned":
         """Binds the drafter to the two models, and chooses the sizes."""
-        drafter = self.drafter
-        if drafter is None:
-            drafter = PROPOSING[getattr(draft, "drafter", "suffix")](width=4, num_nodes=32)
+        kind: Any = PROPOSING[getattr(draft, "drafter", "suffix")]
+        drafter: Any = kind(width=4, num_nodes=32) if self.drafter is None else self.drafter
+        if getattr(drafter, "scored", None) is False and drafter.width == 1:
+            drafter = dataclasses.replace(drafter, scored=True)
         drafter = drafter.bind(target, draft)
         shape: Shape | None = getattr(drafter, "shape", None)
-        if shape is None or shape.width < 2:
+        if shape is None or (shape.width == 1 and not getattr(drafter, "scored", False)):
+            name = type(drafter).__name__
+            raise ValueError(f"Pruned: {name} has no probabilities of a draft model; must be a drafter with one")
+        # The sizes.
+        whole = shape.nodes
+        means = shape.width == 1 and optional.packs(target)
+        usual = MEANS if means else (1, *range(2, whole)) if whole < MOST else POWERS
+        sizes = self.sizes or (*(size for size in usual if size < whole), whole)
+        if sizes[-1] > whole:
+            raise ValueError(f"Pruned(sizes={sizes}): must be at most {whole}, the nodes of the trees")
+        if not means and any(size != int(size) for size in sizes):
             raise ValueError(
-                f"Pruned: {type(drafter).__name__} draws no trees by the probabilities of a draft model; must be a "
-                "drafter with one, and a width of at least 2"
+                f"Pruned(sizes={sizes}): must be ints; means are for chains, with keys of heads in all layers"
             )
-        nodes = shape.nodes
-        sizes = self.sizes or (*(size for size in (1, 4, 8, 16, 32, 64, 128) if size < nodes), nodes)
-        if sizes[-1] > nodes:
-            raise ValueError(f"Pruned(sizes={sizes}): must be at most {nodes}, the nodes of the trees")
         return dataclasses.replace(self, drafter=drafter, sizes=sizes, target=target)
 
     def adapt(self, needs: DraftNeeds) -> "Pruned":
@@ -166,15 +209,15 @@ class Pruned:
     # The state
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> PrunedState:
-        """The state of the drafter; no tree."""
-        nodes = (self.sizes or (1,))[-1]
-        empty = jnp.zeros((batch, nodes), jnp.int32)
+        """The state of the drafter; no proposals."""
+        empty = jnp.zeros((batch, self.drafter.shape.nodes), jnp.int32)
         part = self.drafter.init(params, batch, capacity, page_size)
-        return PrunedState(part, empty, empty, jnp.zeros(batch), jnp.zeros((batch, 2)))
+        parents = None if self.drafter.shape.width == 1 else empty
+        return PrunedState(part, empty, parents, jnp.zeros(batch, jnp.int32), jnp.zeros(batch), jnp.zeros((batch, 2)))
 
     def states(self, state: PrunedState) -> tuple[PyTree, ...]:
-        """The tree, for each size."""
-        return tuple((state.tokens, state.parents) for _ in self.branches)
+        """The proposals, for each size."""
+        return tuple((state.tokens, state.parents, state.count) for _ in self.branches)
 
     def parts(self, state: PrunedState) -> tuple[tuple[Drafter, PyTree], ...]:
         """The state of the drafter."""
@@ -191,43 +234,64 @@ class Pruned:
         return None if self.costs is None else interpolated(self.costs, batch)
 
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PrunedState]:
-        """Grows the tree of this round and chooses its size; returns the size's index and the new state."""
+        """Drafts, and chooses the number of nodes of this round; returns the size's index and the new state."""
         state: PrunedState = s.draft
         assert s.costs is not None
         drafted, part = self.drafter.draft(params, dataclasses.replace(s, draft=state.part))
         check_unchanged(self.drafter, state.part, part)
-        assert drafted.parents is not None
-        expected = self.expected(drafted, state, s)
         # Tokens per cost, over live sequences: those beyond the limit of a sequence do not count.
-        live = ~s.done
-        tokens = jnp.minimum(1.0 + expected, (s.limit - s.length)[:, None].astype(jnp.float32))
-        index = jnp.argmax(jnp.where(live[:, None], tokens, 0.0).sum(0) / s.costs).astype(jnp.int32)
-        taken = jnp.where(live, lax.dynamic_index_in_dim(expected, index, 1, keepdims=False), 0.0)
-        nodes = state.tokens.shape[1]
+        raw, probability = self.probabilities(drafted, state, s)
+        verified, live = self.verified(probability, s), ~s.done
+        expected = jnp.minimum(jnp.where(verified, probability[None], 0.0).sum(2), self.depth)
+        most = (s.limit - s.length)[None].astype(jnp.float32)
+        tokens = jnp.where(live[None], jnp.minimum(1.0 + expected, most), 0.0).sum(1)
+        offered = np.isin(np.arange(len(tokens)), self.offered(len(live)))
+        index = jnp.argmax(jnp.where(offered, tokens / s.costs, -1.0)).astype(jnp.int32)
+        # The nodes of this size, and the drafts that the draft alone expects of them.
+        nodes = lax.dynamic_index_in_dim(verified, index, 0, keepdims=False)
         return index, dataclasses.replace(
-            state, tokens=drafted.tokens[:, :nodes], parents=drafted.parents[:, :nodes], expected=taken
+            state,
+            tokens=drafted.tokens,
+            parents=drafted.parents,
+            count=1 + nodes.sum(1, dtype=jnp.int32),
+            expected=jnp.where(nodes & live[:, None], raw, 0.0).sum(1),
         )
 
-    def expected(self, drafted: DraftTree, state: PrunedState, s: DecodeState) -> Float[Array, "B K"]:
-        """The accepted drafts of each sequence to expect of trees of each size."""
+    def probabilities(
+        self, drafted: DraftTree, state: PrunedState, s: DecodeState
+    ) -> tuple[Float[Array, "B M"], Float[Array, "B M"]]:
+        """The probability of acceptance of each node but the root: the draft's own, and corrected by earlier rounds."""
         assert drafted.scores is not None
-        probability = jnp.exp(jnp.minimum(drafted.scores, 0.0))
+        raw = jnp.exp(jnp.minimum(drafted.scores, 0.0))[:, 1:]
         if s.draft_limits is not None:
-            probability = jnp.where(tree.depths(drafted) <= s.draft_limits[:, -1:], probability, 0.0)
-        node = np.arange(drafted.tokens.shape[1])[None]
-        counts = (node > 0) & (node < np.array(self.sizes)[:, None])
-        sums = jnp.where(counts[None], probability[:, None], 0.0).sum(2)
+            raw = jnp.where(tree.depths(drafted)[:, 1:] <= s.draft_limits[:, -1:], raw, 0.0)
         ratio = (state.sums[:, 1] + WEIGHT) / (state.sums[:, 0] + WEIGHT)
-        return jnp.minimum(sums * ratio[:, None], self.depth)
+        return raw, jnp.minimum(raw * ratio[:, None], 1.0)
+
+    def verified(self, probability: Float[Array, "B M"], s: DecodeState) -> Bool[Array, "K B M"]:
+        """The nodes to verify with each size, the roots left out."""
+        batch, nodes = probability.shape
+        sizes = self.sizes or (1,)
+        if not self.ragged:
+            inside = np.arange(1, nodes + 1)[None] < np.array(sizes)[:, None]
+            return jnp.broadcast_to(inside[:, None], (len(sizes), batch, nodes))
+        # The best nodes of the batch, in place of the roots of finished sequences, too. A node comes after its parent,
+        # whose probability is at least as high. Tokens beyond the limit of a sequence are worth nothing.
+        depth = jnp.arange(1, nodes + 1, dtype=jnp.int32)[None]
+        useful = (probability > 0) & ~s.done[:, None] & (depth < (s.limit - s.length)[:, None])
+        best = rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes)
+        room = np.array([total_nodes(size, batch) for size in sizes], np.int32) - (~s.done).sum(dtype=jnp.int32)
+        return useful[None] & (best[None] < room[:, None, None])
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PrunedState]:
-        """The tree of this round, for inspection: the first draft again in place of unverified nodes."""
-        index, state = self.choose(params, s)
-        size = jnp.asarray(self.sizes, jnp.int32)[index]
-        rest = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] >= size
+        """The proposals of this round, for inspection. In a tree, the first draft is in place of unverified nodes."""
+        _, state = self.choose(params, s)
+        if state.parents is None:
+            return DraftTree(state.tokens, None, limit=state.count - 1), state
+        rest = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] >= state.count[:, None]
         # With a single node, that is the last token.
-        first = jnp.where(size > 1, state.tokens[:, 1], s.root[:, 0])
-        tokens, parents = jnp.where(rest, first[:, None], state.tokens), jnp.where(rest, 0, state.parents)
+        first = jnp.where(state.count[:, None] > 1, state.tokens[:, 1:2], s.root)
+        tokens, parents = jnp.where(rest, first, state.tokens), jnp.where(rest, 0, state.parents)
         return DraftTree(tokens, parents, self.depth), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> PrunedState:
@@ -241,15 +305,16 @@ class Pruned:
         return dataclasses.replace(state, part=part, expected=jnp.zeros_like(state.expected), sums=sums)
 
 
-def _check_sizes(sizes: object) -> tuple[int, ...]:
+def _check_sizes(sizes: object) -> tuple[float, ...]:
     """The sizes as a tuple.
 
     Raises:
-      TypeError, ValueError: not ascending ints from 1.
+      TypeError, ValueError: not ascending numbers from 1.
     """
     if not isinstance(sizes, list | tuple):
-        raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be a list of ints")
-    checked = tuple(check_int("sizes", size, least=1, owner="Pruned") for size in sizes)
+        raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be a list of numbers")
+    numbers = [check_number("sizes", size, least=1.0, owner="Pruned") for size in sizes]
+    checked = tuple(int(number) if number == int(number) else number for number in numbers)
     if not 2 <= len(checked) <= MOST or list(checked) != sorted(set(checked)):
         raise ValueError(f"Pruned(sizes={shorten(sizes)}): must be from 2 to {MOST} ascending sizes")
     return checked

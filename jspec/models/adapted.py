@@ -34,6 +34,10 @@ class Adapted:
         """Shape of the matrix."""
         return self.weight.shape
 
+    def of_sequences(self, sequence: Int[Array, " T"]) -> "Adapted":
+        """The matrix for tokens of these sequences, one each."""
+        return self if self.index is None else dataclasses.replace(self, index=self.index[sequence])
+
     def product(self, x: Float[Array, "*batch in"], out: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
         """`out`, the product x W, with the changes. x: the tokens of all sequences, in their order."""
         if self.index is None:

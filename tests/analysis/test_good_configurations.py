@@ -35,10 +35,10 @@ MORE = {
 }
 """The same for a configuration, in place of the one in turn."""
 PRUNED = (
-    *("eagle_tree", "frozen_kv_mtp_tree", "mtp_reused_tree"),
+    *("eagle", "block", "frozen_kv_mtp", "mtp", "eagle_tree", "frozen_kv_mtp_tree", "mtp_reused_tree"),
     *("mla_standalone_tree", "sliding_standalone_tree", "recurrent_standalone_tree"),
 )
-"""Loops whose trees are pruned as well."""
+"""Loops whose chains and trees are pruned as well."""
 HALF = {"dtype": "bfloat16", "exact": True}
 
 
@@ -51,9 +51,10 @@ def of_loop(name):
 
 
 def of_pruned_loop(name):
-    """The same with trees of a few sizes."""
+    """The same with a few sizes."""
     subject = of_loop(name)
-    return dataclasses.replace(subject, drafter=Pruned(subject.drafter, (1, 3, 6), (1, 1.02, 1.06)))
+    sizes = (1, 3, 6) if name.endswith("tree") else (1, 1.5, 2.5)
+    return dataclasses.replace(subject, drafter=Pruned(subject.drafter, sizes, (1, 1.02, 1.06)))
 
 
 def of_toy(drafter=None, weights=None, draft=toy.NEAR, target=toy.TARGET):
@@ -97,6 +98,9 @@ CONFIGURATIONS = {name: functools.partial(of_loop, name) for name in loops.LOOPS
     "exact-bundled-eagle-tree": lambda: bundled("small", drafter=Eagle(depth=3, width=3, num_nodes=8), **HALF),
     "exact-bundled-pruned": lambda: bundled(
         "small", "eagle3", Pruned(Eagle(depth=4, width=3, num_nodes=16), costs=(1, 1.1, 1.3, 1.7)), **HALF
+    ),
+    "exact-bundled-pruned-chain": lambda: bundled(
+        "small", "eagle3", Pruned(Eagle(depth=5), costs=(1, 1.02, 1.04, 1.1, 1.2, 1.4, 1.7)), **HALF
     ),
     "bundled-lookup": lambda: bundled("small", drafter="ngram"),
     "bundled-auto": lambda: bundled("small"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,28 @@ from jspec.generation.speculation import Speculation, draft_limits
 
 WHOLE = Eagle(depth=3, width=3, num_nodes=12)
 SIZES = (1, 3, 6, 12)
+CHAIN = Eagle(depth=4)
+MEANS = (1, 1.4, 2.4, 5)
+
+
+class Padded(type(toy.TARGET)):
+    """A target that cannot read nodes of several sequences in a row."""
+
+    packs = False
+
+
+PADDED = Padded(**vars(toy.TARGET))
 SAMPLED = RowSampling(temperature=np.array([0.0, 1.0, 0.7], np.float32))
 
 
 @functools.cache
 def pruned():
     return Pruned(WHOLE, SIZES).bind(toy.TARGET, toy.HEAD)
+
+
+@functools.cache
+def chains():
+    return Pruned(CHAIN, MEANS).bind(toy.TARGET, toy.HEAD)
 
 
 def started(costs, rows=None, rule=accept.greedy, drafter=None):
@@ -35,63 +52,88 @@ def rounds_by_size(s):
 
 
 def by_hand(s, drafter):
-    """Expected drafts of each sequence and size: probabilities of nodes, summed, times the ratio."""
+    """The draft's own probability of each node but the root, and the one that earlier rounds correct."""
     drafted, _ = drafter.drafter.draft(toy.head_params(), dataclasses.replace(s, draft=s.draft.part))
-    probability, sums = np.exp(np.array(drafted.scores, np.float64)), np.array(s.draft.sums, np.float64)
-    mass = np.stack([probability[:, 1:size].sum(1) for size in drafter.sizes], axis=1)
-    return mass * ((2 + sums[:, 1]) / (2 + sums[:, 0]))[:, None]
+    raw, sums = np.exp(np.array(drafted.scores, np.float64))[:, 1:], np.array(s.draft.sums, np.float64)
+    return raw, np.minimum(raw * ((2 + sums[:, 1]) / (2 + sums[:, 0]))[:, None], 1)
 
 
-@pytest.mark.slow(unless="greedy")
+def chosen_by_hand(s, drafter, costs):
+    """The size to choose, the nodes of each sequence, and the drafts to compare with the accepted ones."""
+    (raw, probability), live, left = by_hand(s, drafter), ~np.array(s.done), np.array(s.limit - s.length)
+    batch, nodes = raw.shape
+    sets = []
+    for size in drafter.sizes:
+        if not drafter.ragged:
+            sets.append(np.arange(1, nodes + 1)[None].repeat(batch, 0) < size)
+            continue
+        order = [(-probability[b, i], b, i) for b in range(batch) for i in range(nodes) if live[b] and i + 1 < left[b]]
+        taken = np.zeros((batch, nodes), bool)
+        for _, b, i in sorted(order)[: math.ceil(size * batch) - live.sum()]:
+            taken[b, i] = True
+        sets.append(taken)
+    expected = [np.minimum(np.where(taken, probability, 0).sum(1), drafter.depth) for taken in sets]
+    value = [np.where(live, np.minimum(1 + x, left), 0).sum() / cost for x, cost in zip(expected, costs, strict=True)]
+    best = int(np.argmax(value))
+    return best, 1 + sets[best].sum(1), np.where(sets[best] & live[:, None], raw, 0).sum(1)
+
+
+@pytest.mark.slow(unless=("greedy-trees", "coupled-chains"))
+@pytest.mark.parametrize("shape", ["trees", "chains"])
 @pytest.mark.parametrize(
     ("rows", "rule"), [(None, accept.greedy), (SAMPLED, accept.coupled)], ids=["greedy", "coupled"]
 )
-def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule):
+def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule, shape):
     plain = toy.start(Plain(), toy.params(), rows=rows, rule=rule)
     expected = toy.generated(toy.run(Plain(), toy.params(), plain, rule=rule))
-    whole = WHOLE.bind(toy.TARGET, toy.HEAD)
+    drafter, whole = (pruned(), WHOLE) if shape == "trees" else (chains(), CHAIN)
+    whole = whole.bind(toy.TARGET, toy.HEAD)
     alone = toy.run(whole, toy.head_params(), toy.start(whole, toy.head_params(), rows=rows, rule=rule), rule=rule)
     sizes = {}
-    for name, costs in {"flat": (1, 1, 1, 1), "steep": (1, 9, 18, 36), "between": (1, 1.15, 1.28, 3)}.items():
-        s = toy.run(pruned(), toy.head_params(), started(costs, rows, rule), rule=rule)
+    cases = {"flat": (1, 1, 1, 1), "steep": (1, 9, 18, 36), "between": (1, 1.05, 1.1, 3)}
+    for name, costs in (cases | {size: only(size, 4) for size in range(1, 4)}).items():
+        s = toy.run(drafter, toy.head_params(), started(costs, rows, rule, drafter), rule=rule)
         assert toy.generated(s) == expected, name
         assert_counted(s)
         sizes[name] = rounds_by_size(s)
-        if name == "flat":
+        if name == 3:
             # Whole trees, so the rounds and rows are those of their drafter.
             np.testing.assert_array_equal(s.stats.rounds, alone.stats.rounds)
             np.testing.assert_array_equal(s.stats.accept_counts, alone.stats.accept_counts)
             for ours, theirs in ((s.cache, alone.cache), (s.draft.part.cache, alone.draft.cache)):
                 np.testing.assert_allclose(ours.pool, theirs.pool, rtol=1e-5, atol=1e-5)
-    assert not any(sizes["flat"][:3]) and not any(sizes["steep"][1:])
+    assert not any(sizes["steep"][1:]) and sizes["flat"][3] > 0
     assert sizes["between"][1] + sizes["between"][2] > 0
 
 
-def test_the_size_has_the_most_expected_tokens_for_its_cost():
+@pytest.mark.parametrize("drafter", [pruned, chains], ids=["trees", "chains"])
+def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
     """In every round, of the sequences that are not done; a limit of the request bounds what counts."""
-    s, costs, taken = started((1, 1.15, 1.3, 1.39)), np.array([1, 1.15, 1.3, 1.39]), []
+    drafter, costs, taken, counts = drafter(), (1, 1.05, 1.15, 1.25), [], []
+    s = started(costs, drafter=drafter)
     s = dataclasses.replace(s, limit=s.limit - jnp.array([0, 9, 3], jnp.int32))
-    choose = jax.jit(pruned().choose)
+    choose = jax.jit(drafter.choose)
     while not np.array(s.done).all():
         index, after = choose(toy.head_params(), s)
-        expected, live = by_hand(s, pruned()), ~np.array(s.done)
-        tokens = np.minimum(1 + np.minimum(expected, 3), np.array(s.limit - s.length)[:, None])
-        value = np.where(live[:, None], tokens, 0).sum(0) / costs
-        assert int(index) == value.argmax()
-        np.testing.assert_allclose(after.expected, np.where(live, np.minimum(expected[:, index], 3), 0), rtol=1e-4)
-        drafted, _ = pruned().draft(toy.head_params(), s)
-        assert (np.array(drafted.parents)[:, SIZES[int(index)] :] == 0).all()
+        size, count, expected = chosen_by_hand(s, drafter, costs)
+        assert int(index) == size
+        live = ~np.array(s.done)
+        np.testing.assert_array_equal(np.array(after.count)[live], count[live])
+        np.testing.assert_allclose(after.expected, expected, rtol=1e-4)
         before, after, s = (
             *jax.device_get((s, after)),
-            toy.run(pruned(), toy.head_params(), s, until=int(s.round_index) + 1),
+            toy.run(drafter, toy.head_params(), s, until=int(s.round_index) + 1),
         )
-        taken.append(int(index))
-        # The ratio follows what the round accepted.
-        gained = np.array(s.stats.accept_counts - before.stats.accept_counts) @ np.arange(4)
+        taken.append(size)
+        counts.append(count[live])
+        # The ratio follows what the round accepted, which is no more than was verified.
+        gained = np.array(s.stats.accept_counts - before.stats.accept_counts) @ np.arange(drafter.depth + 1)
+        assert (gained < np.where(live, count, 1)).all()
         sums = np.array(before.draft.sums) * 0.9 + np.stack([after.expected, gained], axis=1)
         whole = live & (np.array(s.length - before.length) == gained + 1) & (np.array(after.expected) > 0)
         np.testing.assert_allclose(np.array(s.draft.sums)[whole], sums[whole], rtol=1e-4, atol=1e-5)
     assert len(set(taken)) > 1
+    assert drafter.ragged == any(len(set(count)) > 1 for count in counts)
 
 
 def test_best_nodes_come_first_and_begin_a_tree():
@@ -139,16 +181,17 @@ def test_a_size_alone_is_taken_while_costs_are_measured():
         (lambda: Pruned(WHOLE, (4,)), "from 2 to 8 ascending"),
         (lambda: Pruned(WHOLE, (4, 4)), "from 2 to 8 ascending"),
         (lambda: Pruned(WHOLE, (0, 4)), "sizes=0.*at least 1"),
-        (lambda: Pruned(WHOLE, 4), "must be a list of ints"),
+        (lambda: Pruned(WHOLE, 4), "must be a list of numbers"),
         (lambda: Pruned(WHOLE, (1, 4), costs=(1, 2, 3)), "costs of 3 sizes; must be those of the 2"),
         (lambda: Pruned(WHOLE, costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 sizes; must be those of the 4"),
         (lambda: Pruned(WHOLE, costs=(0, 2)), "Pruned.*costs=0.*above 0"),
         (lambda: Pruned(WHOLE, rate=2.0), "rate=2.0"),
         (lambda: Pruned(WHOLE, (1, 13)).bind(toy.TARGET, toy.HEAD), "must be at most 12, the nodes"),
-        (lambda: Pruned(Eagle(depth=3)).bind(toy.TARGET, toy.HEAD), "Eagle draws no trees"),
-        (lambda: Pruned(Suffix(width=3)).bind(toy.TARGET, None), "Suffix draws no trees"),
-        (lambda: Pruned(Ngram()).bind(toy.TARGET, None), "Ngram draws no trees"),
-        (lambda: Pruned().bind(toy.TARGET, None), "draws no trees by the probabilities of a draft model"),
+        (lambda: Pruned(WHOLE, (1, 2.5)).bind(toy.TARGET, toy.HEAD), "must be ints; means are for chains"),
+        (lambda: Pruned(CHAIN, (1, 2.5)).bind(PADDED, toy.HEAD), "must be ints; means are for chains"),
+        (lambda: Pruned(Suffix(width=3)).bind(toy.TARGET, None), "Suffix has no probabilities"),
+        (lambda: Pruned(Ngram()).bind(toy.TARGET, None), "Ngram has no probabilities"),
+        (lambda: Pruned().bind(toy.TARGET, None), "Suffix has no probabilities of a draft model"),
         (lambda: Pruned(WHOLE).adapt(DraftNeeds(sampled=True)), 'use accept="greedy" or "coupled"'),
         (lambda: Pruned(WHOLE).depth, "not bound"),
     ],

@@ -1,0 +1,83 @@
+"""Verifies chains of different lengths in one forward without padding: T nodes of all sequences in a row.
+
+Each node is a piece of its own (`jspec.core.pieces`): it sees the committed rows of its sequence, and the nodes before
+it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+
+from jspec.core import tree
+from jspec.core.method import Method
+from jspec.core.pieces import Pieces
+from jspec.core.returned import check_output
+from jspec.core.struct import struct
+from jspec.core.types import DecodeState, DraftTree, ForwardOutput, Params
+
+
+@struct
+class Packing:
+    """Where the nodes of each sequence are among the T nodes of a forward."""
+
+    sequence: Int[Array, " T"]
+    """The sequence of each node; any for padding."""
+    column: Int[Array, " T"]
+    """Its place in the chain, 0 for the root; below 0 for padding."""
+    place: Int[Array, "B N"]
+    """The packed node of each node of a chain; for those that are not verified, the last one that is."""
+
+
+def pack(count: Int[Array, " B"], total: int, width: int) -> Packing:
+    """Places the first `count[b]` nodes of each sequence's chain of `width` nodes; they are at most `total`."""
+    batch = count.shape[0]
+    # Sums over earlier sequences and searches among the ends, both by comparison: XLA fuses them.
+    before = np.tri(batch, k=-1, dtype=bool)
+    begin = jnp.where(before, count[None], 0).sum(1, dtype=jnp.int32)
+    node = jnp.arange(total, dtype=jnp.int32)
+    sequence = ((begin + count)[None] <= node[:, None]).sum(1, dtype=jnp.int32)
+    inside = sequence < batch
+    sequence = jnp.minimum(sequence, batch - 1)
+    column = jnp.where(inside, node - begin[sequence], -1)
+    place = begin[:, None] + jnp.clip(jnp.arange(width, dtype=jnp.int32)[None], 0, jnp.maximum(count - 1, 0)[:, None])
+    return Packing(sequence, column, jnp.minimum(place, total - 1))
+
+
+def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Method) -> ForwardOutput:
+    """As `jspec.core.round.verify`, for a chain with `packed`: logits, rows and states of its nodes.
+
+    Those of nodes beyond the limit are of the last node within it.
+    """
+    target: Any = method.target
+    cache: Any = s.cache
+    total, limit = draft_tree.packed, draft_tree.limit
+    assert total is not None and limit is not None
+    packing = pack(jnp.where(s.done, 0, limit + 1), total, draft_tree.tokens.shape[1])
+    sequence, column = packing.sequence, packing.column
+    # One forward over the nodes. Padding reads no committed rows.
+    padding = column < 0
+    tokens = draft_tree.tokens[sequence, jnp.maximum(column, 0)]
+    position = jnp.where(padding, 0, (s.length - 1)[sequence] + column)
+    first = jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0)
+    out = target.forward(
+        _of_sequences(params.target, sequence),
+        tree.chain(tokens[:, None]),
+        cache.take(sequence),
+        position,
+        capture_layers=method.capture_layers,
+        pieces=Pieces(first, last=padding),
+    )
+    out = check_output(target, out, 1)
+    return jax.tree.map(lambda x: x[:, 0][packing.place], out)
+
+
+def _of_sequences(weights: PyTree, sequence: Int[Array, " T"]) -> PyTree:
+    """The weights for nodes of these sequences, where some depend on the sequence."""
+
+    def depends(x: object) -> bool:
+        return hasattr(x, "of_sequences")
+
+    return jax.tree.map(lambda x: x.of_sequences(sequence) if depends(x) else x, weights, is_leaf=depends)
