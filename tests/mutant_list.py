@@ -69,14 +69,14 @@ FIELDS = (
     ),
     (
         "the limit of the neighbor",
-        "jspec.core.branches:draft_limit",
+        "jspec.core.branches:limited",
         "s.draft_limits[:, branch or 0]",
         "jnp.roll(s.draft_limits, 1, axis=0)[:, branch or 0]",
         f"{_WITHIN}[ngram]",
     ),
     (
         "the limit of another branch",
-        "jspec.core.branches:draft_limit",
+        "jspec.core.branches:limited",
         "branch or 0",
         "0",
         "core/test_draft_limits.py::test_a_sequence_takes_drafts_of_the_allowed_branches_alone",
@@ -112,16 +112,16 @@ FIELDS = (
     ),
     (
         "a node follows the neighbor's root",
-        "jspec.core.ragged:verify",
+        "jspec.core.ragged:forward",
         "jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0)",
         "jnp.maximum(jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0) - 1, 0)",
         f"{_RAGGED}[llama]",
     ),
     (
         "adapters of another sequence",
-        "jspec.core.ragged:verify",
-        "_of_sequences(params.target, sequence)",
-        "_of_sequences(params.target, jnp.roll(sequence, 1))",
+        "jspec.core.ragged:forward",
+        "_of_sequences(params, sequence)",
+        "_of_sequences(params, jnp.roll(sequence, 1))",
         f"{_RAGGED}[adapters]",
     ),
     (

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jspec.core import optional
 from jspec.core.invariants import check_choice
 from jspec.core.returned import check_unchanged
-from jspec.core.types import BranchingDrafter, DecodeState, Drafter, Params
+from jspec.core.types import BranchingDrafter, DecodeState, Drafter, DraftTree, Params
 
 Turn = tuple[Int[Array, ""], DecodeState]
 """The branch of the next round, and the state before it."""
@@ -40,9 +40,13 @@ def costs(drafter: Drafter, batch: int) -> Float[Array, " K"] | None:
     return None if branching is None else jnp.asarray(optional.costs_at(branching, batch), jnp.float32)
 
 
-def draft_limit(s: DecodeState, branch: int | None) -> Int[Array, " B"] | None:
-    """`DraftTree.limit` of a round of this branch."""
-    return None if s.draft_limits is None else s.draft_limits[:, branch or 0]
+def limited(s: DecodeState, branch: int | None, draft_tree: DraftTree) -> DraftTree:
+    """The tree within the limits of the sequences in a round of this branch, too."""
+    if s.draft_limits is None:
+        return draft_tree
+    limit = s.draft_limits[:, branch or 0]
+    limit = limit if draft_tree.limit is None else jnp.minimum(limit, draft_tree.limit)
+    return dataclasses.replace(draft_tree, limit=limit)
 
 
 def drafting(drafter: Drafter, state: PyTree, branch: int | None) -> tuple[Drafter, PyTree]:

@@ -12,11 +12,10 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jspec.core import tree
-from jspec.core.method import Method
 from jspec.core.pieces import Pieces
 from jspec.core.returned import check_output
 from jspec.core.struct import struct
-from jspec.core.types import DecodeState, DraftTree, ForwardOutput, Params
+from jspec.core.types import DraftTree, ForwardOutput
 
 
 @struct
@@ -46,28 +45,34 @@ def pack(count: Int[Array, " B"], total: int, width: int) -> Packing:
     return Packing(sequence, column, jnp.minimum(place, total - 1))
 
 
-def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Method) -> ForwardOutput:
-    """As `jspec.core.round.verify`, for a chain with `packed`: logits, rows and states of its nodes.
+def forward(
+    target: Any,
+    params: PyTree,
+    draft_tree: DraftTree,
+    cache: Any,
+    start: Int[Array, " B"],
+    *,
+    capture_layers: tuple[int, ...] = (),
+) -> ForwardOutput:
+    """As `target.forward`, for a chain with `packed`. A sequence with a limit of -1 has no nodes.
 
-    Those of nodes beyond the limit are of the last node within it.
+    The results of nodes beyond the limit are those of the last node within it.
     """
-    target: Any = method.target
-    cache: Any = s.cache
     total, limit = draft_tree.packed, draft_tree.limit
     assert total is not None and limit is not None
-    packing = pack(jnp.where(s.done, 0, limit + 1), total, draft_tree.tokens.shape[1])
+    packing = pack(limit + 1, total, draft_tree.tokens.shape[1])
     sequence, column = packing.sequence, packing.column
     # One forward over the nodes. Padding reads no committed rows.
     padding = column < 0
     tokens = draft_tree.tokens[sequence, jnp.maximum(column, 0)]
-    position = jnp.where(padding, 0, (s.length - 1)[sequence] + column)
+    position = jnp.where(padding, 0, start[sequence] + column)
     first = jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0)
     out = target.forward(
-        _of_sequences(params.target, sequence),
+        _of_sequences(params, sequence),
         tree.chain(tokens[:, None]),
         cache.take(sequence),
         position,
-        capture_layers=method.capture_layers,
+        capture_layers=capture_layers,
         pieces=Pieces(first, last=padding),
     )
     out = check_output(target, out, 1)

@@ -63,18 +63,13 @@ def draft(
     returned = drafter.draft(params, dataclasses.replace(s, draft=state))
     draft_tree, drafted = check_draft(drafter, returned, s.length.shape[0], drafter.depth)
     state = branches.after_draft(drafter, s.draft, state, drafted, branch)
-    mended, limit = grammars.mend(s.grammar, draft_tree), branches.draft_limit(s, branch)
-    if limit is not None and mended.limit is not None:
-        limit = jnp.minimum(limit, mended.limit)
-    limit = mended.limit if limit is None else limit
-    return dataclasses.replace(mended, limit=limit), dataclasses.replace(s, draft=state)
+    return grammars.mend(s.grammar, branches.limited(s, branch, draft_tree)), dataclasses.replace(s, draft=state)
 
 
 def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Method) -> ForwardOutput:
     """One forward of the target over all nodes of the tree; it reads the cache and does not write it."""
-    if draft_tree.packed is not None:
-        return ragged.verify(params, s, draft_tree, method=method)
-    out = method.target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=method.capture_layers)
+    forward = method.target.forward if draft_tree.packed is None else partial(ragged.forward, method.target)
+    out = forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=method.capture_layers)
     return check_output(method.target, out, draft_tree.tokens.shape[1])
 
 

@@ -47,7 +47,7 @@ class DraftTree:
     limit: Int[Array, " B"] | None = None
     """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes are read in vain."""
     packed: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Most nodes of a batch of chains, whose nodes beyond `limit` are not read (`ragged.py`). None: all are."""
+    """Most nodes of a batch of chains, whose nodes beyond `limit` are not read (`ragged.py`); None: all are."""
     embeds: Embeds | None = None
     """In the places of some tokens of a prompt; None: there are none."""
     scores: Float[Array, "B N"] | None = None

@@ -44,7 +44,7 @@ class PrunedState:
     parents: Int[Array, "B N"] | None
     """None: chains."""
     count: Int[Array, " B"]
-    """Nodes to verify."""
+    """Nodes to verify; 0 in finished sequences."""
     expected: Float[Array, " B"]
     """Accepted drafts that the draft alone expects of the round; 0: the sequence takes no round."""
     sums: Float[Array, "B 2"]
@@ -57,7 +57,7 @@ class Cut:
 
     proposer: the drafter of the trees, bound.
     nodes: their number, root included; the mean of a batch if they are packed.
-    packed: whether sequences have different numbers of nodes, read in a row.
+    packed: whether each sequence has nodes of its own count, read in a row.
     """
 
     proposer: Any
@@ -86,7 +86,7 @@ class Cut:
 
 
 def total_nodes(mean: float, batch: int) -> int:
-    """The nodes of a batch, root included, that has so many in the mean."""
+    """The nodes of a batch, root included, with this mean."""
     return math.ceil(mean * batch)
 
 
@@ -139,7 +139,7 @@ class Pruned:
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences have different numbers of nodes."""
+        """Whether each sequence has nodes of its own count."""
         return self.drafter.shape.width == 1 and optional.packs(bound(self, self.target))
 
     def offered(self, batch: int) -> list[int]:
@@ -253,7 +253,7 @@ class Pruned:
             state,
             tokens=drafted.tokens,
             parents=drafted.parents,
-            count=1 + nodes.sum(1, dtype=jnp.int32),
+            count=jnp.where(live, 1 + nodes.sum(1, dtype=jnp.int32), 0),
             expected=jnp.where(nodes & live[:, None], raw, 0.0).sum(1),
         )
 
@@ -309,12 +309,12 @@ def _check_sizes(sizes: object) -> tuple[float, ...]:
     """The sizes as a tuple.
 
     Raises:
-      TypeError, ValueError: not ascending numbers from 1.
+      TypeError, ValueError: not ascending ints or floats from 1.
     """
     if not isinstance(sizes, list | tuple):
-        raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be a list of numbers")
-    numbers = [check_number("sizes", size, least=1.0, owner="Pruned") for size in sizes]
-    checked = tuple(int(number) if number == int(number) else number for number in numbers)
+        raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be a list of ints or floats")
+    floats = [check_number("sizes", size, least=1.0, owner="Pruned") for size in sizes]
+    checked = tuple(int(size) if size == int(size) else size for size in floats)
     if not 2 <= len(checked) <= MOST or list(checked) != sorted(set(checked)):
         raise ValueError(f"Pruned(sizes={shorten(sizes)}): must be from 2 to {MOST} ascending sizes")
     return checked

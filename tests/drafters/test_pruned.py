@@ -11,6 +11,7 @@ import pytest
 import toy
 from planted import assert_counted
 
+import jspec
 from jspec.core import accept, tree
 from jspec.core.types import DraftNeeds, RowSampling
 from jspec.drafters import Eagle, Ngram, Plain, Pruned, Standalone, Suffix
@@ -181,7 +182,7 @@ def test_a_size_alone_is_taken_while_costs_are_measured():
         (lambda: Pruned(WHOLE, (4,)), "from 2 to 8 ascending"),
         (lambda: Pruned(WHOLE, (4, 4)), "from 2 to 8 ascending"),
         (lambda: Pruned(WHOLE, (0, 4)), "sizes=0.*at least 1"),
-        (lambda: Pruned(WHOLE, 4), "must be a list of numbers"),
+        (lambda: Pruned(WHOLE, 4), "must be a list of ints or floats"),
         (lambda: Pruned(WHOLE, (1, 4), costs=(1, 2, 3)), "costs of 3 sizes; must be those of the 2"),
         (lambda: Pruned(WHOLE, costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 sizes; must be those of the 4"),
         (lambda: Pruned(WHOLE, costs=(0, 2)), "Pruned.*costs=0.*above 0"),
@@ -205,3 +206,30 @@ def test_the_default_is_the_drafter_of_the_draft():
     bound = Pruned().bind(toy.TARGET, toy.HEAD)
     assert isinstance(bound.drafter, Eagle) and bound.sizes == (1, 4, 8, 16, 32)
     assert isinstance(Pruned().bind(toy.TARGET, toy.DRAFT).drafter, Standalone)
+
+
+@pytest.mark.slow
+def test_requests_of_an_engine_have_the_tokens_of_plain_decoding():
+    """With preemptions, sampling, limits of drafts, and slots that are empty."""
+    model = jspec.Model("toy", toy.TARGET, toy.head_params(), None, (60,), toy.HEAD)
+    prompts = [[5, 3, 9, 4, 1, 2, 8, 6][: 1 + i % 8] + [i] for i in range(6)] * 2
+    options = [
+        {
+            "max_new_tokens": 24 + i % 9,
+            "ignore_eos": True,
+            "sampling": jspec.Sampling(temperature=(1 + i % 2) / 2),
+            "seed": i,
+        }
+        | ({"speculation": jspec.Speculation(depth=i % 3)} if i % 4 == 0 else {})
+        for i in range(len(prompts))
+    ]
+    texts, metrics = [], []
+    for drafter in (None, Pruned(CHAIN, MEANS, costs=(1, 1.05, 1.15, 1.25))):
+        shape = {"slots": 3, "context": 64, "page_size": 4, "pages": 18}
+        with jspec.Engine(model, drafter=drafter, **shape) as engine:
+            accepted = [{k: v for k, v in more.items() if drafter or k != "speculation"} for more in options]
+            handles = [engine.submit(prompt, **more) for prompt, more in zip(prompts, accepted, strict=True)]
+            texts.append([handle.result().tokens for handle in handles])
+            metrics.append(engine.metrics())
+    assert texts[0] == texts[1]
+    assert metrics[1].preemptions > 0
