@@ -12,10 +12,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from jspec.core.growth import Growth
 from jspec.core.options import check_options, option
 from jspec.core.types import DraftTree, Frontier, Proposal
 
@@ -88,6 +91,7 @@ def grow(
     shape: Shape,
     *,
     exact: bool = True,
+    growth: Growth | None = None,
 ) -> DraftTree:
     """Grow a tree under `root`: `first` proposes the root's children, `expand` the children of all other nodes.
 
@@ -95,43 +99,78 @@ def grow(
     carry: passed to the first call of `expand`; each call returns the carry of the next one.
     exact: a node attends to the rows of its own ancestors. False: to the rows of the nodes in its slot in previous
       frontiers, as in engines that do not move a draft's rows when the beam changes. The output is the same.
+    growth: when to stop; nodes that did not grow have the score -inf. None: at the full depth. Sampled trees are whole.
     """
     width = shape.width
     if width == 1:
-        return _grow_chain(root, first, expand, carry, shape.depth)
+        return _grow_chain(root, first, expand, carry, shape.depth, growth)
     if first.tokens.shape[2] > width:
         scores = None if first.scores is None else first.scores[:, :, :width]
         first = Proposal(first.tokens[:, :, :width], scores, first.probs)
     if first.probs is not None:
         return _grow_sampled(root, first, expand, carry, shape)
-    return _grow_best(root, first, expand, carry, shape, exact)
+    return _grow_best(root, first, expand, carry, shape, exact, growth)
 
 
-def _grow_chain(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, depth: int) -> DraftTree:
+class _Growing:
+    """Expands one frontier after the other; without a forward from the first one on that does not pay."""
+
+    def __init__(self, expand: Expand, growth: Growth | None):
+        self._expand, self._growth = expand, growth
+        self._going: Any = True
+        self._mass = None if growth is None else growth.weight.sum()
+
+    def expand(self, carry: PyTree, frontier: Frontier, scores: Float[Array, "B M"] | None) -> tuple[PyTree, Proposal]:
+        """As `Expand`. scores: of the frontier's nodes; None: unknown."""
+        if self._growth is None or self._mass is None or scores is None:
+            return self._expand(carry, frontier)
+        mass = self._growth.mass(scores)
+        self._going, self._mass = self._going & self._growth.pays(self._mass, mass), mass
+
+        def skip(carry: PyTree, frontier: Frontier) -> tuple[PyTree, Proposal]:
+            shapes = jax.eval_shape(self._expand, carry, frontier)
+            carry, nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return carry, dataclasses.replace(nothing, scores=jnp.full_like(_scores(nothing), -jnp.inf))
+
+        return lax.cond(self._going, self._expand, skip, carry, frontier)
+
+
+def _grow_chain(
+    root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, depth: int, growth: Growth | None
+) -> DraftTree:
+    growing, along = _Growing(expand, growth), None if first.scores is None else [jnp.zeros(root.shape)[:, None]]
     proposal, tokens = first, [root[:, None]]
     probs: list[Array] = []
-    scores: list[Array] = []
     path = jnp.zeros((root.shape[0], 1, 0), jnp.int32)
     for generation in range(depth):
         if generation:
-            carry, proposal = expand(carry, Frontier(tokens[-1], None, None, path))
+            frontier = Frontier(tokens[-1], None, None, path)
+            carry, proposal = growing.expand(carry, frontier, None if along is None else along[-1])
         tokens.append(proposal.tokens[:, :, 0])
         if proposal.probs is not None:
             probs.append(proposal.probs)
-        if proposal.scores is not None:
-            scores.append(_ranked(proposal.scores[:, :, 0]))
+        # A wider drafter that owns the state may have scored the first proposal alone.
+        along = None if along is None or proposal.scores is None else along
+        if along is not None:
+            along.append(along[-1] + _ranked(_scores(proposal)[:, :, 0]))
         path = jnp.concatenate([path, proposal.tokens[:, :, :1]], axis=2)
     all_probs = None if first.probs is None else jnp.concatenate([*probs, jnp.zeros_like(first.probs)], axis=1)
-    along = jnp.cumsum(jnp.concatenate([jnp.zeros(tokens[0].shape), *scores], axis=1), axis=1) if scores else None
-    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=all_probs, scores=along)
+    scores = None if along is None else jnp.concatenate(along, axis=1)
+    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=all_probs, scores=scores)
 
 
 def _grow_best(
-    root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, shape: Shape, exact: bool
+    root: Int[Array, " B"],
+    first: Proposal,
+    expand: Expand,
+    carry: PyTree,
+    shape: Shape,
+    exact: bool,
+    growth: Growth | None,
 ) -> DraftTree:
     # The root's children are the first frontier. Candidates are numbered in the order in which they are proposed, a
     # parent before its children.
-    batch, depth, width = root.shape[0], shape.depth, shape.width
+    batch, depth, width, growing = root.shape[0], shape.depth, shape.width, _Growing(expand, growth)
     eye = jnp.broadcast_to(jnp.eye(width, dtype=bool)[None], (batch, width, width))
     tokens, scores = first.tokens[:, 0], _ranked(_scores(first)[:, 0])
     number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
@@ -139,7 +178,7 @@ def _grow_best(
     mask, frontier = eye, Frontier(tokens, jnp.zeros_like(number), eye, tokens[:, :, None])
     for generation in range(1, depth):
         # Each frontier node proposes `width` children, scored by the sum along their path.
-        carry, children = expand(carry, frontier)
+        carry, children = growing.expand(carry, frontier, scores)
         total = _ranked(scores[:, :, None] + _ranked(_scores(children))).reshape(batch, width**2)
         candidates = children.tokens.reshape(batch, width**2)
         proposed.append((candidates, total, jnp.repeat(number, width, axis=1)))

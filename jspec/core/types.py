@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jspec.core.automaton import Automaton
 from jspec.core.embeds import Embeds
+from jspec.core.growth import Growth
 from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct
 from jspec.core.watch import Watched
@@ -260,6 +261,8 @@ class DecodeState:
     """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
     costs: Float[Array, " K"] | None = None
     """The cost of a round in each branch of the drafter, at this batch; None: it has no branches."""
+    growth: Growth | None = None
+    """When trees stop growing; None: at their full depth."""
     draft_limits: Int[Array, "B K"] | None = None
     """Most generations that count as proposed in a round of each branch, or of the drafter (K is 1); None: all."""
     watched: Watched | None = None
@@ -354,10 +357,7 @@ DRAFTER_PARTS = ("depth", "capture_layers", "bind", "init", "draft", "extend")
 
 
 class Drafter(Protocol):
-    """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/extending.md.
-
-    Optional members: `jspec.core.optional`.
-    """
+    """Proposes tokens: a frozen dataclass of hyperparameters. Optional members: `jspec.core.optional`."""
 
     @property
     def depth(self) -> int:

@@ -65,4 +65,4 @@ def grow_at_once(
         return carry, propose(frontier.path)
 
     first = propose(jnp.zeros((s.root.shape[0], 1, 0), jnp.int32))
-    return grow(s.root[:, 0], first, expand, None, drafter.shape)
+    return grow(s.root[:, 0], first, expand, None, drafter.shape, growth=s.growth)

@@ -103,7 +103,7 @@ class Block(WindowedDrafter[BlockHead]):
         # Grow from the first prediction.
         batch = s.root.shape[0]
         markov, first = step(self._model.begin(weights, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
-        return grow(s.root[:, 0], first, expand, markov, self.shape), s.draft
+        return grow(s.root[:, 0], first, expand, markov, self.shape, growth=s.growth), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> BlockState:
         """Projects the target's features of the committed tokens to keys and values; no attention."""

@@ -107,6 +107,7 @@ class Eagle(WindowedDrafter[FeatureHead]):
             (None, state.feature),
             self.shape,
             exact=self.exact,
+            growth=s.growth,
         )
         return draft_tree, state
 

@@ -85,7 +85,7 @@ class FrozenKvMtp(ModelDrafter[Assistant]):
         def expand(hidden: Float[Array, "B F E"], frontier: Frontier) -> tuple[Float[Array, "B M E"], Proposal]:
             return self._step(params, s, hidden, frontier)
 
-        return grow(s.root[:, 0], first, expand, hidden, self.shape)
+        return grow(s.root[:, 0], first, expand, hidden, self.shape, growth=s.growth)
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> Float[Array, "B 1 E"]:
         """Keeps the target's hidden state at the last committed row."""

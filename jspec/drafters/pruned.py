@@ -3,7 +3,7 @@
 The expected accepted drafts of a tree are the sum of its nodes' probabilities (Li et al., EAGLE-2, arXiv 2406.16858,
 section 4), and its first nodes are the most probable ones. So it is verified as far as the share of a node in the
 tokens exceeds its share of the time. Nodes of chains are ranked over the whole batch, so a confident sequence has more
-of them than another one.
+of them than another one. Drafting stops where another generation is expected to bring less than its time.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jspec.core import optional, tree
 from jspec.core.checks import check_number, shorten
 from jspec.core.grow import Shape, rank
+from jspec.core.growth import Growth
 from jspec.core.options import check_options, option
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
@@ -30,6 +31,8 @@ MOST = 8
 """Maximum sizes; the loop's program contains a round of each."""
 MEANS, POWERS = (1, 1.25, 1.5, 2, 3, 4), (1, 4, 8, 16, 32, 64, 128)
 """Default sizes: of chains that share a forward, and of trees."""
+MOST_DRAFTING = 0.9
+"""Most of a round that counts as drafting."""
 WEIGHT = 2.0
 """Accepted drafts, as many as expected, at the beginning of every sequence."""
 
@@ -46,9 +49,11 @@ class PrunedState:
     count: Int[Array, " B"]
     """Nodes to verify; 0 in finished sequences."""
     expected: Float[Array, " B"]
-    """Accepted drafts that the draft alone expects of the round; 0: the sequence takes no round."""
+    """Accepted drafts of the round by the draft's own probabilities; 0: the sequence takes no round."""
     sums: Float[Array, "B 2"]
     """Expected and accepted drafts of earlier rounds; the latest one counts 1 and older ones less."""
+    rate: Float[Array, " B"]
+    """Expected tokens per sequence and unit of cost of the last round; 0: there was none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +99,10 @@ def total_nodes(mean: float, batch: int) -> int:
 class Pruned:
     """Verifies the drafts that pay: the number of nodes with the most expected tokens per unit of cost.
 
-    Trees and chains grow as always. Their nodes are ranked by the draft's own probability of their path, corrected by
-    the ratio of accepted to expected drafts so far, and the best ones are verified. The tokens are those of plain
-    decoding, greedy or coupled.
+    Nodes are ranked by the draft's own probability of their path, corrected by the ratio of accepted to expected drafts
+    so far, and the best ones are verified. Trees and chains stop growing where the next generation is expected to bring
+    fewer tokens than the last round did in the time of a generation. The tokens are those of plain decoding, greedy or
+    coupled.
 
     Nodes of chains are ranked over the batch, or that of a group of devices: the best ones of all sequences are read in
     one forward without padding, so a sequence has all of its drafts verified, some, or none. The sequences share the
@@ -107,7 +113,8 @@ class Pruned:
     sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
       chains that share a forward they are means, such as 1.5. None: 1, powers of two and the whole tree; of chains 1,
       1.25, 1.5, 2, 3, 4 and all.
-    costs: cost of a round of each size, as those of `jspec.Adaptive`. None: measured once, as for it.
+    costs: cost of a round of each size, as those of `jspec.Adaptive`; the smallest one drafts a single generation, the
+      others draft all. None: measured once, as for it.
     rate: from 0 to 1: discount of each older round in the ratio.
     target: the configuration of the target; set by `bind`.
     """
@@ -213,7 +220,8 @@ class Pruned:
         empty = jnp.zeros((batch, self.drafter.shape.nodes), jnp.int32)
         part = self.drafter.init(params, batch, capacity, page_size)
         parents = None if self.drafter.shape.width == 1 else empty
-        return PrunedState(part, empty, parents, jnp.zeros(batch, jnp.int32), jnp.zeros(batch), jnp.zeros((batch, 2)))
+        count, zeros = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
+        return PrunedState(part, empty, parents, count, zeros, jnp.zeros((batch, 2)), zeros)
 
     def states(self, state: PrunedState) -> tuple[PyTree, ...]:
         """The proposals, for each size."""
@@ -237,17 +245,22 @@ class Pruned:
         """Drafts, and chooses the number of nodes of this round; returns the size's index and the new state."""
         state: PrunedState = s.draft
         assert s.costs is not None
-        drafted, part = self.drafter.draft(params, dataclasses.replace(s, draft=state.part))
+        verification, generation = self.parts_of_costs(s.costs, len(s.length))
+        growth = self.growth(state, s, verification[0], generation)
+        drafted, part = self.drafter.draft(params, dataclasses.replace(s, draft=state.part, growth=growth))
         check_unchanged(self.drafter, state.part, part)
+        assert drafted.scores is not None
         # Tokens per cost, over live sequences: those beyond the limit of a sequence do not count.
         raw, probability = self.probabilities(drafted, state, s)
         verified, live = self.verified(probability, s), ~s.done
         expected = jnp.minimum(jnp.where(verified, probability[None], 0.0).sum(2), self.depth)
         most = (s.limit - s.length)[None].astype(jnp.float32)
         tokens = jnp.where(live[None], jnp.minimum(1.0 + expected, most), 0.0).sum(1)
+        grown = jnp.where(drafted.scores > -jnp.inf, tree.depths(drafted), 0).max().astype(jnp.float32)
         offered = np.isin(np.arange(len(tokens)), self.offered(len(live)))
-        index = jnp.argmax(jnp.where(offered, tokens / s.costs, -1.0)).astype(jnp.int32)
-        # The nodes of this size, and the drafts that the draft alone expects of them.
+        value = tokens / (verification + generation * jnp.maximum(grown - 1.0, 0.0))
+        index = jnp.argmax(jnp.where(offered, value, -1.0)).astype(jnp.int32)
+        # The nodes of this size, and how many of them the draft itself expects to be accepted.
         nodes = lax.dynamic_index_in_dim(verified, index, 0, keepdims=False)
         return index, dataclasses.replace(
             state,
@@ -255,7 +268,40 @@ class Pruned:
             parents=drafted.parents,
             count=jnp.where(live, 1 + nodes.sum(1, dtype=jnp.int32), 0),
             expected=jnp.where(nodes & live[:, None], raw, 0.0).sum(1),
+            rate=jnp.where(live, value[index] / jnp.maximum(live.sum(), 1).astype(jnp.float32), 0.0),
         )
+
+    def parts_of_costs(self, costs: Float[Array, " K"], batch: int) -> tuple[Float[Array, " K"], Float[Array, ""]]:
+        """The cost of verifying each size, with a single generation of drafts, and of each further generation.
+
+        The two smallest sizes differ by the drafts and by nodes, each of which costs as much as up to the next size.
+        """
+        sizes, (least, *others) = np.array(self.sizes, np.float32), self.offered(batch)
+        if self.depth == 1 or sizes[least] > 1 or not others:
+            return costs, jnp.zeros(())
+        second, third = others[0], others[min(1, len(others) - 1)]
+        nodes = [total_nodes(float(size), batch) / batch for size in sizes]
+        node = jnp.maximum((costs[third] - costs[second]) / ((nodes[third] - nodes[second]) or 1.0), 0.0)
+        drafts = costs[second] - costs[least] - node * (nodes[second] - 1.0)
+        drafts = jnp.clip(drafts, 0.0, MOST_DRAFTING * costs[second])
+        verification = jnp.maximum(costs - drafts, (1.0 - MOST_DRAFTING) * costs)
+        return jnp.where(sizes > 1, verification, costs), drafts / (self.depth - 1)
+
+    def growth(
+        self, state: PrunedState, s: DecodeState, smallest: Float[Array, ""], generation: Float[Array, ""]
+    ) -> Growth:
+        """When drafting stops in this round.
+
+        smallest: cost of verifying the smallest size: a token for each sequence at least.
+        generation: cost of one more.
+        """
+        live = ~s.done
+        rate = jnp.maximum(jnp.where(live, state.rate, 0.0).max(), 1.0 / smallest)
+        return Growth(jnp.where(live, self.ratio(state), 0.0), rate * generation * live.sum().astype(jnp.float32))
+
+    def ratio(self, state: PrunedState) -> Float[Array, " B"]:
+        """Accepted drafts of earlier rounds, divided by the expected ones."""
+        return (state.sums[:, 1] + WEIGHT) / (state.sums[:, 0] + WEIGHT)
 
     def probabilities(
         self, drafted: DraftTree, state: PrunedState, s: DecodeState
@@ -265,8 +311,7 @@ class Pruned:
         raw = jnp.exp(jnp.minimum(drafted.scores, 0.0))[:, 1:]
         if s.draft_limits is not None:
             raw = jnp.where(tree.depths(drafted)[:, 1:] <= s.draft_limits[:, -1:], raw, 0.0)
-        ratio = (state.sums[:, 1] + WEIGHT) / (state.sums[:, 0] + WEIGHT)
-        return raw, jnp.minimum(raw * ratio[:, None], 1.0)
+        return raw, jnp.minimum(raw * self.ratio(state)[:, None], 1.0)
 
     def verified(self, probability: Float[Array, "B M"], s: DecodeState) -> Bool[Array, "K B M"]:
         """The nodes to verify with each size, the roots left out."""
@@ -298,10 +343,12 @@ class Pruned:
         """Extends the drafter's state, and compares the accepted with the expected drafts."""
         state: PrunedState = s.draft
         part = self.drafter.extend(params, dataclasses.replace(s, draft=state.part), committed)
-        # Prompts are no rounds: sequences in prefill expect nothing.
+        # Prompts are no rounds: sequences in prefill expect nothing. Rounds without drafts count, too: a draft without
+        # luck is tried again.
         judged = (state.expected > 0) & (committed.length > 0)
         seen = jnp.stack([state.expected, (committed.length - 1).astype(jnp.float32)], axis=1)
-        sums = jnp.where(judged[:, None], (1.0 - self.rate) * state.sums + seen, state.sums)
+        earlier = jnp.where((committed.length > 0)[:, None], 1.0 - self.rate, 1.0) * state.sums
+        sums = earlier + jnp.where(judged[:, None], seen, 0.0)
         return dataclasses.replace(state, part=part, expected=jnp.zeros_like(state.expected), sums=sums)
 
 

@@ -98,7 +98,7 @@ class Standalone(WindowedDrafter[Decoder]):
             out = self._model.apply(params.draft, batch)
             return out.rows, self._propose(params, s, out.logits, frontier.path)
 
-        return grow(s.root[:, 0], state.proposal, expand, None, self.shape), state
+        return grow(s.root[:, 0], state.proposal, expand, None, self.shape, growth=s.growth), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the missing tokens up to the root, and proposes the first generation after it."""

@@ -67,7 +67,7 @@ class Trial:
       done: whether they are known.
       offered: the branches to measure.
       rounds: of the next call.
-      idle: seconds of a call without rounds, once they are measured.
+      idle: seconds of a call without rounds, by its costs.
     """
 
     def __init__(self, params: Params, method: Method, batch: int, sampling: Any = None):
@@ -78,7 +78,7 @@ class Trial:
         assert branching is not None
         self.offered, self._count = optional.offered(branching, batch), len(branching.branches)
         self._begun = _begun.setdefault(self._key, Begun({branch: [] for branch in self.offered}))
-        self.rounds, self.idle = 1, math.inf
+        self.rounds, self.idle = 1, dict[tuple[float, ...], float]()
         entry = _recall(self._key)
         self.done = entry is not None and len(entry) == self._count
         self.costs = entry if entry is not None and self.done else self._next()
@@ -148,15 +148,18 @@ def run(loop: Loop, params: Params, s: DecodeState, until: int, costs: Trial | N
         first = _round_index(s)
         if first >= until:
             break
-        if costs.idle == math.inf:
+        s = jax.block_until_ready(with_costs(s, costs.costs))
+        if costs.costs not in costs.idle:
+            calls = []
             for _ in range(3):  # a GPU captures its graphs in the first one
                 s, seconds = call(s, first)
-                costs.idle = min(costs.idle, seconds)
-        s, seconds = call(jax.block_until_ready(with_costs(s, costs.costs)), min(first + costs.rounds, until))
+                calls.append(seconds)
+            costs.idle[costs.costs] = min(calls)
+        s, seconds = call(s, min(first + costs.rounds, until))
         ran = _round_index(s) - first
         if ran == 0:  # every sequence has ended
             return s
-        costs.record(max(seconds - costs.idle, 1e-7), ran)
+        costs.record(max(seconds - costs.idle[costs.costs], 1e-7), ran)
         s = with_costs(s, costs.costs)
     return call(s, until)[0]
 

@@ -1,6 +1,7 @@
 """How trees grow, against a walk in Python; and that a chain is the tree of width 1."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from planted import best_first_by_hand
 
 from jspec.core import grow, tree
+from jspec.core.growth import Growth
 from jspec.core.types import Proposal
 
 BATCH, VOCABULARY = 4, 11
@@ -83,6 +85,31 @@ def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
         assert list(map(int, draft_tree.parents[b])) == parents
 
 
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_growing_stops_at_the_first_generation_that_does_not_pay(width):
+    """All generations before it are there; those after it are expected to bring nothing."""
+    depth, weight = 4, np.array([0.5, 0.0, 1.3, 0.2], np.float32)
+    nodes = 1 + width + (depth - 1) * width**2
+    whole = grown(depth, width, nodes)
+    levels, scores = np.array(tree.depths(whole)).repeat(1 if width > 1 else BATCH, 0), np.array(whole.scores)
+    # The expected drafts of each frontier: the best nodes of a generation.
+    masses = [weight.sum()]
+    for generation in range(1, depth):
+        best = [np.sort(scores[b][levels[b] == generation])[-width:] for b in range(BATCH)]
+        masses.append((weight[:, None] * np.exp(best)).sum())
+    expected = [last * min(last / before, 1) for before, last in itertools.pairwise(masses)]
+    for least in (0.0, *(1.001 * x for x in expected), *(0.999 * x for x in expected), 10.0):
+        growth = Growth(jnp.asarray(weight), jnp.float32(least))
+        stopped = grown(depth, width, nodes, functools.partial(grow.grow, growth=growth))
+        deepest = 1 + next((g for g, gain in enumerate(expected) if gain <= least), len(expected))
+        for b in range(BATCH):
+            ours, theirs = (
+                sorted((tuple(path), round(float(score), 4)) for path, score in zip(paths[b], x.scores[b], strict=True))
+                for x, paths in ((x, np.array(tree.paths(x))) for x in (stopped, whole))
+            )
+            assert [x for x in ours if x[1] > -np.inf] == [x for x in theirs if sum(t >= 0 for t in x[0]) <= deepest]
+
+
 @pytest.mark.parametrize("count", (1, 8, 31))
 @pytest.mark.parametrize("kind", ("normal", "ties", "all equal", "minus infinity"))
 def test_the_best_are_those_of_a_sort(kind, count):
@@ -132,7 +159,7 @@ def test_a_chain_is_the_tree_of_width_one(depth):
     def both(root):
         first = propose(jnp.asarray(np.broadcast_to(dists[0][None], (BATCH, 1, VOCABULARY))), 1)
         chain = grow.grow(root, first, expand, None, grow.Shape(depth))
-        return chain, grow._grow_best(root, first, expand, None, grow.Shape(depth, 1, depth + 1), True)
+        return chain, grow._grow_best(root, first, expand, None, grow.Shape(depth, 1, depth + 1), True, None)
 
     chain, general = jax.device_get(both(ROOT))
     assert chain.parents is None

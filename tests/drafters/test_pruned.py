@@ -13,6 +13,7 @@ from planted import assert_counted
 
 import jspec
 from jspec.core import accept, tree
+from jspec.core.growth import Growth
 from jspec.core.types import DraftNeeds, RowSampling
 from jspec.drafters import Eagle, Ngram, Plain, Pruned, Standalone, Suffix
 from jspec.generation.costs import UNAFFORDABLE, only, with_costs
@@ -52,23 +53,43 @@ def rounds_by_size(s):
     return np.array(s.stats.branch_counts).sum((0, 2)).tolist()
 
 
-def by_hand(s, drafter):
-    """The draft's own probability of each node but the root, and the one that earlier rounds correct."""
-    drafted, _ = drafter.drafter.draft(toy.head_params(), dataclasses.replace(s, draft=s.draft.part))
-    raw, sums = np.exp(np.array(drafted.scores, np.float64))[:, 1:], np.array(s.draft.sums, np.float64)
-    return raw, np.minimum(raw * ((2 + sums[:, 1]) / (2 + sums[:, 0]))[:, None], 1)
+def by_hand(s, drafter, costs):
+    """The draft's own probability of each node but the root, the one that earlier rounds correct, and generations."""
+    live, sums = ~np.array(s.done), np.array(s.draft.sums, np.float64)
+    ratio = (2 + sums[:, 1]) / (2 + sums[:, 0])
+    # A generation must bring more than the last round did in its time.
+    rate = max(np.array(s.draft.rate)[live].max(), 1 / costs[0])
+    least = rate * live.sum() * parts_by_hand(drafter, costs)[1]
+    growth = Growth(jnp.asarray(np.where(live, ratio, 0), jnp.float32), jnp.float32(least))
+    state = dataclasses.replace(s, draft=s.draft.part, growth=growth)
+    drafted, _ = drafter.drafter.draft(toy.head_params(), state)
+    raw = np.exp(np.array(drafted.scores, np.float64))[:, 1:]
+    depth = np.array(tree.depths(drafted)).repeat(1 if drafted.parents is not None else len(raw), 0)
+    return raw, np.minimum(raw * ratio[:, None], 1), np.where(np.array(drafted.scores) > -np.inf, depth, 0).max()
+
+
+def parts_by_hand(drafter, costs):
+    """The costs of verification, and that of a generation after the first."""
+    nodes = [math.ceil(size * len(toy.IDS)) / len(toy.IDS) for size in drafter.sizes]
+    node = (costs[2] - costs[1]) / (nodes[2] - nodes[1])
+    drafts = costs[1] - costs[0] - node * (nodes[1] - 1)
+    assert 0 < drafts < 0.9 * costs[1] and node > 0
+    return [costs[0], *(cost - drafts for cost in costs[1:])], drafts / (drafter.depth - 1)
 
 
 def chosen_by_hand(s, drafter, costs):
-    """The size to choose, the nodes of each sequence, and the drafts to compare with the accepted ones."""
-    (raw, probability), live, left = by_hand(s, drafter), ~np.array(s.done), np.array(s.limit - s.length)
+    """The size to choose, the nodes of each sequence, the drafts to compare with the accepted ones, and generations."""
+    raw, probability, grown = by_hand(s, drafter, costs)
+    live, left, (costs, generation) = ~np.array(s.done), np.array(s.limit - s.length), parts_by_hand(drafter, costs)
+    costs = [cost + generation * (grown - 1) for cost in costs]
     batch, nodes = raw.shape
     sets = []
     for size in drafter.sizes:
         if not drafter.ragged:
             sets.append(np.arange(1, nodes + 1)[None].repeat(batch, 0) < size)
             continue
-        order = [(-probability[b, i], b, i) for b in range(batch) for i in range(nodes) if live[b] and i + 1 < left[b]]
+        useful = (probability > 0) & live[:, None] & (np.arange(1, nodes + 1)[None] < left[:, None])
+        order = [(-probability[b, i], b, i) for b, i in zip(*np.nonzero(useful), strict=True)]
         taken = np.zeros((batch, nodes), bool)
         for _, b, i in sorted(order)[: math.ceil(size * batch) - live.sum()]:
             taken[b, i] = True
@@ -76,7 +97,8 @@ def chosen_by_hand(s, drafter, costs):
     expected = [np.minimum(np.where(taken, probability, 0).sum(1), drafter.depth) for taken in sets]
     value = [np.where(live, np.minimum(1 + x, left), 0).sum() / cost for x, cost in zip(expected, costs, strict=True)]
     best = int(np.argmax(value))
-    return best, 1 + sets[best].sum(1), np.where(sets[best] & live[:, None], raw, 0).sum(1)
+    assert value[best] > 0
+    return best, 1 + sets[best].sum(1), np.where(sets[best] & live[:, None], raw, 0).sum(1), grown
 
 
 @pytest.mark.slow(unless=("greedy-trees", "coupled-chains"))
@@ -110,13 +132,14 @@ def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule, shape):
 @pytest.mark.parametrize("drafter", [pruned, chains], ids=["trees", "chains"])
 def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
     """In every round, of the sequences that are not done; a limit of the request bounds what counts."""
-    drafter, costs, taken, counts = drafter(), (1, 1.05, 1.15, 1.25), [], []
+    drafter, taken, counts, depths = drafter(), [], [], []
+    costs = (1, 1.06, 1.1, 1.2) if drafter.ragged else (1, 1.25, 1.3, 1.36)
     s = started(costs, drafter=drafter)
     s = dataclasses.replace(s, limit=s.limit - jnp.array([0, 9, 3], jnp.int32))
     choose = jax.jit(drafter.choose)
     while not np.array(s.done).all():
         index, after = choose(toy.head_params(), s)
-        size, count, expected = chosen_by_hand(s, drafter, costs)
+        size, count, expected, grown = chosen_by_hand(s, drafter, costs)
         assert int(index) == size
         live = ~np.array(s.done)
         np.testing.assert_array_equal(np.array(after.count)[live], count[live])
@@ -126,6 +149,7 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
             toy.run(drafter, toy.head_params(), s, until=int(s.round_index) + 1),
         )
         taken.append(size)
+        depths.append(grown)
         counts.append(count[live])
         # The ratio follows what the round accepted, which is no more than was verified.
         gained = np.array(s.stats.accept_counts - before.stats.accept_counts) @ np.arange(drafter.depth + 1)
@@ -133,7 +157,7 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
         sums = np.array(before.draft.sums) * 0.9 + np.stack([after.expected, gained], axis=1)
         whole = live & (np.array(s.length - before.length) == gained + 1) & (np.array(after.expected) > 0)
         np.testing.assert_allclose(np.array(s.draft.sums)[whole], sums[whole], rtol=1e-4, atol=1e-5)
-    assert len(set(taken)) > 1
+    assert len(set(taken)) > 1 < len(set(depths))
     assert drafter.ragged == any(len(set(count)) > 1 for count in counts)
 
 

@@ -1,0 +1,31 @@
+"""When draft trees stop growing: once the drafts that another generation may bring are worth less than its forward.
+
+By Charnov's marginal value theorem (Theoretical Population Biology 9, 1976) that is where the tokens that more time
+brings fall below the tokens per time of a whole round.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jspec.core.struct import struct
+
+
+@struct
+class Growth:
+    """The price of a generation, for all sequences of a batch."""
+
+    weight: Float[Array, " B"]
+    """Factor on the draft's probabilities of each sequence; 0 for those that do not count."""
+    least: Float[Array, ""]
+    """Expected accepted drafts that a generation must exceed."""
+
+    def mass(self, scores: Float[Array, "B M"]) -> Float[Array, ""]:
+        """The accepted drafts to expect of nodes with these log-probabilities."""
+        return (self.weight[:, None] * jnp.exp(scores)).sum()
+
+    def pays(self, before: Float[Array, ""], last: Float[Array, ""]) -> Bool[Array, ""]:
+        """Whether to grow another generation, after two generations with these masses.
+
+        The next one is expected to lose the same share of the mass as the last one.
+        """
+        return last * jnp.minimum(last / jnp.maximum(before, 1e-6), 1.0) > self.least
