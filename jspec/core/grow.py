@@ -113,7 +113,7 @@ def grow(
 
 
 class _Growing:
-    """Expands one frontier after the other; without a forward from the first one on that does not pay."""
+    """Expands one frontier after the other, until one does not pay; the others without a forward."""
 
     def __init__(self, expand: Expand, growth: Growth | None):
         self._expand, self._growth = expand, growth
@@ -149,7 +149,7 @@ def _grow_chain(
         tokens.append(proposal.tokens[:, :, 0])
         if proposal.probs is not None:
             probs.append(proposal.probs)
-        # A wider drafter that owns the state may have scored the first proposal alone.
+        # In the state of a wider drafter, only the first proposal has scores.
         along = None if along is None or proposal.scores is None else along
         if along is not None:
             along.append(along[-1] + _ranked(_scores(proposal)[:, :, 0]))

@@ -1,7 +1,7 @@
-"""When draft trees stop growing: once the drafts that another generation may bring are worth less than its forward.
+"""When draft trees stop growing: where the next generation is expected to bring too few accepted drafts for its time.
 
-By Charnov's marginal value theorem (Theoretical Population Biology 9, 1976) that is where the tokens that more time
-brings fall below the tokens per time of a whole round.
+There the tokens per time of more drafting fall below those of the whole round: Charnov's marginal value theorem
+(Theoretical Population Biology 9, 1976).
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ class Growth:
     """The price of a generation, for all sequences of a batch."""
 
     weight: Float[Array, " B"]
-    """Factor on the draft's probabilities of each sequence; 0 for those that do not count."""
+    """Factor on the draft's probabilities of each sequence; 0: it does not count."""
     least: Float[Array, ""]
     """Expected accepted drafts that a generation must exceed."""
 
