@@ -320,12 +320,13 @@ class Pruned:
         if not self.ragged:
             inside = np.arange(1, nodes + 1)[None] < np.array(sizes)[:, None]
             return jnp.broadcast_to(inside[:, None], (len(sizes), batch, nodes))
-        # The best nodes of the batch, in place of the roots of finished sequences, too. A node comes after its parent,
-        # whose probability is at least as high. Tokens beyond the limit of a sequence are worth nothing.
+        # The best nodes of the batch, in place of the roots of finished sequences, too; none in a plain round. A node
+        # comes after its parent: its probability is no higher. Tokens beyond a limit are worth nothing.
         depth = jnp.arange(1, nodes + 1, dtype=jnp.int32)[None]
         useful = (probability > 0) & ~s.done[:, None] & (depth < (s.limit - s.length)[:, None])
         best = rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes)
-        room = np.array([total_nodes(size, batch) for size in sizes], np.int32) - (~s.done).sum(dtype=jnp.int32)
+        total = np.array([total_nodes(size, batch) if size > 1 else 0 for size in sizes], np.int32)
+        room = total - (~s.done).sum(dtype=jnp.int32)
         return useful[None] & (best[None] < room[:, None, None])
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PrunedState]:

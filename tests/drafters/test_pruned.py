@@ -91,7 +91,8 @@ def chosen_by_hand(s, drafter, costs):
         useful = (probability > 0) & live[:, None] & (np.arange(1, nodes + 1)[None] < left[:, None])
         order = [(-probability[b, i], b, i) for b, i in zip(*np.nonzero(useful), strict=True)]
         taken = np.zeros((batch, nodes), bool)
-        for _, b, i in sorted(order)[: math.ceil(size * batch) - live.sum()]:
+        room = math.ceil(size * batch) - live.sum() if size > 1 else 0  # a plain round
+        for _, b, i in sorted(order)[:room]:
             taken[b, i] = True
         sets.append(taken)
     expected = [np.minimum(np.where(taken, probability, 0).sum(1), drafter.depth) for taken in sets]
@@ -152,6 +153,7 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
         depths.append(grown)
         counts.append(count[live])
         # The ratio follows what the round accepted, which is no more than was verified.
+        assert size or (count[live] == 1).all()
         gained = np.array(s.stats.accept_counts - before.stats.accept_counts) @ np.arange(drafter.depth + 1)
         assert (gained < np.where(live, count, 1)).all()
         sums = np.array(before.draft.sums) * 0.9 + np.stack([after.expected, gained], axis=1)
