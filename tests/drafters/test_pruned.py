@@ -127,6 +127,7 @@ def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule, shape):
             for ours, theirs in ((s.cache, alone.cache), (s.draft.part.cache, alone.draft.cache)):
                 np.testing.assert_allclose(ours.pool, theirs.pool, rtol=1e-5, atol=1e-5)
     assert not any(sizes["steep"][1:]) and sizes["flat"][3] > 0
+    assert shape == "chains" or not any(sizes["flat"][:3])
     assert sizes["between"][1] + sizes["between"][2] > 0
 
 
@@ -145,6 +146,11 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
         live = ~np.array(s.done)
         np.testing.assert_array_equal(np.array(after.count)[live], count[live])
         np.testing.assert_allclose(after.expected, expected, rtol=1e-4)
+        shown, _ = drafter.draft(toy.head_params(), s)
+        if drafter.ragged:
+            np.testing.assert_array_equal(np.array(shown.limit)[live] + 1, count[live])
+        else:
+            assert (np.array(shown.parents)[:, SIZES[size] :] == 0).all()
         before, after, s = (
             *jax.device_get((s, after)),
             toy.run(drafter, toy.head_params(), s, until=int(s.round_index) + 1),
