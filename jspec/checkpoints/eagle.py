@@ -122,9 +122,10 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
     fields = _with_depth(fields, names) if eagle3 else fields
     # The configuration.
     kind, latent = EagleHead, {}
-    # DeepSeek has no dimensions of whole heads, and some files state those of the target's.
     if is_latent(names):
         kind, latent = LatentHead, {"latent": _read_latent(fields, eagle3)}
+        # No such attention reads the dimensions of whole heads, whatever the file states.
+        fields.read_int("head_dim", None)
         fields = fields.replaced(head_dim=latent["latent"].rope_dim)
     layers = common.read_layers(fields, target, eagle3 and "lm_head.weight" in names)
     windows = common.read_windows(fields)
@@ -250,6 +251,8 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
         raw = speculators.describe(config, name, kind, tokens, verifier, layers)
         return {**raw, **norms, "eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
     layers |= {"bias": params.fc_bias is not None}
+    if latent:
+        del layers["head_dim"]
     layers |= describe_latent(latent) if latent else {"qkv_bias": first.qkv_bias is not None}
     if config.version == 1:
         return {**layers, "architectures": ["LlamaForCausalLM"]}
