@@ -31,12 +31,19 @@ class Fields:
     where: the file, for errors.
     path: the keys from the top of the file to the object, each followed by a dot.
     names: how errors call keys whose names in the file are others; all others follow `path`.
+    reads: the names of the keys whose values were read, of all objects of a file.
     """
 
     def __init__(
-        self, raw: Json, where: str = "config.json", path: str = "", names: Mapping[str, str] = MappingProxyType({})
+        self,
+        raw: Json,
+        where: str = "config.json",
+        path: str = "",
+        names: Mapping[str, str] = MappingProxyType({}),
+        reads: set[str] | None = None,
     ):
         self._raw, self.where, self.path, self._names = raw, where, path, names
+        self.reads = set[str]() if reads is None else reads
 
     @classmethod
     def flattened(cls, objects: "Sequence[Fields]", names: Mapping[str, str]) -> "Fields":
@@ -60,11 +67,11 @@ class Fields:
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
         """Add keys where the object lacks them."""
-        return Fields({**values, **self._raw}, self.where, self.path, self._names)
+        return Fields({**values, **self._raw}, self.where, self.path, self._names, self.reads)
 
     def replaced(self, **values: Any) -> "Fields":
         """The same object with other values."""
-        return Fields({**self._raw, **values}, self.where, self.path, self._names)
+        return Fields({**self._raw, **values}, self.where, self.path, self._names, self.reads)
 
     def merged(self, other: "Fields") -> "Fields":
         """The values of both objects; those of `other`, whose path errors name, take precedence."""
@@ -88,6 +95,10 @@ class Fields:
     def is_off(self, key: str) -> bool:
         """Whether the value is false."""
         return self._raw.get(key) is False
+
+    def is_object(self, key: str) -> bool:
+        """Whether the value is an object."""
+        return isinstance(self._raw.get(key), dict)
 
     def is_empty(self, key: str) -> bool:
         """Whether the value is an empty string, list or object."""
@@ -172,7 +183,7 @@ class Fields:
             value = {}
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.where}: {_shown(self.name(key), value)}: must be an object")
-        return Fields(value, self.where, f"{self.name(key)}.")
+        return Fields(value, self.where, f"{self.name(key)}.", reads=self.reads)
 
     def optional_sections(self, key: str) -> "list[Fields] | None":
         """The objects of a list; None if the value is a string or missing."""
@@ -188,6 +199,12 @@ class Fields:
         if isinstance(self._raw.get(key), dict):
             return self.section(key).token_text("content")
         return self.read_text(key) if isinstance(self._raw.get(key), str) else None
+
+    def texts_or_objects(self, key: str) -> list[str]:
+        """The texts of a list of special tokens, see `token_text`; entries of other types are left out."""
+        value = self._raw.get(key)
+        items = [Fields({"item": item}, self.where) for item in value] if isinstance(value, list) else []
+        return [text for item in items if (text := item.token_text("item")) is not None]
 
     def required_section(self, key: str) -> "Fields":
         """An object within this one."""
@@ -219,6 +236,7 @@ class Fields:
 
     def _read(self, key: str, default: D, check: Callable[[str, Any], T]) -> T | D:
         value = self._raw.get(key)
+        self.reads.add(self.name(key))
         # Null counts as absent if there is a default.
         if value is None:
             if default is not _REQUIRED:

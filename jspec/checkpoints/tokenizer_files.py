@@ -1,6 +1,7 @@
 """The files of a tokenizer and its chat templates in a checkpoint directory."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 from jspec.checkpoints.fields import Fields, read_fields
@@ -19,12 +20,15 @@ class TokenizerFiles:
     path, data: tokenizer.json and its bytes.
     templates: chat templates by name, each with the place that errors name.
     special: text of each special token by role, such as {"bos_token": "<s>"}.
+    added: text of each token that other files than tokenizer.json add -> its id, None if it is not stated, and flags
+      of `tokenizers.AddedToken`.
     """
 
     path: Path
     data: bytes
     templates: dict[str, tuple[str, str]]
     special: dict[str, str]
+    added: dict[str, tuple[int | None, dict[str, bool]]]
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
@@ -46,7 +50,31 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles | None:
     special = {
         key: text for key in config.keys() if key.endswith("_token") if (text := config.token_text(key)) is not None
     }
-    return TokenizerFiles(path, read_bytes(path, _MOST_BYTES), _read_templates(directory, config), special)
+    added = _read_added(directory, config, special.values())
+    return TokenizerFiles(path, read_bytes(path, _MOST_BYTES), _read_templates(directory, config), special, added)
+
+
+_FLAGS = "lstrip", "rstrip", "single_word", "normalized", "special"
+
+
+def _read_added(
+    directory: Path, config: Fields, special: Iterable[str]
+) -> dict[str, tuple[int | None, dict[str, bool]]]:
+    """Read the tokens of older formats, in which tokenizer.json lacks some; as `TokenizerFiles.added`."""
+    plain = {"special": True, "normalized": False}
+    added: dict[str, tuple[int | None, dict[str, bool]]] = {text: (None, plain) for text in special}
+    for text in config.texts_or_objects("additional_special_tokens"):
+        added[text] = None, plain
+    file, decoder = find_file(directory, "added_tokens.json"), config.section("added_tokens_decoder")
+    ids = Fields({}, "") if file is None else read_fields(file)
+    added |= {text: (ids.read_int(text, least=0), {"special": False}) for text in ids.keys()}
+    for key in decoder.keys():
+        token = decoder.section(key)
+        if not key.isdecimal():
+            raise CheckpointError(f"{config.where}: {token.path}: must be the id of a token")
+        flags = {name: token.read_flag(name, False) for name in _FLAGS}
+        added[token.read_text("content")] = int(key), flags
+    return added
 
 
 def _read_templates(directory: Path, config: Fields) -> dict[str, tuple[str, str]]:

@@ -26,6 +26,8 @@ BUNDLED = {
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 # Some EAGLE heads are published only in the older format, and the mask of some block drafts. A repository with both
 # formats doubles the download, but drafts are small.
+OTHER_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]
+"""Patterns of copies in other formats."""
 DRAFT_FILES = [*HUB_FILES, "pytorch_model.bin", "mask_embedding.pt"]
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
 
@@ -78,7 +80,7 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
         raise CheckpointError(f'{shown}: no such directory (and not a hub id of the form "organization/name")')
     # A hub id.
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=OTHER_FILES))
     except Exception as error:
         problem, reason = "and the download from the hub failed", error
         if isinstance(error, LocalEntryNotFoundError):  # Its cause is the hub's reason.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -13,7 +14,7 @@ import tokenizers
 from jspec.checkpoints.fields import MOST_SIZE
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_file import is_gguf
-from jspec.checkpoints.tokenizer_files import read_tokenizer_files
+from jspec.checkpoints.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from jspec.core.checks import check_int, check_text
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.gguf_tokenizer import read_gguf_tokenizer
@@ -60,7 +61,7 @@ class Tokenizer:
             parts = read_gguf_tokenizer(path)
         else:
             files = read_tokenizer_files(path)
-            parts = files and (_parse_backend(files.data, files.path), files.templates, files.special)
+            parts = files and (_parse_backend(files), files.templates, files.special)
         if parts is None:
             return None
         backend, templates, special = parts
@@ -260,11 +261,12 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
-def _parse_backend(data: bytes, path: Path) -> tokenizers.Tokenizer:
-    """Parse the bytes of a tokenizer.json. path: for errors."""
+def _parse_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    """Parse a tokenizer.json, and add the tokens of other files."""
     # Parse.
+    path = files.path
     try:
-        backend = tokenizers.Tokenizer.from_buffer(data)
+        backend = tokenizers.Tokenizer.from_buffer(files.data)
     except BaseException as error:  # the library raises no narrower class, and a Rust panic is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -273,6 +275,20 @@ def _parse_backend(data: bytes, path: Path) -> tokenizers.Tokenizer:
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= MOST_SIZE:
         raise CheckpointError(f"{path}: has the token id {largest}: must be below {MOST_SIZE}")
+    # Tokens that it lacks get the next id. Those of no stated id may be beyond the model's vocabulary.
+    known, vocabulary = {token.content for token in backend.get_added_tokens_decoder().values()}, backend.get_vocab()
+    missing = [(i, text, flags) for text, (i, flags) in files.added.items() if text and text not in known]
+    for i, text, flags in sorted(missing, key=lambda token: -1 if token[0] is None else token[0]):
+        if i is None and text not in vocabulary:
+            warnings.warn(f"{path}: lacks the special token {text!r}, so texts have its pieces instead", stacklevel=2)
+            continue
+        backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+        if i is not None and (index := backend.token_to_id(text)) != i:
+            raise CheckpointError(
+                f"{path}: lacks the token {text!r} with id {i} of {path.parent / 'tokenizer_config.json'} or "
+                f"added_tokens.json, which would get the id {index}: save it again with "
+                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
+            )
     return backend
 
 
