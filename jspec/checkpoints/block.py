@@ -39,7 +39,8 @@ SPELLINGS = Spellings(
         "markov_rank": ("dspark_markov_rank",),
         "enable_confidence_head": ("use_confidence_head",),
         **dict.fromkeys(("markov_head_type", "confidence_head_with_markov"), ()),
-        **dict.fromkeys(("sample_from_anchor", "projector_type", "use_swa", "swa_window_size"), ()),
+        **dict.fromkeys(("sample_from_anchor", "dspark_bonus_anchor", "input_embedding_scale"), ()),
+        **dict.fromkeys(("projector_type", "use_swa", "swa_window_size"), ()),
         **dict.fromkeys(("output_multiplier", "logit_scale", "final_logit_softcapping"), ()),
         **dict.fromkeys(_DFLASH2, ()),
     },
@@ -47,6 +48,7 @@ SPELLINGS = Spellings(
         "speculators_model_type": ("dflash", "dflash2", "dspark"),
         "projector_type": ("dflash", "dflash2", "dspark"),
         "attention_mode": ("gqa", "mha"),
+        "use_aux_hidden_state": (True,),
     },
 )
 """What their keys are called. `dflash_config.num_target_layers`, for example, is that of the top level."""
@@ -56,6 +58,8 @@ _ANCHORS = 512
 """DeepSpec's default number of anchors per sequence; its classes require this key."""
 _MASK_FILE = "mask_embedding.pt"
 """File of some of z-lab's drafts: the embedding of the mask token."""
+_CONFIDENCE = "confidence_head.proj.weight"
+"""The confidence head's matrix, [1, width of its input]."""
 _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors for training alone."""
 
@@ -90,23 +94,25 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     windows = common.read_windows(fields)
     markov, rank = _read_markov(fields)
     scale, soft_cap = _read_logits(fields, names, target)
+    own_embed, dflash2 = "embed_tokens.weight" in names, _read_dflash2(config, fields)
     head = BlockHead(
         **layers,
         capture_layers=_read_captured(config, fields, layers["num_layers"], target),
         block_size=fields.read_int("block_size"),
-        mask_token=common.read_mask_token(fields, target, "embed_tokens.weight" in names),
+        mask_token=common.read_mask_token(fields, target, own_embed),
         next_token=_read_next_token(config, fields),
         windows=windows,
         causal=_read_causal(config, fields, windows),
         markov=markov,
         markov_rank=rank,
-        confidence=_read_confidence(config, fields),
+        confidence=_read_confidence(config, fields, source),
         attention_bias=fields.read_flag("attention_bias", False),
-        own_embed="embed_tokens.weight" in names,
+        own_embed=own_embed,
+        embed_scale=_read_embed_scale(fields, target, own_embed, is_speculators(config) or any(dflash2.values())),
         own_head="lm_head.weight" in names,
         logit_scale=scale,
         soft_cap=soft_cap,
-        **_read_dflash2(config, fields),
+        **dflash2,
     )
     # What it shares with the target.
     if head.hidden_size != target.hidden_size and not (head.own_embed and head.own_head):
@@ -130,21 +136,26 @@ def _read_next_token(config: Fields, fields: Fields) -> bool:
     dspark = bool(classes or heads or fields.read_text("projector_type", "") == "dspark")
     if is_speculators(config):
         dspark = dspark and speculators.read_tokens(config) == fields.read_int("block_size")
-    return fields.read_flag("sample_from_anchor", dspark)
+    # vLLM's name of the opposite.
+    bonus, stated = fields.read_flag("dspark_bonus_anchor", None), fields.read_flag("sample_from_anchor", None)
+    if bonus is not None and bonus == stated:
+        raise fields.wrong("dspark_bonus_anchor", bonus, f"must be {not bonus} with sample_from_anchor={stated}")
+    return stated if stated is not None else dspark if bonus is None else not bonus
 
 
 def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """Read for each layer whether its rows see only the rows of the block up to their own.
 
     Without a key, those of JetSpec and sliding layers do, as their writers train them, but not those that `use_swa`
-    makes slide; vLLM lets the sliding layers of speculators' DFlash see all.
+    makes slide. Those of speculators' DFlash2 see all.
     """
     stated = fields.read_flag("is_causal", None)
+    both_ways = config.read_text("speculators_model_type", None) == "dflash2"
     if stated is None and common.find_architectures(config, ["jetspec"]):
         stated = True
     listed = "sliding_attention" in fields.read_texts("layer_types", ())
     swa_only = fields.read_flag("use_swa", False) and not listed
-    if stated is None and (swa_only or fields.read_flag("sliding_window_non_causal", False)):
+    if stated is None and (swa_only or fields.read_flag("sliding_window_non_causal", both_ways)):
         stated = False
     return tuple(window is not None if stated is None else stated for window in windows)
 
@@ -161,13 +172,28 @@ def _read_markov(fields: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | N
     raise fields.wrong("markov_head_type", repr(stated), f"must be one of {', '.join(MARKOV_KINDS)}")
 
 
-def _read_confidence(config: Fields, fields: Fields) -> Literal["hidden", "markov"] | None:
-    """Read the inputs of the confidence head."""
-    if not fields.read_flag("enable_confidence_head", False):
+def _read_confidence(config: Fields, fields: Fields, source: Source) -> Literal["hidden", "markov"] | None:
+    """Read the inputs of the confidence head; the tensor tells them where no key does."""
+    stored = _CONFIDENCE in source.files.names()
+    if not fields.read_flag("enable_confidence_head", stored):
         return None
     # That of ModelOpt, by the name of its key, always reads the embedding.
     reads = config.section("dflash_config").has("use_confidence_head")
-    return "markov" if reads or fields.read_flag("confidence_head_with_markov") else "hidden"
+    wide = stored and source.files.shape(_CONFIDENCE)[-1:] > (fields.read_int("hidden_size"),)
+    return "markov" if reads or fields.read_flag("confidence_head_with_markov", wide) else "hidden"
+
+
+def _read_embed_scale(fields: Fields, target: Decoder, own_embed: bool, as_stored: bool) -> float | None:
+    """Read the factor on rows of the embedding; None: 1, of a target without a factor.
+
+    z-lab and ModelOpt train on the output of the target's module, with its factor; speculators and DFlash2 on the rows
+    of its table, with a factor of their own in `input_embedding_scale` (vLLM's qwen3_dflash2.py).
+
+    as_stored: whether a file without this key is of the second kind.
+    """
+    default = 1.0 if own_embed or as_stored else target.embed_factor
+    scale = fields.read_number("input_embedding_scale", default, above=0, most=MOST_NUMBER)
+    return None if scale == 1.0 and (own_embed or target.embed_factor == 1.0) else scale
 
 
 def _read_dflash2(config: Fields, fields: Fields) -> dict[str, Any]:
@@ -193,6 +219,9 @@ def _read_logits(fields: Fields, names: set[str], target: Decoder) -> tuple[floa
     cap, target_cap = cap or None, getattr(target, "soft_cap", None)
     if "lm_head.weight" in names or target_cap is None:
         return scale, cap
+    if not (factors or fields.has("final_logit_softcapping")):
+        # speculators' layout has no such keys; the target's bound keeps the order of the tokens.
+        return 1.0, None
     if cap != target_cap or scale != 1.0:
         raise CheckpointError(
             f"{fields.where}: final_logit_softcapping={cap} with a factor of {scale}, but the draft shares the LM head "
@@ -220,8 +249,9 @@ def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str 
         raise ValueError(f"layout={layout!r} cannot hold mask_embed")
     layers = common.describe_layers(config, "qwen3", config.attention_bias)
     sizes = {key: getattr(config, key) for key in _DFLASH2 if getattr(config, key)}
+    scale = {} if config.embed_scale is None else {"input_embedding_scale": config.embed_scale}
     if layout == "z-lab":
-        return _describe_zlab(config, layers | {"block_size": config.block_size}, sizes)
+        return _describe_zlab(config, layers | {"block_size": config.block_size}, sizes | scale)
     if config.logit_scale != 1.0 or config.soft_cap is not None:
         raise ValueError(f"layout={layout!r} cannot hold logit_scale and soft_cap: use 'z-lab'")
     # Keys at the top level in both other layouts.
@@ -235,6 +265,8 @@ def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str 
         "confidence_head_with_markov": config.confidence == "markov",
     }
     if layout == "speculators":
+        if config.embed_scale not in (None, 1.0):
+            raise ValueError(f"layout='speculators' cannot hold embed_scale={config.embed_scale}")
         return _describe_speculators(config, verifier, layers) | heads | sizes
     # DeepSpec's layout has no keys for other options.
     plain = not (any(config.windows) or any(config.causal) or sizes)
@@ -244,10 +276,17 @@ def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str 
             "convolutions and no selector: use 'speculators' or 'z-lab'"
         )
     ids = [layer - 1 for layer in config.capture_layers]
-    return {"architectures": ["Qwen3DSparkModel"], **layers, **heads, "target_layer_ids": ids, "num_anchors": _ANCHORS}
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **layers,
+        **heads,
+        **scale,
+        "target_layer_ids": ids,
+        "num_anchors": _ANCHORS,
+    }
 
 
-def _describe_zlab(config: BlockHead, layers: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+def _describe_zlab(config: BlockHead, layers: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     direction = set(config.causal)
     if config.next_token or config.markov or config.confidence or len(direction) > 1:
         raise ValueError(

@@ -30,11 +30,12 @@ BIASES = {"attention_bias": "attention_bias"}
 def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
     """The model_type of a config.json, from its class or otherwise its own key; None: it is not one of these.
 
-    architectures: classes of `transformers` -> model_type.
+    architectures: classes of `transformers`, and further values of model_type -> model_type.
     """
     model_type = config.read_text("model_type", None)
     named = config.read_texts("architectures", ())
     implied = next((architectures[name] for name in named if name in architectures), None)
+    model_type = architectures.get(model_type or "", model_type)
     if implied is not None and model_type not in (None, implied):
         raise config.wrong("model_type", repr(model_type), f"must be {implied!r} with architectures={list(named)}")
     if named:

@@ -28,14 +28,14 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
+    "kimi_k2": "deepseek_v3",
 }
-"""Classes of `transformers` -> model_type."""
+"""Classes of `transformers` -> model_type, and the model_type of Kimi-K2, whose class is that of V3."""
 _SUPPORTED = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),
-    "pretraining_tp": (1,),
     "rope_interleave": (True,),
 }
 """Optional or null keys -> their supported values, in all families."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -178,6 +179,10 @@ def check_class(config: Fields, latent: bool = False) -> None:
             )
 
 
+CAPTURED = "target_layer_ids", "aux_hidden_state_layer_ids", "eagle_layer_ids"
+"""Fields with ids of captured layers, see `LAYERS`."""
+
+
 def read_captured(fields: Fields, target: Decoder, default: Sequence[int]) -> tuple[int, ...]:
     """Read the captured hidden states, as in `Decoder.apply`.
 
@@ -192,17 +197,58 @@ def read_captured(fields: Fields, target: Decoder, default: Sequence[int]) -> tu
     if stated not in (None, count):
         raise fields.wrong("num_target_layers", stated, f"the target has {count} layers")
     # The ids, by what leaves layers or enters them.
-    captured = {}
-    for key, shift in (("target_layer_ids", 1), ("aux_hidden_state_layer_ids", 0)):
-        ids = fields.read_ints(key, None, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS)
-        if ids:
-            captured[key] = _check_captured(fields, key, ids, shift, target)
+    lists = {
+        key: fields.read_ints(key, None, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS) or ()
+        for key in CAPTURED
+    }
+    # Files of both kinds have the third one.
+    leaving, entering, either = lists.values()
+    shifts = (1, 0, 0 if _counts_inputs(fields, leaving, entering, either, target) else 1)
+    captured = {
+        key: _check_captured(fields, key, ids, shift, target)
+        for (key, ids), shift in zip(lists.items(), shifts, strict=True)
+        if ids
+    }
     if len(set(captured.values())) > 1:
-        problem = " and ".join(map(fields.describe, captured))
-        raise CheckpointError(f"{fields.where}: {problem} are different layers, as the second counts what enters them")
+        counted = [
+            f"{fields.describe(key)} (what {'leaves' if shift else 'enters'})"
+            for key, shift in zip(lists, shifts, strict=True)
+            if key in captured
+        ]
+        raise CheckpointError(f"{fields.where}: {' and '.join(counted)} are different layers")
     return next(iter(captured.values()), None) or _check_captured(
         fields, "target_layer_ids", default, 1, target, " (the default, for deeper targets)"
     )
+
+
+def _counts_inputs(
+    fields: Fields, leaving: Sequence[int], entering: Sequence[int], ids: Sequence[int], target: Decoder
+) -> bool:
+    """Whether the ids of `eagle_config` are of what enters layers rather than of what leaves them.
+
+    SGLang counts what leaves, but for targets with latent attention only if the first id is 1; vLLM counts what enters.
+    Writers of both kinds exist (github.com/sgl-project/sglang/issues/25454). Warns where no other list, no default of a
+    writer and no bound decides.
+
+    leaving, entering: ids of other lists, of what leaves and of what enters layers; empty: not stated.
+    """
+    count = target.num_layers
+    if not ids or leaving or entering:
+        return bool(ids) and ids == entering
+    # What leaves the last layer has the id count - 1, and what enters the first one leaves the layer -1.
+    if ids[-1] == count or ids[0] in (-1, 1):
+        return ids[-1] == count
+    if getattr(target, "latent", None) is not None:
+        return True
+    inputs = list(ids) == [2, count // 2, count - 3]
+    read = "as vLLM does (SGLang: what leaves)" if inputs else "as SGLang does (vLLM: what enters)"
+    warnings.warn(
+        f"{fields.where}: {fields.describe('eagle_layer_ids')}: read as ids of what {'enters' if inputs else 'leaves'} "
+        f"the target's layers, {read}; to state it, use eagle_aux_hidden_state_layer_ids at the top level for what "
+        "enters them, or target_layer_ids for what leaves them",
+        stacklevel=2,
+    )
+    return inputs
 
 
 def _check_captured(

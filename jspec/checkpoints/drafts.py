@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensor
 from jspec.checkpoints.gguf_model import GgufModel
 from jspec.checkpoints.plan import Plan, refuse_split, splits_draft
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import FLOATS, TensorFiles
 from jspec.checkpoints.vocabulary import check_padding
 from jspec.core.sharding import Placement
 from jspec.models.decoder import Decoder
@@ -61,6 +63,32 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     plan: Plan[Any] = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
     check_padding(source.config.where, plan.config.vocab_size, target.vocab_size)
     return _with_masks(plan, source.config)
+
+
+_EMBED = "embed_tokens.weight"
+
+
+def warn_of_embedding(target: Source, draft: Source) -> None:
+    """Warn if a draft that uses the target's embedding has one whose values differ: it may be trained with it."""
+    names = [name for name in target.files.names() if name.endswith(_EMBED)]
+    if len(names) != 1 or _EMBED not in draft.files.names():
+        return
+    tables = [_middle_rows(files, name) for files, name in ((target.files, names[0]), (draft.files, _EMBED))]
+    if all(table.dtype in FLOATS for table in tables) and not np.allclose(
+        *(table.astype(np.float32) for table in tables), rtol=0.02, atol=1e-4
+    ):
+        warnings.warn(
+            f"{draft.config.where}: {_EMBED} differs from the target's embedding, which is used instead; if the draft "
+            'was trained with its own, add "embed_requires_grad": true to config.json',
+            stacklevel=2,
+        )
+
+
+def _middle_rows(files: TensorFiles, name: str) -> np.ndarray:
+    """16 rows of a table, from ids that vocabularies of other padding have, too."""
+    first = min(1000, files.shape(name)[0] // 2)
+    rows = range(first, min(first + 16, files.shape(name)[0]))
+    return files.part(name, (rows, range(files.shape(name)[1]))) if files.has_parts(name) else files.get(name)[rows]
 
 
 def _with_masks(plan: Plan[Any], fields: Fields) -> Plan[Any]:

@@ -54,6 +54,8 @@ SPELLINGS = Spellings(
         "speculators_model_type": ("eagle3",),
         "use_mtp_layernorm": (False,),
         "eagle_decoder_type": ("llama",),
+        "dspark_bonus_anchor": (False,),
+        "input_embedding_scale": (1.0,),
         "parallel_draft_step": (1,),
         "logit_scale": (1.0,),
     },
@@ -75,7 +77,7 @@ _LATENT_OPTIONS = {
 }
 _OF_EAGLE3 = (
     *("fc_norm", "norm_before_residual", "norm_before_fc", "norm_output", "num_aux_hidden_states"),
-    *("target_layer_ids", "aux_hidden_state_layer_ids"),
+    *common.CAPTURED,
 )
 """Options of EAGLE-3 heads only."""
 _FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
@@ -137,6 +139,8 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         windows=windows if any(windows) else (),
         norm_before_residual=fields.read_flag("norm_before_residual", False),
         norm_output=fields.read_flag("norm_output", False),
+        # An EAGLE-1 head reads rows of the table. Those of others are normed.
+        embed_scale=None if eagle3 or target.embed_factor == 1.0 else 1.0,
         mask_token=common.read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
     )
     if isinstance(head, LatentHead):
@@ -186,12 +190,12 @@ def _check_latent(fields: Fields, head: LatentHead) -> None:
 def _refuse(config: Fields, fields: Fields, eagle3: bool) -> None:
     """Raise CheckpointError if the configuration requires another forward than `EagleHead`'s."""
     if fields.read_flag("norm_before_fc", False) and fields.read_flag("fc_norm", False):
-        refuse(config.where, ["norm_before_fc together with fc_norm, whose order is not defined"])
+        refuse(config.where, ["norm_before_fc together with fc_norm"])
     if fields.read_int("truncated_vocab_size", size := fields.read_int("vocab_size")) != size:
         raise fields.wrong("truncated_vocab_size", fields.read_int("truncated_vocab_size"), f"must be {size}")
     if not eagle3:
         refuse(config.where, [fields.describe(key) for key in _OF_EAGLE3 if fields.is_set(key)], "an EAGLE-1 head")
-    if is_speculators(config) and not config.has("norm_before_residual"):
+    if config.read_text("speculators_model_type", None) == "eagle3" and not config.has("norm_before_residual"):
         raise CheckpointError(
             f"{config.where}: the key 'norm_before_residual' is missing, and its default is false in speculators but "
             "true in vLLM: add the value that the head was trained with"
@@ -213,7 +217,7 @@ def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
     """Read the captured hidden states of an EAGLE-3 head, as in `Decoder.apply`."""
     count = target.num_layers
     if not fields.read_flag("use_aux_hidden_state", True):
-        if any(fields.read_ints(key, None, least=-1) for key in ("target_layer_ids", "aux_hidden_state_layer_ids")):
+        if any(fields.read_ints(key, None, least=-1) for key in common.CAPTURED):
             raise fields.wrong("use_aux_hidden_state", False, "must be true with ids of captured layers")
         return (count + 1,)
     # By default an early, a middle and a late layer.
@@ -257,6 +261,8 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
     if config.version == 1:
         return {**layers, "architectures": ["LlamaForCausalLM"]}
     outputs = [layer - 1 for layer in config.capture_layers] if params.fc is not None else []
+    # SGLang reads the list in the section, and vLLM this one.
+    inputs = {} if params.fc is None else {"eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
     return {
         **layers,
         **norms,
@@ -264,6 +270,7 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if latent else "LlamaForCausalLMEagle3"],
         "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
+        **inputs,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": params.fc is not None},
     }
 

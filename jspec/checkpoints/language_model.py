@@ -17,7 +17,7 @@ from jspec.checkpoints import atomic, deepseek, gemma3, gemma4, gpt_oss, llama, 
 from jspec.checkpoints.adapter import AdaptedFiles, Adapter
 from jspec.checkpoints.config import family_of, reading, unknown_family
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.fields import Fields, read_fields, refuse
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_SIZE, Fields, read_fields, refuse
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.plan import Checkpoint, Plan, refuse_split
 from jspec.checkpoints.source import Source
@@ -36,6 +36,20 @@ FAMILIES: tuple[Family[Any], ...] = (
     gpt_oss.FAMILY,
 )
 """All families of language models; a new one is one more entry."""
+
+_OTHERS: dict[str, tuple[object, ...]] = {
+    # Every model of `transformers` reads the first.
+    **dict.fromkeys(("is_causal", "rope_is_neox_style", "is_neox_style", "use_rope"), (True,)),
+    **dict.fromkeys(("logit_scale", "residual_multiplier", "embedding_multiplier", "logits_scaling"), (1.0,)),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved", "mla_nope", "indexer_rope_interleave"), (False,)),
+    "index_topk_freq": (1,),
+    **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
+    **dict.fromkeys(("attention_chunk_size", "llama_4_scaling", "rswa_window"), ()),
+    **dict.fromkeys(("index_topk_pattern", "index_skip_topk_offset", "layer_rope_theta", "attention_sinks"), ()),
+    **dict.fromkeys(("hidden_act_alpha", "swiglu_limit", "swa_head_dim", "swa_num_key_value_heads"), ()),
+}
+"""Options that vLLM, SGLang or `transformers` reads in a class of this name -> values without effect; none: it must be
+absent, zero or empty."""
 
 MOST_PARAMETERS = 10**13
 """Bound of the parameters of a model, several times those of the largest ones."""
@@ -134,11 +148,22 @@ def read_params(config: Decoder, tensors: Tensors) -> PyTree:
 
 def parse_config(config: Fields) -> Decoder:
     """Parse a config.json."""
-    for fields in (config, config.section("text_config")):
-        # Every model of `transformers` reads it.
-        refuse(config.where, fields.unsupported({"is_causal": (True,)}))
     with reading(config.where):
-        return _family_of(config).parse_config(config)
+        parsed = _family_of(config).parse_config(config)
+    # Options of other forwards, but for those that the family reads.
+    for fields in (config, config.section("text_config")):
+        others = {key: values for key, values in _OTHERS.items() if fields.name(key) not in config.reads}
+        wrong = fields.unsupported({key: values for key, values in others.items() if values})
+        wrong += [fields.describe(key) for key, values in others.items() if not values and fields.is_set(key)]
+        refuse(config.where, wrong)
+    # Attention in chunks is that of all positions for texts of the length without it.
+    chunked = config.section("dual_chunk_attention_config")
+    if chunked.keys():
+        most = chunked.read_int("original_max_position_embeddings", most=MOST_LENGTH)
+        problem = f"{config.where}: dual_chunk_attention_config is not supported: texts have at most {most} tokens"
+        warnings.warn(problem, stacklevel=2)
+        parsed = dataclasses.replace(parsed, max_length=min(parsed.max_length, most))
+    return parsed
 
 
 def weight_table(config: Decoder) -> PyTree:
@@ -180,7 +205,17 @@ def _read_eos(source: Source, vocab_size: int) -> tuple[int, ...]:
 
 def ends_of_text(files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
     """The end-of-text ids, by any of these files."""
-    ids = {i for file in files for i in file.int_or_ints("eos_token_id", least=0, most=vocab_size - 1)}
+    ids = set()
+    for file in files:
+        stated = file.int_or_ints("eos_token_id", least=-1, most=MOST_SIZE)
+        # Some files have -1, or a token of another vocabulary.
+        if others := [i for i in stated if not 0 <= i < vocab_size]:
+            warnings.warn(
+                f"{file.where}: {file.describe('eos_token_id')}: {others} are no ids of the vocabulary of {vocab_size} "
+                "tokens and end no text",
+                stacklevel=2,
+            )
+        ids |= set(stated) - set(others)
     return tuple(sorted(ids))
 
 

@@ -196,7 +196,7 @@ def _parse_experts(config: Fields) -> dict[str, Any]:
 
 
 def _refuse_options(config: Fields, row: Row) -> None:
-    wrong = config.unsupported({"mlp_bias": (False,), "hidden_act": ("silu",), "pretraining_tp": (1,)})
+    wrong = config.unsupported({"mlp_bias": (False,), "hidden_act": ("silu",)})
     if row.bias is not None and config.read_flag("attention_bias", row.bias) != row.bias:
         wrong.append(config.describe("attention_bias"))
     if row.fields.get("fused") and config.section("quantization_config").keys():

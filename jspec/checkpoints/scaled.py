@@ -70,7 +70,11 @@ def parse_scheme(config: Fields) -> Scheme | None:
     method = config.section("quantization_config")
     if not method.keys():
         return None
-    parse = _METHODS.get(method.read_text("quant_method", ""))
+    producer = method.section("producer").read_text("name", "") if method.is_object("producer") else ""
+    if method.has("quantization"):
+        # What ModelOpt writes beside targets as hf_quant_config.json, it writes here for drafts.
+        method = method.replaced(quantization=None).joined(method.section("quantization"))
+    parse = _METHODS.get(method.read_text("quant_method", producer))
     scheme = None if parse is None else parse(method)
     if scheme is None:
         raise CheckpointError(
@@ -78,7 +82,8 @@ def parse_scheme(config: Fields) -> Scheme | None:
             "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' with symmetric "
             "weights of 8 bits, of type float or int, by channel or by tensor, or packed integers of 4 or 8 bits by "
             "group or by channel, and a kv_cache_scheme of 8 bits, type float, by tensor, or none; or "
-            "quant_method='gptq' or 'awq' with 4 bits; or quant_method='modelopt' with quant_algo='FP8'"
+            "quant_method='gptq' or 'awq' with 4 bits; or quant_method='modelopt' with quant_algo='FP8' or "
+            "'FP8_PER_CHANNEL_PER_TOKEN'"
         )
     # A sparsity of none is no other format.
     dense = ["sparsity_config"] * (method.section("sparsity_config").read_text("format", None) == "dense")
@@ -116,7 +121,8 @@ def _parse_compressed(method: Fields) -> Scheme | None:
 
 
 def _parse_modelopt(method: Fields) -> Scheme | None:
-    known = method.read_text("quant_algo", None) == "FP8" and not method.is_set("kv_cache_quant_algo")
+    known = method.read_text("quant_algo", None) in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    known = known and method.read_text("kv_cache_quant_algo", None) in (None, "FP8")
     return Scheme(FP8, "_scale", (None, None), spare=".input_scale") if known else None
 
 

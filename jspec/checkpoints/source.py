@@ -59,7 +59,12 @@ class Source:
             return files
         path = find_file(self.directory, "pytorch_model.bin")
         if path is None:
-            raise CheckpointError(f"{self.directory}: contains neither model.safetensors nor pytorch_model.bin")
+            others = sorted(file.name for end in ("safetensors", "bin") for file in self.directory.glob(f"*.{end}"))
+            listed = f", but {', '.join(others[:4])}" if others else ""
+            raise CheckpointError(
+                f"{self.directory}: contains neither model.safetensors (alone, or its parts with "
+                f"model.safetensors.index.json) nor pytorch_model.bin{listed}"
+            )
         return TorchFile(path)
 
 

@@ -44,12 +44,12 @@ def is_speculators(config: Fields) -> bool:
 def read_layer_config(config: Fields, fields: Fields, kinds: tuple[str, ...]) -> Fields:
     """The fields of a draft with the defaults of its layers' kind; any other layout states all that matters.
 
-    kinds: supported model types of a draft's layers.
+    kinds: supported model types of a draft's layers, the default first.
     """
     if not is_speculators(config):
         return fields
     layer = config.required_section("transformer_layer_config")
-    kind = layer.read_text("model_type", "")
+    kind = layer.read_text("model_type", kinds[0])
     if kind not in kinds:
         names = ", ".join(kinds)
         raise CheckpointError(f"{layer.where}: {layer.describe('model_type')} is not supported; must be one of {names}")

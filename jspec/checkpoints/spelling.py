@@ -23,34 +23,39 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("draft_num_hidden_layers",),
     "is_neox_style": ("rope_is_neox_style",),
     "is_causal": ("causal", "causal_head"),
-    "target_layer_ids": ("dspark_target_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids"),
-    "aux_hidden_state_layer_ids": ("eagle_aux_hidden_state_layer_ids",),
+    "target_layer_ids": ("dspark_target_layer_ids",),
+    "aux_hidden_state_layer_ids": (
+        "eagle_aux_hidden_state_layer_ids",
+        "eagle_config.layer_ids",
+        "dflash_config.layer_ids",
+    ),
+    "eagle_layer_ids": ("eagle_config.eagle_aux_hidden_state_layer_ids",),
 }
 """Fields of all drafts -> other keys of the same meaning, with the section if the key means it only there.
 
 is_neox_style: whether the pairs of rotated dimensions are (i, i + D/2); otherwise (2 i, 2 i + 1).
 is_causal: whether a row of a block sees only the rows up to its own.
 target_layer_ids, aux_hidden_state_layer_ids: captured layers of the target, by what leaves and by what enters them.
+eagle_layer_ids: captured layers by either; see `draft.read_captured`.
 """
 
 STOCK: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("silu",)),
-    **dict.fromkeys(("mlp_bias", "use_gemma_norm", "enable_qwen35_gated_q_proj", "dspark_bonus_anchor"), (False,)),
+    **dict.fromkeys(("mlp_bias", "use_gemma_norm", "enable_qwen35_gated_q_proj"), (False,)),
     **dict.fromkeys(("shift_label", "draft_shift", "parallel_drafting", "attention_sink_bias"), (False,)),
     **dict.fromkeys(("rope_interleave", "rope_interleaved", "enable_moe", "use_mla", "use_mrope"), (False,)),
-    **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "residual_multiplier"), (1.0,)),
+    **dict.fromkeys(("attention_value_scale", "residual_multiplier"), (1.0,)),
     **dict.fromkeys(("embedding_multiplier", "logits_scaling", "attention_multiplier"), (1.0,)),
     **dict.fromkeys(("use_rope", "use_rotary_pos_emb"), (True,)),
     "norm_type": ("rms", "rmsnorm"),
     "position_embedding_type": ("rope", "rotary"),
-    "pretraining_tp": (1,),
 }
 """Options of other forwards -> the values of a decoder layer of a Llama or Qwen3."""
 
 _HARMLESS = re.compile(
     r"_.*|.*version|((base|target)_)?(model|tokenizer|dataset|project|run)_name|.*_path|auto_map|architectures"
     r"|model_type|speculators_(model_type|config)|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|prefix"
-    r"|return_dict.*|use_cache|(attn|cache)_implementation|attention_backend|has_lm_head"
+    r"|return_dict.*|use_cache|pretraining_tp|has_embed_tokens|num_aux_layers|draft_layer_init_from_target|(attn|cache)_implementation|attention_backend|has_lm_head"
     r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*|id2label"
     r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|label2id|problem_type|num_labels"
     r"|has_no_defaults_at_init|task_specific_params|finetuning_task|(max|min|max_sequence)_length|pruned_heads"

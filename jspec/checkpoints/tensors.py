@@ -24,7 +24,7 @@ FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32
 """What weights may be stored as."""
 HEAD = "lm_head.weight"
 """The LM head."""
-_DERIVED = ".rotary_emb.inv_freq"
+_DERIVED = "rotary_emb.inv_freq"
 """End of the names of redundant tables in some checkpoints; configurations imply them."""
 _CHUNK = 2**20
 """Elements to check at once, so that they stay in the processor's cache."""
@@ -138,7 +138,11 @@ class Tensors:
         """Weights as stored, or a part of them, after a look at their values."""
         if tensor.dtype not in FLOATS:
             names = ", ".join(sorted(map(str, FLOATS)))
-            raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {names}")
+            # Older files of ModelOpt state their quantization elsewhere.
+            narrow = tensor.dtype.itemsize == 1 and "; config.json has no quantization_config that describes it"
+            raise CheckpointError(
+                f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {names}{narrow or ''}"
+            )
         if self.checks_values and not is_finite(tensor):
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
         return tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jspec.checkpoints import drafts
 from jspec.checkpoints.adapter import Adapter
 from jspec.checkpoints.generation_config import read_sampling
 from jspec.checkpoints.loading import LoadOptions, place_model, plan_model
@@ -246,6 +247,8 @@ def _load(source: str | Path, draft: str | Path | None, adapter: str | Path | No
     # Read the weights.
     target = _complete(plan.target.read(), options.placement)
     small = None if plan.draft is None else _complete(plan.draft.read(), options.placement)
+    if small is not None and draft_files is not None and getattr(small.params, "embed", 0) is None:
+        drafts.warn_of_embedding(target_files, draft_files)
     model = assemble(str(source), target, small, tokenizer, options)
     return dataclasses.replace(model, sampling=recommended)
 
@@ -271,7 +274,16 @@ def assemble(
     if placement is not None:
         placement = dataclasses.replace(placement, draft=getattr(draft_config, "tensor", 1) > 1)
     params = Params(target.params, None if draft is None else draft.params)
-    return Model(name, config, params, tokenizer, target.eos, draft_config, placement)
+    return Model(name, config, params, tokenizer, _ends(target, tokenizer), draft_config, placement)
+
+
+def _ends(target: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The end-of-text ids: those of the model's files and the tokenizer's, as in vLLM and SGLang."""
+    token = None if tokenizer is None else tokenizer.vocabulary().get(tokenizer.special_roles.get("eos_token", ""))
+    ends = set(target.eos)
+    if token is not None and token < target.config.vocab_size:
+        ends.add(token)
+    return tuple(sorted(ends))
 
 
 def _split_heads(target: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:

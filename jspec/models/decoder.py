@@ -85,6 +85,11 @@ class Decoder(LayerShape, Draft):
 
     # Defaults
 
+    @property
+    def embed_factor(self) -> float:
+        """The factor of `embed` on rows of the embedding."""
+        return 1.0
+
     def layer_rotation(self, layer: int, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> layers.Rotation:
         """How those keys are rotated at each position, see `Rope.rotation`."""
         return self.rope.rotation(positions, self.head_dim, dtype)

@@ -251,6 +251,11 @@ class Gemma4(Decoder):
         """Inputs of each layer depend on token ids."""
         return "has inputs of each layer that depend on token ids" if self.per_layer_size else super().refuses_embeds
 
+    @property
+    def embed_factor(self) -> float:
+        """The factor of `embed` on rows of the embedding."""
+        return self.hidden_size**0.5
+
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer: embeddings times sqrt(E), after rounding that to their precision."""
         rows = layers.look_up(params.embed, tokens, self.vocab_size, self.tensor)

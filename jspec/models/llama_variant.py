@@ -120,6 +120,11 @@ class LlamaVariant(Llama):
         """The factor on the products of queries and those keys."""
         return super().layer_scale(layer) if self.score_scale is None else self.score_scale
 
+    @property
+    def embed_factor(self) -> float:
+        """The factor of `embed` on rows of the embedding."""
+        return self.embed_scale
+
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer."""
         return self._scaled(super().embed(params, tokens), self.embed_scale)

@@ -167,6 +167,7 @@ class DraftShape(LayerShape, Draft):
     capture_layers: the target's hidden states to read, as in `Decoder.apply`.
     windows: for each layer the positions that a row sees, its own included, or None: all; empty: all in all layers.
     neox: whether checkpoints have the rotated pairs (i, i + D/2) of heads; otherwise `weights` reorders (2 i, 2 i + 1).
+    embed_scale: factor on rows of the embedding, its own or the target's; None: 1, or the target's own factor.
     tensor: devices to split heads, MLPs and the LM head over; the sizes here are those of the whole draft.
     """
 
@@ -185,6 +186,7 @@ class DraftShape(LayerShape, Draft):
     rope: Rope = Rope()
     windows: tuple[int | None, ...] = ()
     neox: bool = True
+    embed_scale: float | None = None
     tensor: int = 1
 
     def split(self, devices: int) -> Self:
@@ -234,7 +236,7 @@ class DraftShape(LayerShape, Draft):
 
     def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
         """The embeddings of `tokens` for the draft, with that of the mask token."""
-        x = embed_for(params.draft, params, target, tokens, self.vocab_size, self.tensor)
+        x = embed_for(params.draft, params, target, tokens, self.vocab_size, self.tensor, self.embed_scale)
         mask = params.draft.mask_embed
         return x if mask is None else jnp.where((tokens == self.mask_token)[:, :, None], mask.reshape(1, 1, -1), x)
 
@@ -244,12 +246,25 @@ class DraftShape(LayerShape, Draft):
 
 
 def embed_for(
-    draft: PyTree, params: Params, target: Target, tokens: Int[Array, "B N"], vocab_size: int, devices: int
+    draft: PyTree,
+    params: Params,
+    target: Target,
+    tokens: Int[Array, "B N"],
+    vocab_size: int,
+    devices: int,
+    scale: float | None = None,
 ) -> Float[Array, "B N Ed"]:
-    """Embeddings from a draft's own table, if it has one, or from the target's."""
-    if draft.embed is None:
+    """Embeddings from a draft's own table, if it has one, or from the target's.
+
+    scale: factor on the rows; None: 1, or the target's own factor.
+    """
+    if draft.embed is not None:
+        x = layers.look_up(draft.embed, tokens, vocab_size, devices)
+    elif scale is None:
         return target.embed(params.target, tokens)
-    return layers.look_up(draft.embed, tokens, vocab_size, devices)
+    else:
+        x = layers.look_up(params.target.embed, tokens, vocab_size, getattr(target, "tensor", 1))
+    return x if scale in (None, 1.0) else x * jnp.asarray(scale, x.dtype)
 
 
 def unembed_for(

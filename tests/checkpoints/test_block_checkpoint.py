@@ -6,6 +6,7 @@ from functools import partial
 
 import block_files
 import block_oracle as oracle
+import families
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -129,13 +130,13 @@ def test_what_other_programs_read(draft, tmp_path):
     save(layout="deepspec")
     raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
     assert raw["architectures"] == ["Qwen3DSparkModel"] and raw["model_type"] == "qwen3" and raw["num_anchors"] == 512
-    assert raw["target_layer_ids"] == [0, 3, 6] and raw["markov_head_type"] == "gated" and raw["markov_rank"] == 3
+    assert raw["target_layer_ids"] == [1, 3, 6] and raw["markov_head_type"] == "gated" and raw["markov_rank"] == 3
     assert stored["markov_head.gate_proj.weight"].shape == (3, 19)
     assert stored["fc.weight"].shape == (16, 48) and stored["fc.weight"].dtype == ml_dtypes.bfloat16
     save(layout="speculators", verifier=str(tmp_path / "target"))
     raw = json.loads((tmp_path / "out/config.json").read_text())
     assert raw["architectures"] == ["DSparkSpeculator"] and raw["speculators_model_type"] == "dspark"
-    assert raw["aux_hidden_state_layer_ids"] == [1, 4, 7] and raw["sample_from_anchor"] is True
+    assert raw["aux_hidden_state_layer_ids"] == [2, 4, 7] and raw["sample_from_anchor"] is True
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
     assert raw["speculators_config"]["verifier"] == verifier
@@ -244,7 +245,7 @@ REFUSED = (
     ("z-lab selector", inside(selector_top_k=24), "selector_top_k=24: must be from 1 to 23"),
     ("z-lab selector", inside(selector_top_k=0), "selector_rank=3 with selector_top_k=0: must both be set"),
     ("z-lab selector", inside(markov_rank=3), "markov='vanilla': must be None with a selector"),
-    ("dflash2", inside(input_embedding_scale=2.0), "input_embedding_scale=2.0"),
+    ("dflash2", inside(input_embedding_scale=0.0), "input_embedding_scale=0.0: must be above 0"),
     ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
     ("z-lab", outside(layer_types=["full_attention"] * 3), f"layer_types=.*: must be 2 of {KINDS}"),
     ("z-lab", outside(layer_types=["linear_attention"] * 2), f"layer_types=.*: must be 2 of {KINDS}"),
@@ -255,7 +256,6 @@ REFUSED = (
     ("z-lab logits", inside(logit_scale=2.0), "has both output_multiplier and logit_scale"),
     ("deepspec rnn", outside(markov_head_type="lstm"), "markov_head_type='lstm': must be one of vanilla, gated, rnn"),
     ("deepspec rnn", outside(sample_from_anchor=False), "markov='rnn': requires next_token"),
-    ("deepspec rnn", outside(confidence_head_with_markov="absent"), "'confidence_head_with_markov' is missing"),
     ("deepspec", outside(enable_confidence_head=True, confidence_head_with_markov=True), "requires a Markov head"),
     ("speculators dflash", outside(speculators_model_type="dflash2"), "'conv_kernel_size' is missing"),
     ("speculators dflash", outside(shift_label=True), "shift_label=True"),
@@ -275,14 +275,15 @@ def test_configurations_that_are_refused(draft, name, change, message):
 
 
 def test_a_soft_cap_of_the_target(draft):
-    """The target's own LM head caps its logits, so a draft that shares it must be made for the same bound."""
+    """The target's own LM head caps its logits: a draft that shares it states the same bound, or none."""
 
     class Capped(Llama):
         soft_cap = 2.0
 
     capped = Capped(**{name: getattr(TARGET, name) for name in TARGET.__dataclass_fields__})
     with pytest.raises(CheckpointError, match="shares the LM head of a target with a soft cap of 2.0"):
-        load(draft(), capped)
+        load(draft(inside(final_logit_softcapping=3.0)), capped)
+    assert load(draft(), capped).config.soft_cap is None
     same = inside(final_logit_softcapping=2.0)
     assert load(draft(same), capped).config.soft_cap is None
     assert load(draft(same, lm_head=True), capped).config.soft_cap == 2.0
@@ -331,3 +332,47 @@ def test_generate_with_a_draft_from_a_directory(tmp_path, weights):
         expected = jspec.generate_ids(wide, ids, length, key, drafter="block", **static)
         np.testing.assert_array_equal(chain.tokens, expected.tokens)
         np.testing.assert_array_equal(chain.stats.rounds, expected.stats.rounds)
+
+
+EMBEDDINGS = {
+    "z-lab": (dict(layout="z-lab"), "scaled"),
+    "z-lab, stated": (dict(layout="z-lab", inner={"input_embedding_scale": 2.0}), 2.0),
+    "z-lab, its own": (dict(layout="z-lab", embed=True), 1.0),
+    "DFlash2": (dict(layout="z-lab", **block_files.DFLASH2), 1.0),
+    "speculators": (dict(layout="speculators"), 1.0),
+    "speculators, its own": (dict(layout="speculators", embed=True), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+@pytest.mark.parametrize("family", ["gemma3", "granite", "qwen2"])
+def test_the_factor_on_embeddings(tmp_path, family, name):
+    """z-lab's drafts are trained on the target's scaled rows, and others on its table."""
+    target, params = families.KINDS[family], families.params(family)
+    options, factor = EMBEDDINGS[name]
+    raw, stored = random_draft(width=32, target_layer_ids=[0, 1], **options)
+    raw |= {"num_target_layers": 3} if "num_target_layers" in raw else {}
+    stored["fc.weight"] = np.ones((32, 64), np.float32)
+    loaded = load(write(tmp_path / "draft", raw, stored), target)
+    tokens = jnp.arange(12).reshape(3, 4)
+    rows = np.asarray(stored.get("embed_tokens.weight", params.embed), np.float32)[np.array(tokens)]
+    expected = target.embed(params, tokens) if factor == "scaled" else factor * rows
+    embedded = loaded.config.embed(Params(params, loaded.params), target, tokens)
+    np.testing.assert_allclose(embedded, expected, rtol=1e-6)
+    # Written files say so, in the layouts that can.
+    for layout in ("z-lab", "speculators"):
+        if layout == "speculators" and loaded.config.embed_scale not in (None, 1.0):
+            with pytest.raises(ValueError, match="speculators' cannot hold embed_scale"):
+                drafts.save(tmp_path / layout, loaded.config, loaded.params, layout=layout)
+            continue
+        drafts.save(tmp_path / layout, loaded.config, loaded.params, layout=layout, dtype="float32")
+        assert load(tmp_path / layout, target).config == loaded.config
+
+
+def test_sliding_layers_of_dflash2_in_speculators_layout_see_both_ways(draft):
+    raw = {**block_files.DFLASH2, "layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}}
+    options = {key: raw.pop(key) for key in ("layout", "inner") if key in raw}
+    options = {**raw, **options, "layout": "speculators", "speculators_model_type": "dflash2"}
+    sizes = options.pop("inner", {})
+    assert load(draft(**options, **sizes)).config.causal == (False, False)
+    assert load(draft(**options, **sizes, sliding_window_non_causal=False)).config.causal == (True, True)

@@ -19,6 +19,7 @@ from scaled_files import equal
 from jspec.checkpoints import files, language_model, llama, tensors
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.language_model import CheckpointError
+from jspec.checkpoints.source import Source
 from jspec.core.sharding import Placement
 from jspec.models.rope import Llama3Rope, Rope
 
@@ -80,6 +81,44 @@ def test_default_precision_is_the_platforms(saved):
 def test_unknown_dtype(saved):
     with pytest.raises(ValueError, match="dtype='int4': must be one of float32, bfloat16, float16"):
         language_model.load(saved, dtype="int4")
+
+
+OTHERS = {
+    **{"logit_scale": 0.5, "rope_is_neox_style": False, "attention_chunk_size": 8},
+    **{"swiglu_limit": 7.0, "attention_multiplier": 0.2, "llama_4_scaling": {"beta": 0.1}, "is_causal": False},
+    **{"residual_multiplier": 0.7, "final_logit_softcapping": 30.0, "rope_interleave": True, "index_topk_freq": 2},
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_options_of_other_forwards_are_named(saved, key):
+    edit_config(saved, **{key: OTHERS[key]})
+    with pytest.raises(CheckpointError, match=f"{key}="):
+        language_model.load(saved)
+
+
+def test_options_without_effect(saved):
+    edit_config(saved, logit_scale=1.0, rope_interleave=False, llama_4_scaling=None, clip_qkv=None, pretraining_tp=2)
+    language_model.load(saved)
+
+
+def test_attention_in_chunks_bounds_the_context(saved):
+    edit_config(saved, dual_chunk_attention_config={"chunk_size": 32, "original_max_position_embeddings": 40})
+    with pytest.warns(UserWarning, match="dual_chunk_attention_config is not supported: texts have at most 40 tokens"):
+        assert language_model.load(saved).config == replace(toy.TARGET, max_length=40)
+
+
+@pytest.mark.parametrize("ids", [-1, 61, [3, 61]])
+def test_ends_of_text_outside_the_vocabulary(saved, ids):
+    edit_config(saved, eos_token_id=ids)
+    with pytest.warns(UserWarning, match=r"eos_token_id=.*: \[(-1|61)\] are no ids"):
+        assert language_model.load(saved).eos == (3,)
+
+
+def test_files_of_another_name_are_listed(saved):
+    (saved / "model.safetensors").rename(saved / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json.*, but model-00001-of-00001.safetensors"):
+        _ = Source(saved).files
 
 
 @pytest.mark.parametrize(

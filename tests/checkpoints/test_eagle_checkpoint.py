@@ -1,5 +1,6 @@
 """EAGLE heads of every layout: read like the oracle, written back unchanged, rejected if inconsistent."""
 
+import contextlib
 import json
 from dataclasses import replace
 from functools import partial
@@ -177,7 +178,7 @@ def test_pytorch_model_bin(needs, head, tmp_path, name):
 def test_missing_files(head):
     directory = head()
     (directory / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
+    with pytest.raises(CheckpointError, match="neither model.safetensors .* nor pytorch_model.bin$"):
         load(directory)
     with pytest.raises(CheckpointError, match="config.json: no such file"):
         load(directory.parent)
@@ -348,10 +349,24 @@ def test_a_model_with_a_head(head, tmp_path, monkeypatch):
 
     asked = {}
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         asked[name] = allow_patterns
         return str(tmp_path / name.split("/")[1])
 
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     jspec.load("somebody/target", draft="somebody/head", dtype="float32")
     assert "pytorch_model.bin" in asked["somebody/head"] and "pytorch_model.bin" not in asked["somebody/target"]
+
+
+def test_an_embedding_of_its_own_that_is_not_used_is_named(head, tmp_path):
+    """Most heads have a copy of the target's."""
+    target = replace(toy.TARGET, hidden_size=16)
+    params = toy.random_params(target)
+    language_model.save(tmp_path / "target", target, params, dtype="bfloat16")
+    ids = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+    copy = np.asarray(params.embed, np.float32)
+    for embed, differs in ((copy, False), (copy[::-1], True)):
+        directory = head(eagle_config=ids, tensors={"embed_tokens.weight": np.ascontiguousarray(embed)})
+        with pytest.warns(UserWarning, match="embed_requires_grad") if differs else contextlib.nullcontext():
+            loaded = jspec.load(tmp_path / "target", draft=directory, dtype="float32")
+        assert loaded.params.draft.embed is None

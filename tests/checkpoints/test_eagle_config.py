@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 
+import deepseek
 import eagle_files
 import pytest
 from eagle_files import TARGET, edit, load, random_head
@@ -65,6 +66,8 @@ def test_defaults_of_the_older_layout(head):
         ("eagle1", {}, (9,)),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}}, (2, 5, 8)),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 4, 6]}}, (0, 5, 7)),
+        # The last layer of 8 leaves 7, so these enter.
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}}, (1, 4, 8)),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
         ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, (1, 4, 8)),
         ("speculators", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
@@ -72,6 +75,20 @@ def test_defaults_of_the_older_layout(head):
 )
 def test_captured_layers(head, layout, keys, capture_layers):
     assert load(head(layout=layout, **keys)).config.capture_layers == capture_layers
+
+
+@pytest.mark.parametrize(
+    ("ids", "inputs", "outputs"),
+    [([2, 4, 5], (2, 4, 5), "what enters .* as vLLM does"), ([0, 3, 6], (0, 3, 6), "what leaves .* as SGLang does")],
+)
+def test_ids_that_writers_count_differently(head, ids, inputs, outputs):
+    """With latent attention, both servers count what enters layers."""
+    directory = head(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    with pytest.warns(UserWarning, match=outputs):
+        captured = load(directory).config.capture_layers
+    assert captured == (inputs if "enters" in outputs else tuple(i + 1 for i in ids))
+    latent = replace(deepseek.MLA, vocab_size=TARGET.vocab_size, hidden_size=16, num_layers=8)
+    assert load(directory, latent).config.capture_layers == inputs
 
 
 def test_the_number_of_captured_layers(head):
@@ -91,8 +108,8 @@ def test_the_number_of_captured_layers(head):
     "layers, ids, message",
     [
         (6, None, r"=\[1, 2, 2\] \(the default, for deeper targets\): must ascend, .* as the target has 6 layers"),
-        (8, [4, 1, 6], r"layer_ids=\[4, 1, 6\]: must ascend, from -1 to at most 7, as the target has 8 layers"),
-        (8, [1, 4, 8], r"=\[1, 4, 8\]: must ascend"),
+        (8, [1, 6, 4], r"layer_ids=\[1, 6, 4\]: must ascend, from -1 to at most 7, as the target has 8 layers"),
+        (8, [1, 4, 9], r"=\[1, 4, 9\]: must ascend"),
         (8, [1, 1, 4], r"=\[1, 1, 4\]: must ascend"),
     ],
 )

@@ -199,7 +199,7 @@ UNFIT = [
     ("qwen3", {"qwen3.embedding_length": 64}, r"has shape \(61, 32\), but config.json implies \(61, 64\)"),
     ("qwen3", {"qwen3.block_count": 3}, "'model.layers.2.input_layernorm.weight' is missing"),
     ("qwen3", {"qwen3.block_count": 1}, "unused tensor"),
-    ("qwen3", {"tokenizer.ggml.eos_token_id": 61}, r"eos_token_id\[0\]=61: must be from 0 to 60"),
+    ("qwen3", {"tokenizer.ggml.eos_token_id": 2**31}, "eos_token_id=2147483648: must be from 0 to"),
 ]
 
 

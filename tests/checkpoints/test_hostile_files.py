@@ -309,7 +309,7 @@ def test_an_lm_head_that_config_json_denies(saved):
 
 
 @pytest.mark.parametrize(
-    "ids", [-1, 61, 10**12, 2.5, "3", True, [3, 61], [[3]], {"a": 1}, [None], float("nan"), "", [3.0]]
+    "ids", [-2, 10**12, 2.5, "3", True, [3, 10**12], [[3]], {"a": 1}, [None], float("nan"), "", [3.0]]
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_ids_that_end_a_text(saved, file, ids):

@@ -12,7 +12,7 @@ import spellings
 from eagle_files import TARGET, V
 from scaled_files import equal
 from spelling_tables import OTHER, SAME
-from spellings import BASES, IDS, both, inside, padded, proposals, speculators, tensors, top, vocabulary, without, write
+from spellings import BASES, both, inside, padded, proposals, speculators, tensors, top, vocabulary, without, write
 
 from jspec.checkpoints import drafts
 from jspec.checkpoints.files import CheckpointError
@@ -30,7 +30,7 @@ REFUSED = [
         (base, top(**{key: value}), f"{key}={value!r}")
         for base in ("eagle3", "dflash")
         for key, value in {
-            **{"use_gemma_norm": True, "enable_qwen35_gated_q_proj": True, "dspark_bonus_anchor": True, "rope_dim": 4},
+            **{"use_gemma_norm": True, "enable_qwen35_gated_q_proj": True, "rope_dim": 4},
             **dict(attention_value_scale=0.7, shift_label=True, draft_shift=True, use_rope=False, unheard_of=3),
             **dict(position_embedding_type="none", enable_moe=True, attention_sink_bias=True, residual_multiplier=0.5),
             **{"residual_alpha": 0.5, "norm_name": "layernorm", "anchor_token_id": 3, "mtp_norm": True},
@@ -54,6 +54,13 @@ REFUSED = [
         for key in ("norm_output", "norm_before_residual", "fc_norm")
     ),
     *((base, top(rope_scaling={"type": "yarn"}), "'rope_scaling.factor' is missing") for base in ("eagle3", "dflash")),
+    ("eagle3", top(dspark_bonus_anchor=True), "dspark_bonus_anchor=True"),
+    ("eagle3", top(input_embedding_scale=2.0), "input_embedding_scale=2.0"),
+    (
+        "dspark",
+        top(sample_from_anchor=True, dspark_bonus_anchor=True),
+        "dspark_bonus_anchor=True: must be False with sample_from_anchor=True",
+    ),
     ("eagle3", top(attention_bias="true"), "attention_bias='true': must be"),
     ("eagle3", top(attention_head_dim=16), "head_dim=8, but attention_head_dim=16: must be the same"),
     ("eagle3", top(norm_type="layer"), "norm_type='layer'"),
@@ -89,13 +96,13 @@ REFUSED = [
     ),
     (
         "eagle3",
-        top(eagle_aux_hidden_state_layer_ids=IDS),
-        "eagle_config.eagle_aux_hidden_state_layer_ids=.* and .* different",
+        top(eagle_aux_hidden_state_layer_ids=[0, 3, 6]),
+        r"eagle_aux_hidden_state_layer_ids=.*\(what enters\) and eagle_config.*\(what leaves\) are different layers",
     ),
     (
         "eagle3",
         top(target_layer_ids=[1, 2, 3]),
-        "eagle_aux_hidden_state_layer_ids=.*but target_layer_ids|target_layer_ids=.*must be the same",
+        r"target_layer_ids=.*\(what leaves\) and eagle_config.*\(what leaves\) are different layers",
     ),
     ("eagle3", top(num_target_layers=9), "num_target_layers=9: the target has 8"),
     ("eagle3", without("d2t"), "'d2t' is missing, but draft_vocab_size=23 .*token map"),
@@ -172,7 +179,7 @@ REFUSED = [
 ]
 """Base, change, and the words of the error."""
 
-WARNS = ("padded by", "a mask among", "two thetas", "the target's depth")
+WARNS = ("padded by", "a mask among", "two thetas", "the target's depth", "inputs by default")
 """Spellings with a warning."""
 
 

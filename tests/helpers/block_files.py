@@ -64,7 +64,7 @@ def random_draft(
     markov: str | None = None,
     confidence: str | None = None,
     next_token: bool | None = None,
-    target_layer_ids: list[int] | None = [0, 3, 6],  # noqa: B006
+    target_layer_ids: list[int] | None = [1, 3, 6],  # noqa: B006
     attention_bias: bool = False,
     embed: bool = False,
     lm_head: bool = False,

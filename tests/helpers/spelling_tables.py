@@ -95,6 +95,11 @@ SAME = {
         "inputs at the top": both(top(eagle_config="absent"), top(eagle_aux_hidden_state_layer_ids=INPUTS)),
         "outputs at the top": both(top(eagle_config="absent"), top(target_layer_ids=IDS, num_target_layers=8)),
         "both lists": top(eagle_aux_hidden_state_layer_ids=INPUTS),
+        "inputs in the section": inside("eagle_config", eagle_aux_hidden_state_layer_ids="absent", layer_ids=INPUTS),
+        "one list twice": both(
+            inside("eagle_config", eagle_aux_hidden_state_layer_ids=INPUTS),
+            top(eagle_aux_hidden_state_layer_ids=INPUTS),
+        ),
         "outputs in the section": inside(
             "eagle_config", eagle_aux_hidden_state_layer_ids="absent", target_layer_ids=IDS
         ),
@@ -145,6 +150,7 @@ SAME = {
             **{"max_anchors": 3072, "ttt_length": 7, "train_args": {"lr": 1e-4}, "has_no_defaults_at_init": False},
             **{"loss_decay_gamma": 4.0, "ce_loss_alpha": 0.1, "target_model_type": "qwen3_moe", "mask_token": "<m>"},
         ),
+        "without effect": top(pretraining_tp=2, has_embed_tokens=False, num_aux_layers=3),
         "off": top(use_gemma_norm=False, enable_moe=False, use_anything=False, causal=True, is_causal=True),
     },
     "eagle3 whole": {
@@ -154,6 +160,7 @@ SAME = {
     },
     "eagle3 default layers": {
         "no list": top(eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": []}),
+        "inputs by default": top(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}),
         "as outputs": top(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}),
         "as inputs": top(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
     },
@@ -166,6 +173,19 @@ SAME = {
         "with scales": both(tensors(narrow), top(quantization_config=FP8)),
         "with scales of ModelOpt": both(
             tensors(narrow), top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+        ),
+        "as ModelOpt exports drafts": both(
+            tensors(narrow),
+            top(
+                quantization_config={
+                    "producer": {"name": "modelopt", "version": "0.40.0"},
+                    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["fc"]},
+                }
+            ),
+        ),
+        "with scales of channels of ModelOpt": both(
+            tensors(narrow),
+            top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
         ),
     },
     "eagle3 yarn": {
@@ -221,6 +241,11 @@ SAME = {
         "a window later than its layers": top(use_sliding_window=True, max_window_layers=28, sliding_window=4),
         "padded by 3": padded(3),
         "speculators": speculators("dflash", aux_hidden_state_layer_ids=INPUTS),
+        "speculators without a kind of layers": both(
+            speculators("dflash", aux_hidden_state_layer_ids=INPUTS),
+            inside("transformer_layer_config", model_type="absent"),
+        ),
+        "features of all layers": inside("dflash_config", use_aux_hidden_state=True),
         "what AngelSlim writes": top(architectures=["QwenDFlashDraftModel"], attention_backend="flex_attention"),
         "what SpecForge writes": inside("dflash_config", attention_mode="gqa"),
         "what z-lab writes": top(
@@ -303,6 +328,8 @@ SAME = {
             tensors(flat_head),
         ),
         "stated": top(sample_from_anchor=True, num_anchors=512, confidence_temperatures=[1.0]),
+        "no bonus anchor": top(dspark_bonus_anchor=False),
+        "a confidence head by its tensors": top(enable_confidence_head="absent", confidence_head_with_markov="absent"),
         "rank of DeepSeek-V4": rename(markov_rank="dspark_markov_rank"),
         "rows of pairs": both(top(rope_is_neox_style=False), interleaved),
         "padded by 3": padded(3),
@@ -314,6 +341,7 @@ SAME = {
         ),
     },
     "dspark fill-in": {
+        "a bonus anchor": top(sample_from_anchor="absent", dspark_bonus_anchor=True),
         "speculators": speculators("dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE),
         "speculators, fewer drafts than rows": speculators(
             "dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE, **speculative_tokens(3)
@@ -328,6 +356,10 @@ SAME = {
         "a mask among the padding": both(padded(3), mask_in(V + 1)),
         "speculators": both(
             rename(ptd_token_id="mask_token_id"), speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS)
+        ),
+        "speculators' defaults": both(
+            rename(ptd_token_id="mask_token_id"),
+            speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS, norm_before_residual=None),
         ),
     },
     "pard": {"the key of heads": rename(pard_token="ptd_token_id"), "both keys": top(ptd_token_id=V - 1)},
@@ -344,7 +376,7 @@ OTHER = {
         "pairs": top(is_neox_style=False),
         "theta": top(rope_theta=100.0),
         "yarn": top(rope_scaling=YARN),
-        "layers": top(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}),
+        "layers": top(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}),
         "residual": top(norm_before_residual=True),
         "output": top(norm_output=True),
         "window": top(layer_types=["sliding_attention"], sliding_window=3),

@@ -36,7 +36,7 @@ Tensors = dict[str, np.ndarray]
 Change = Callable[[dict, Tensors], tuple[dict, Tensors]]
 # Ends of one text, so that positions matter.
 PROMPTS = [list(map(int, np.random.default_rng(4).integers(0, V, 13)))[-length:] for length in range(4, 14)]
-IDS = [0, 3, 6]
+IDS = [1, 3, 6]
 """Captured layers, by what leaves them."""
 
 

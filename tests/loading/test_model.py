@@ -40,19 +40,19 @@ def test_a_directory_without_a_draft(directories):
 def test_a_hub_id_is_downloaded(directories, monkeypatch):
     downloads = []
 
-    def snapshot_download(name, allow_patterns):
-        downloads.append((name, allow_patterns))
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        downloads.append((name, allow_patterns, ignore_patterns))
         return str(directories / name.split("/")[1])
 
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     loaded = jspec.load("somebody/target", draft="somebody/draft")
     assert loaded.target == toy.TARGET and loaded.draft == toy.DRAFT
-    assert [name for name, _ in downloads] == ["somebody/target", "somebody/draft"]
-    assert "*.safetensors" in downloads[0][1]
+    assert [name for name, *_ in downloads] == ["somebody/target", "somebody/draft"]
+    assert "*.safetensors" in downloads[0][1] and "original/*" in downloads[0][2]
 
 
 def test_a_failed_download_is_an_error(monkeypatch):
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, allow_patterns, ignore_patterns):
         raise OSError("offline")
 
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
@@ -101,3 +101,16 @@ def test_a_draft_with_another_tokenizer_is_an_error(directories, monkeypatch):
     monkeypatch.setattr(Plan, "read", None)  # Known before any weight is read.
     with pytest.raises(ValueError, match="has a different tokenizer than"):
         jspec.load(directories / "target", draft=directories / "draft")
+
+
+def test_the_end_of_text_of_the_tokenizer_ends_texts(tmp_path):
+    """Chat models may name another token in generation_config.json."""
+    shutil.copytree(ASSETS / "python-tiny", tmp_path / "model")
+    path = tmp_path / "model/tokenizer_config.json"
+    raw = json.loads(path.read_text())
+    (end,) = jspec.load(tmp_path / "model").eos
+    assert jspec.load(tmp_path / "model").tokenizer.vocabulary()[raw["eos_token"]] == end
+    path.write_text(json.dumps({**raw, "eos_token": "def"}))
+    loaded = jspec.load(tmp_path / "model")
+    other = loaded.tokenizer.vocabulary().get("def")
+    assert other is not None and loaded.eos == tuple(sorted((end, other)))
