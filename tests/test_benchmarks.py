@@ -113,6 +113,7 @@ def test_a_changed_line_changes_the_pages(tree, capsys):
     assert render.main(["--check"], tree) == 0
 
 
+@pytest.mark.slow
 def test_a_superseded_line_is_replaced_everywhere(tree):
     line = render.Results(tree / "benchmarks" / "results").by_id[ROUND]
     later = dataclasses.replace(
@@ -243,6 +244,7 @@ def test_inconsistent_files_are_refused(lines, message, tmp_path):
         render.Results(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_links_of_notes_and_decisions_lead_somewhere():
     """And every note decided something."""
     notes = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))

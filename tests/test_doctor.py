@@ -143,6 +143,7 @@ def test_paths_and_names_are_left_out(text, anonymous):
     assert doctor.without_names(text, ["box1", "", "box"]) == anonymous
 
 
+@pytest.mark.slow
 def test_a_device_has_its_memory(monkeypatch):
     device = types.SimpleNamespace(device_kind="TPU v6 lite", platform="tpu", memory_stats=lambda: {"bytes_limit": 7})
     monkeypatch.setattr(doctor.jax, "devices", lambda: [device])

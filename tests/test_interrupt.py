@@ -87,6 +87,7 @@ def test_a_reader_that_has_stopped_does_not_hold_up_the_end():
         assert running.wait(30) == 130
 
 
+@pytest.mark.slow
 def test_a_program_that_imports_jspec_keeps_its_interrupts():
     code = "import signal, jspec; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,6 +6,7 @@ from jspec import cli
 from jspec.cli import evaluate
 
 
+@pytest.mark.slow
 def test_evaluate_sweeps_over_shapes(capsys, tmp_path):
     path = tmp_path / "p.json"
     path.write_text('["def f(x):"]')

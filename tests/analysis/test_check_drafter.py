@@ -193,6 +193,7 @@ class ChainTarget(Llama):
         return super().forward(params, tree.chain(draft_tree.tokens), cache, start, **options)
 
 
+@pytest.mark.slow
 def test_greedy_output_is_compared_with_plain_decoding():
     """The target scores node 2 as if node 1, which is not its ancestor, came before it."""
     chain_target = ChainTarget(**{field.name: getattr(toy.NEAR, field.name) for field in dataclasses.fields(toy.NEAR)})

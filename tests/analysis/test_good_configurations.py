@@ -114,7 +114,7 @@ CONFIGURATIONS = {name: functools.partial(of_loop, name) for name in loops.LOOPS
 }
 
 
-@pytest.mark.slow(unless=("ngram", "eagle_tree"))
+@pytest.mark.slow(unless="ngram")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_nothing_is_found_in_what_is_right(name):
     subject = CONFIGURATIONS[name]()

@@ -119,6 +119,7 @@ def test_a_shape_that_a_drafter_cannot_have_is_left_out():
     assert reshaped(Standalone(), 4, 3, 16) == Standalone(4, 3, 16) and reshaped(jspec.Ngram(), 4, 3) is None
 
 
+@pytest.mark.slow
 def test_samples_of_equally_probable_tokens(model):
     def twins(params):
         return dataclasses.replace(params, embed=jnp.repeat(params.embed[::2], 2, axis=0))

@@ -46,7 +46,7 @@ LACKING = {
 }
 
 
-@pytest.mark.slow(unless=["no usage"])
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", LACKING)
 def test_what_a_server_lacks_is_no_failure(model, fault):
     check, verdict, message = LACKING[fault]

@@ -94,7 +94,7 @@ def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
 # Imposed acceptance in the loop
 
 
-@pytest.mark.slow(unless="chain")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ({"width": 1}, {"width": 2, "num_nodes": 6}), ids=("chain", "tree"))
 def test_generate_takes_the_rule(shape):
     model = jspec.Model("tiny", TINY.target, params_of(DRAFTERS["chain"]), None, (), TINY.standalone)

@@ -60,7 +60,7 @@ def test_logits_and_texts_are_those_of_peft(built, case):
     assert jspec.generate(model, prompts, max_new_tokens=12).tokens == texts
 
 
-@pytest.mark.slow(unless=("all",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["rslora", "alpha", "layers", "all", "fused"])
 def test_an_engine_with_the_adapter_has_the_texts_of_peft(built, case):
     base, adapter, oracle = built(case)

@@ -110,6 +110,7 @@ def test_attention_reads_values_times_their_scales():
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_has_the_tokens_of_one_with_the_scales_in_its_weights(paths):
     own, wanted = (jspec.load(path, kv="fp8") for path in paths)
     options = dict(drafter=Suffix(n=3, depth=3, width=3), max_new_tokens=20, logprobs=True, page_size=4)

@@ -222,6 +222,7 @@ def test_the_same_proposals(of_base, tmp_path, base, name):
         np.testing.assert_allclose(rows, others, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["eagle3 whole", "standalone"])
 def test_a_shorter_vocabulary(of_base, tmp_path, base):
     """Tokens without a row are never proposed; with the target's embedding, the others are as before."""
@@ -235,6 +236,7 @@ def test_a_shorter_vocabulary(of_base, tmp_path, base):
         np.testing.assert_array_equal(drafted[same, 1], expected[same, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_window_of_a_head_is_that_of_its_drafter(tmp_path, width):
     """Layers that slide draft like full ones under a window of the same length, in chains and trees."""
@@ -248,7 +250,7 @@ def test_a_window_of_a_head_is_that_of_its_drafter(tmp_path, width):
     np.testing.assert_array_equal(*drafted)
 
 
-@pytest.mark.slow(unless=("eagle3-pairs", "eagle3-window", "eagle3-the last state", "dflash-causal", "dspark-anchor"))
+@pytest.mark.slow(unless=("eagle3-pairs", "dflash-causal", "dspark-anchor"))
 @pytest.mark.parametrize(("base", "name"), cases(OTHER))
 def test_other_proposals(of_base, tmp_path, base, name):
     """The target can tell these apart: the table above would be empty words otherwise."""
@@ -265,6 +267,7 @@ def test_refusals(tmp_path, case):
     assert "draft" in str(caught.value), "names the file"
 
 
+@pytest.mark.slow
 def test_a_target_of_another_family_changes_no_reading(tmp_path):
     """A draft is read by the sizes of its target alone, so the tables hold for the targets of every family."""
     target = dataclasses.replace(

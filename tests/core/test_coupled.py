@@ -103,7 +103,7 @@ def test_drafted_sampling_equals_plain_sampling(name):
     assert accepted > 5, "hardly any draft of a sampling sequence was accepted: the case shows little"
 
 
-@pytest.mark.slow(unless="plain-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "page_size"), (("plain", 1), ("ngram", 16), ("standalone", 16), ("standalone_tree", 1))
 )

@@ -18,6 +18,7 @@ from jspec.drafters import Adaptive, Ngram, Plain
 # What is committed
 
 
+@pytest.mark.slow
 def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
     s = planted.complete(Plain())
     target, weights = toy.TARGET, toy.params().target
@@ -36,7 +37,7 @@ def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
     check_tokens(drafter, page_size=4)
 
 
-@pytest.mark.slow(unless="eagle_tree")
+@pytest.mark.slow
 @planted.one_shape_of_each_drafter
 def test_pages_of_one_row_change_nothing(drafter):
     check_tokens(drafter, page_size=1)
@@ -58,6 +59,7 @@ def test_a_page_longer_than_most_sequences_changes_nothing():
     )
 
 
+@pytest.mark.slow
 def test_hidden_states_and_tokens_of_the_drafter_match():
     """The input of layer 0 is the embedding of the token at that position, along the accepted path."""
 
@@ -87,7 +89,7 @@ def test_hidden_states_and_tokens_of_the_drafter_match():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
-@pytest.mark.slow(unless="eagle_tree-5")
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", (2, 5))
 @planted.one_name_of_each
 def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
@@ -142,7 +144,7 @@ def eos_inside_a_run(depth):
     return next(token for token, at in places.items() if at > depth and 0 < at % (depth + 1) < depth)
 
 
-@pytest.mark.slow(unless="RandomTree")
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", (Plain(), planted.Planted(4), planted.RandomTree()), ids=str)
 def test_an_eos_inside_an_accepted_run_ends_the_sequence_there(drafter):
     eos = eos_inside_a_run(4)
@@ -250,7 +252,7 @@ def test_a_configuration_is_traced_once():
 # What has no influence, and what stays unchanged
 
 
-@pytest.mark.slow(unless="ngram")
+@pytest.mark.slow
 @planted.one_name_of_each
 def test_sequences_are_independent_of_each_other_and_of_padding(name):
     drafter = toy.bound_drafters()[name]
@@ -269,7 +271,7 @@ def test_sequences_are_independent_of_each_other_and_of_padding(name):
             assert alone.stats.rounds[0] == rounds[b]
 
 
-@pytest.mark.slow(unless="standalone_tree")
+@pytest.mark.slow
 @planted.one_shape_of_each_drafter
 def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
     weights = planted.weights_of(drafter)

@@ -36,12 +36,7 @@ def proposal(nodes, parents, sampled):
     return tokens, probs, logits
 
 
-@pytest.mark.slow(
-    unless=(
-        *("rejection-1-True", "rejection-3-True", "block-1-True", "coupled-1-False", "thresholds-3-False"),
-        "greedy-3-True",
-    )
-)
+@pytest.mark.slow(unless="greedy-3-True")
 @pytest.mark.parametrize("sampled", (False, True))
 @pytest.mark.parametrize("width", (1, 3))
 @pytest.mark.parametrize("rule", RULES)
@@ -90,7 +85,7 @@ def run_within(drafter, limits, rule=accept.greedy, rows=None):
     return toy.run(drafter, weights, dataclasses.replace(s, draft_limits=jnp.asarray(columns)), rule=rule)
 
 
-@pytest.mark.slow(unless=("eagle_tree", "ngram"))
+@pytest.mark.slow(unless="ngram")
 @all_drafters
 def test_the_tokens_are_those_of_plain_decoding_at_all_limits(drafter):
     """Limits are arguments of the program: two sets of them, and each sequence has each of them once."""
@@ -118,7 +113,7 @@ SHORTER = {
 }
 
 
-@pytest.mark.slow(unless=("rejection",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHORTER)
 def test_a_chain_at_a_limit_equals_a_drafter_of_this_depth(case):
     """Tokens, rounds, origins and counters, token by token even where they depend on the drafts."""
@@ -137,6 +132,7 @@ def test_a_chain_at_a_limit_equals_a_drafter_of_this_depth(case):
         np.testing.assert_array_equal(s.stats.accept_counts[b], np.pad(counts, (0, 3 - depth)))
 
 
+@pytest.mark.slow
 def test_a_rule_that_knows_no_limits_is_cut_off():
     """One of a user: what it accepts beyond the limit is dropped, which changes the tokens of no lossless rule."""
 
@@ -152,6 +148,7 @@ def test_a_rule_that_knows_no_limits_is_cut_off():
 # Several drafters
 
 
+@pytest.mark.slow
 def test_a_sequence_takes_drafts_of_the_allowed_branches_alone():
     """Plain decoding, an EAGLE head and a suffix automaton by turns: each sequence has drafts of one, two or none."""
 

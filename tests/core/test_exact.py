@@ -437,7 +437,7 @@ def test_on_chains_the_code_decides_like_the_program(name, depth, sampled):
     assert_same_decisions(rule, program, fixed(chain(depth)), sampled, is_chain=True, at_child=1)
 
 
-@pytest.mark.slow(unless="ragged tree of 2")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "tree" in shape or "siblings" in shape])
 def test_in_trees_of_sampled_drafts_rejection_decides_like_the_program(shape):
     _, parents = SHAPES[shape]
@@ -460,7 +460,7 @@ def test_on_a_chain_thresholds_decide_like_the_program():
     assert_same_decisions(accept.LossyThresholds(0.3, 0.5), thresholds(0.3, 0.5), parents, False, is_chain=True)
 
 
-@pytest.mark.slow(unless="tree")
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chain", (False, True), ids=("tree", "chain"))
 def test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position(monkeypatch, is_chain):
     """Other tests check which noise belongs to which position, and that it does not depend on the drafts."""

@@ -97,7 +97,7 @@ def check_texts(s, new, kind="schemas"):
             assert grammar.matches(spelled(tokens).decode()) == (code == stopping.EOS)
 
 
-@pytest.mark.slow(unless="calls and thinking-eagle_tree")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in toy.bound_drafters() if name not in (*REPEATED, "plain")])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_constrained_output_does_not_depend_on_the_drafter(kind, name):
@@ -154,7 +154,7 @@ def test_greedy_output_does_not_depend_on_the_drafter(name):
     check_texts(s, new)
 
 
-@pytest.mark.slow(unless="standalone")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["standalone", "eagle", "mtp", "frozen_kv_mtp", "block"])
 def test_drafts_are_in_the_grammar(name):
     drafter = toy.bound_drafters()[name]
@@ -303,7 +303,7 @@ def test_the_best_token_is_found_without_a_pass_over_the_logits():
     assert "reduce_or" not in text and "reduce_or" in str(jax.make_jaxpr(FORBID)(batch(), draft_tree, logits))
 
 
-@pytest.mark.slow(unless="3")
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_greedy_drafts_of_a_smaller_vocabulary_are_not_widened(width):
     """They are the tokens that the widened logits give, where the vocabulary has one that may follow."""
@@ -394,6 +394,7 @@ def test_a_copying_drafter_takes_keys_whole(grammar):
     assert (rounds[True] < rounds[False]).all()
 
 
+@pytest.mark.slow
 def test_the_sizes_of_a_batch_are_rounded_up():
     constraint = batch()
     table = constraint.table
@@ -409,6 +410,7 @@ def test_the_sizes_of_a_batch_are_rounded_up():
         grammars.init(many, SIZE)
 
 
+@pytest.mark.slow
 def test_other_grammars_of_these_sizes_run_the_same_program():
     drafter = Ngram(n=2, depth=4)
     others = [None, Grammar.choice(["ab", "name"]), Grammar.regex("[0-9]{2,200}")]
@@ -432,6 +434,7 @@ def test_the_loop_has_no_way_to_the_host():
         assert word not in text
 
 
+@pytest.mark.slow
 def test_a_document_parses():
     text = spelled(constrained("plain")[1][0])
     assert json.loads(text.removesuffix(TOKENS[EOS]))["kind"] in ("ab", "xyz")

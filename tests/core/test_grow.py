@@ -85,6 +85,7 @@ def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
         assert list(map(int, draft_tree.parents[b])) == parents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_growing_stops_at_the_first_generation_that_does_not_pay(width):
     """All generations before it are there; those after it are expected to bring nothing."""

@@ -41,7 +41,7 @@ class Broken(Planted):
         return DraftTree(tokens, parents), state
 
 
-@pytest.mark.slow(unless="parent")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "message"),
     (

@@ -26,7 +26,7 @@ each_loop = pytest.mark.parametrize("name", LOOPS)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.slow(unless=(*FAST,))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "where"),
     [(name, where) for name in LOOPS for where in PLATFORMS if where == "cuda" or name.endswith(LOWERED_FOR_TPUS)],

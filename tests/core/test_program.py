@@ -26,7 +26,7 @@ def kinds(x):
     return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
 
 
-@pytest.mark.slow(unless="standalone_tree")
+@pytest.mark.slow
 @planted.one_name_of_each
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
@@ -178,6 +178,7 @@ def test_the_donated_pools_are_the_result(name):
     assert [pool.unsafe_buffer_pointer() for pool in planted.pools(s)] == addresses
 
 
+@pytest.mark.slow
 def test_without_debug_no_check_is_in_the_program():
     rounds = functools.partial(run_rounds, method=planted.greedy(planted.RandomTree()))
     args = planted.planted_params(), toy.start(planted.RandomTree(), planted.planted_params()), jnp.int32(1)

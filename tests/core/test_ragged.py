@@ -68,7 +68,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.slow(unless=("llama", "exact", "adapters", "sliding"))
+@pytest.mark.slow(unless=("llama", "exact"))
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_forward_equals_the_padded_one(name):
     """Logits, rows and hidden states of each node; with exact products bit for bit, whatever the other chains."""

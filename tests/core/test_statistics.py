@@ -221,6 +221,7 @@ def test_the_power_suffices_to_find_a_wrong_rule():
     assert chi_squared(found, expected())[0] > critical(freedom)
 
 
+@pytest.mark.slow
 def test_drafts_are_sampled_without_replacement_from_the_distribution_they_report():
     """All ordered triples of children, at two nodes whose samples must be independent."""
     rows = 50_000

@@ -47,6 +47,7 @@ def padded(table):
     return table.padded(STATES, VOCAB)
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_sequences_end_where_a_search_finds_the_end(case):

@@ -21,7 +21,7 @@ def state(config, until):
     return toy.run(drafter, block_params(config), toy.start(drafter, block_params(config)), until)
 
 
-@pytest.mark.slow(unless="4-fill-in")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", (toy.BLOCK, toy.FILL_IN, toy.DFLASH2), ids=("dspark", "fill-in", "dflash2"))
 @pytest.mark.parametrize("until", (0, 1, 4))
 def test_the_cache_has_the_keys_and_values_of_the_committed_features(config, until):
@@ -86,6 +86,7 @@ def test_a_reading_predicts_the_first_draft(config):
             np.testing.assert_allclose(predicted.overlap[b, n], np.minimum(q, text.probs[b, n]).sum(), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_round_has_one_forward_whatever_its_depth():
     """The products of a layer occur once; a generation adds one of the Markov head."""
     config = toy.BLOCK

@@ -301,7 +301,7 @@ def test_a_draft_that_is_the_target_is_always_right(depth):
     np.testing.assert_array_equal(s.stats.accept_counts, np.tile(expected, (len(toy.IDS), 1)))
 
 
-@pytest.mark.slow(unless="masks")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", (toy.DRAFT, toy.NEAR, toy.MASKED), ids=("wrong_draft", "good_draft", "masks"))
 def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(model):
     """After any number of rounds the draft has read each token once, and has proposed the next one."""

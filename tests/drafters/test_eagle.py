@@ -51,7 +51,7 @@ def drafted(drafter, until):
     return s, jax.jit(drafter.draft)(weights, s)[0]
 
 
-@pytest.mark.slow(unless="4-masks")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", (toy.HEAD, toy.MASKED_HEAD), ids=("head", "masks"))
 @pytest.mark.parametrize("until", ROUNDS)
 def test_the_heads_cache_is_what_one_forward_over_all_pairs_makes(until, config):
@@ -118,7 +118,7 @@ def test_drafts_with_masks_work_with_the_state_of_deeper_ones(kind, model, other
     assert shallow.shares(deep) and deep.shares(shallow)
 
 
-@pytest.mark.slow(unless="shape1")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", (dict(depth=3), dict(depth=3, width=3, num_nodes=12)))
 def test_a_head_and_a_target_with_latents(shape):
     """Both caches are of latents: tokens are those of plain decoding, in fewer rounds."""

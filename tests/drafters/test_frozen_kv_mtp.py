@@ -199,6 +199,7 @@ def test_logits_and_hidden_states_equal_those_by_hand(name, position):
         hidden = jnp.asarray(np.array([[steps[number][1]] for steps in wanted]), jnp.float32)
 
 
+@pytest.mark.slow
 @each(("name", "position"), [("shared", "root")], CASES, POSITIONS)
 def test_a_chain_is_the_best_token_of_each_step(name, position):
     bound, weights, s = prefilled(name)
@@ -210,6 +211,7 @@ def test_a_chain_is_the_best_token_of_each_step(name, position):
         assert tokens[row, 0] == roots(s)[row]
 
 
+@pytest.mark.slow
 @each("name", ["dense"], CASES)
 def test_a_tree_has_the_best_of_all_proposals(name):
     bound, weights, s = prefilled(name)
@@ -269,7 +271,7 @@ def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
 SHAPES = {"chain": dict(depth=5), "tree": dict(depth=4, width=3)}
 
 
-@pytest.mark.slow(unless="shared")
+@pytest.mark.slow
 @each(("name", "shape"), [("llama", "chain"), ("shared", "tree")], CASES, SHAPES)
 def test_drafting_does_not_change_the_cache(name, shape):
     """Bit for bit; and the program creates no array with pages of 5 rows, which only a pool has."""
@@ -295,6 +297,7 @@ def test_only_windows_and_full_layers_are_read(shape):
     toy.assert_same(draft(weights, forgotten)[0], draft(weights, s)[0])
 
 
+@pytest.mark.slow
 @each("name", ["shared"], ["llama", "shared"])
 def test_sampled_drafts_report_their_distribution(name):
     """A distribution over the tokens that have a logit; tokens outside the chosen clusters have none."""

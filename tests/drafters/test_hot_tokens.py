@@ -65,7 +65,7 @@ def models(name, hot=HOT):
     return whole, dataclasses.replace(whole, params=less, draft=trimmed)
 
 
-@pytest.mark.slow(unless=("standalone", "mtp"))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_same_output_from_hot_tokens_alone(name):
     whole, hot = models(name)
@@ -75,7 +75,7 @@ def test_the_same_output_from_hot_tokens_alone(name):
         assert jspec.generate(hot, IDS, drafter=DRAFTS[name], **options).tokens == expected.tokens
 
 
-@pytest.mark.slow(unless="standalone")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTS)
 def test_rounds_stay_the_same_if_all_tokens_are_hot(name):
     options = dict(drafter=DRAFTS[name], max_new_tokens=20, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_rounds_stay_the_same_if_all_tokens_are_hot(name):
     assert whole == hot
 
 
-@pytest.mark.slow(unless=("tied", "mtp", "block"))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_distribution_is_that_of_the_whole_draft_among_hot_tokens(name):
     """For rejection: over the whole vocabulary, with zeros for other tokens."""
@@ -108,6 +108,7 @@ def test_the_probe_knows_the_hot_tokens():
     assert whole.right > hot.right > 0.6 * whole.right > 0.2 * whole.total
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trimmed(tmp_path):
     read = lambda tokens: read_hot_tokens(tokens, 97)  # noqa: E731
     path = tmp_path / "hot.json"

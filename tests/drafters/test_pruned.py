@@ -102,7 +102,7 @@ def chosen_by_hand(s, drafter, costs):
     return best, 1 + sets[best].sum(1), np.where(sets[best] & live[:, None], raw, 0).sum(1), grown
 
 
-@pytest.mark.slow(unless=("greedy-trees", "coupled-chains"))
+@pytest.mark.slow(unless="coupled-chains")
 @pytest.mark.parametrize("shape", ["trees", "chains"])
 @pytest.mark.parametrize(
     ("rows", "rule"), [(None, accept.greedy), (SAMPLED, accept.coupled)], ids=["greedy", "coupled"]
@@ -131,6 +131,7 @@ def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule, shape):
     assert sizes["between"][1] + sizes["between"][2] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [pruned, chains], ids=["trees", "chains"])
 def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
     """In every round, of the sequences that are not done; a limit of the request bounds what counts."""

@@ -57,7 +57,7 @@ POINTS = (
 )
 
 
-@pytest.mark.slow(unless="standalone-shape1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "window", "keep_first", "page_size", "chunk"), POINTS)
 def test_drafts_are_those_of_a_banded_forward(name, shape, window, keep_first, page_size, chunk):
     """From prompts shorter than the window to texts of several, where windows begin in the cache, among the rows of a
@@ -152,6 +152,7 @@ def test_adaptive_drafters_share_the_cache_of_one_window():
     assert len(blocks.parts(jax.eval_shape(lambda: blocks.init(own, 1, 8, 4)))) == 1, "their rows do not"
 
 
+@pytest.mark.slow
 def test_without_a_window_a_draft_reads_the_cache_itself(monkeypatch):
     monkeypatch.setattr(Windowed, "__init__", lambda *given: pytest.fail("a window that nobody asked for"))
     for name in ("eagle", "standalone", "block"):

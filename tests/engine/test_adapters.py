@@ -69,6 +69,7 @@ def texts(engine, adapter, prompts=PROMPTS):
     return engine.generate(prompts, adapter=adapter, max_new_tokens=16).tokens
 
 
+@pytest.mark.slow
 def test_the_base_has_its_own_bits_beside_adapters(engine, base):
     plain = jspec.load(base, dtype="float32")
     out = engine.generate(PROMPTS, max_new_tokens=16, logprobs=True)
@@ -77,6 +78,7 @@ def test_the_base_has_its_own_bits_beside_adapters(engine, base):
     assert [item.logprobs for item in out] == [item.logprobs for item in expected]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_replaced_without_a_compilation(engine, base, adapters, expected, tmp_path):
     other = lora_files.write(base, tmp_path / "other", seed=7, targets=("o_proj", "up_proj"), r=1)
     merged = jspec.load(base, adapter=other, dtype="float32")

@@ -63,6 +63,7 @@ def grow(engine):
     return [engine.submit(PROMPTS[0], stop=[stop], max_new_tokens=4) for stop in range(50, 60)]
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_while_the_program_of_another_request_compiles(engine):
     new = engine.submit(PROMPTS[1], **NEW)
     wait_for(lambda: engine.compiler.begun)

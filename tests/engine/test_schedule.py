@@ -10,6 +10,7 @@ from jspec.runner.plan import Output, Read
 from jspec.runner.request import Phase, Request
 
 
+@pytest.mark.slow
 def test_every_event_of_a_schedule_leaves_all_rows_right():
     happened = storms([*range(40), 1440], 200)
     events = [

@@ -36,7 +36,8 @@ def assert_same(item, expected):
     assert np.isnan(conditional[len(conditional) - padding :]).all()
 
 
-@pytest.mark.parametrize("rule", [pytest.param(None, marks=pytest.mark.slow), "rejection"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [None, "rejection"])
 def test_mixed_requests_are_those_of_drafters_of_their_depths(rule):
     """More requests than slots, in slots that others had before, and preempted for the lack of pages.
 
@@ -74,6 +75,7 @@ def test_positions_count_sequences_that_propose_there():
     assert whole.drafted == stats.drafted == stats.of_first(2).drafted + 12
 
 
+@pytest.mark.slow
 def test_generate_takes_a_limit_per_prompt():
     drafter = Standalone(depth=3)
     plain = jspec.generate(model(), PROMPTS[:3], drafter=None, max_new_tokens=12)
@@ -100,6 +102,7 @@ def test_more_prompts_than_one_program_takes():
 ALL = Adaptive((None, Eagle(depth=2), Ngram(n=1, depth=4)), (1, 1, 1), probe=2)
 
 
+@pytest.mark.slow
 def test_a_request_chooses_among_the_drafters_of_the_engine():
     """The tokens are those of plain decoding, and each request has drafts of its drafter alone."""
     heads = dataclasses.replace(model(), params=toy.head_params(), draft=toy.HEAD)

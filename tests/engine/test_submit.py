@@ -8,6 +8,7 @@ from jspec.generation.options import RequestOptions
 from jspec.runner.request import QueueFull
 
 
+@pytest.mark.slow
 def test_all_requests_are_queued_or_none():
     with Engine(model(), drafter="ngram", **{**OPTIONS, "slots": 1}, max_queue=2) as engine:
         with pytest.raises(QueueFull, match="max_queue=2"):

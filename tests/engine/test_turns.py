@@ -51,7 +51,7 @@ def check_same(got, wanted):
         np.testing.assert_array_equal(getattr(got.stats, name), getattr(wanted.stats, name))
 
 
-@pytest.mark.slow(unless="greedy")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     (
@@ -73,6 +73,7 @@ def test_prompts_that_take_turns_give_what_one_batch_gives(options):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_longest_start_first_where_all_are_known(monkeypatch):
     """Equal ones in the order of the prompts, and before what comes later; results have the order of the prompts."""
     limits, admitted, admit = [3, 9, 5, 9, 1, 12, 5], [], Device.admit
@@ -174,6 +175,7 @@ def test_a_cache_without_slots_runs_in_one_batch_and_an_engine_refuses_it():
         Engine(unslotted, drafter=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", (False, True), ids=("generate", "engine"))
 def test_seconds_leave_out_compilation(monkeypatch, engine):
     """Each compiling call takes 1,000 seconds of a clock of its own, so that less than no time remains."""

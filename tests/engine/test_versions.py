@@ -102,6 +102,7 @@ def of_weights(target):
     return jspec.Model("toy", toy.TARGET, Params(target, draft), None, (7,), toy.TARGET)
 
 
+@pytest.mark.slow
 def test_a_stale_draft_warns(monkeypatch):
     """The numbers are those of the metrics, and the tokens those of plain decoding with the new weights."""
     monkeypatch.setattr(versions, "LEAST_ROUNDS", 60)
@@ -133,6 +134,7 @@ def test_a_stale_draft_warns(monkeypatch):
     assert [item.tokens for item in again] == [item.tokens for item in plain]
 
 
+@pytest.mark.slow
 def test_adaptive_leaves_a_stale_draft_for_n_grams():
     """By costs and acceptance, as it counts the rounds of each drafter; the tokens stay those of plain decoding."""
     model, other = of_weights(toy.params().target), of_weights(toy.random_params(toy.TARGET, seed=9))

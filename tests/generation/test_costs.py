@@ -74,6 +74,7 @@ def rounds(out):
     return list(out.stats.branches.rounds.values())
 
 
+@pytest.mark.slow(unless="drafts are cheap")
 @pytest.mark.parametrize(
     ("table", "taken"),
     (((1, 1e6, 1e6), [True, False, False]), ((1, 1.001, 1.01), [False, False, True])),
@@ -179,6 +180,7 @@ def test_an_unreadable_entry_is_measured_again(directory, monkeypatch, damage):
     assert measured == [1, 1] and json.loads(path.read_text())["milliseconds"] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_batches_up_to_a_power_of_two_share_costs(directory, monkeypatch):
     measured = planted(monkeypatch, 1, 2, 3)
     for count in (3, 4, 3):
@@ -206,6 +208,7 @@ def test_other_costs_compile_nothing(directory, monkeypatch):
     assert [f._cache_size() for f in (decode, jitted_prefill)] == count
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_where_a_generation_has_no_rounds(directory, monkeypatch):
     measured = planted(monkeypatch, 1, 2, 3)
     jspec.generate(model(), [REPEATED], max_new_tokens=1)
@@ -220,6 +223,7 @@ def programs_of(function):
     return out, [f._cache_size() - count for f, count in zip((jitted_prefill, decode), before, strict=True)]
 
 
+@pytest.mark.slow
 def test_the_first_generations_are_plain_and_compile_what_plain_decoding_does(directory, monkeypatch):
     monkeypatch.setattr(costs, "PATIENCE", 2 * (NEW - 1))
     jax.clear_caches()
@@ -241,6 +245,7 @@ def test_the_first_generations_are_plain_and_compile_what_plain_decoding_does(di
     assert compiled == [0, 0] and again.stats.branches is not None and again.tokens == first.tokens
 
 
+@pytest.mark.slow
 def test_a_drafter_by_name_drafts_at_once(directory, monkeypatch):
     monkeypatch.setattr(costs, "PATIENCE", 10**6)
     assert generated([REPEATED], DRAFTER).stats.branches is not None
@@ -248,6 +253,7 @@ def test_a_drafter_by_name_drafts_at_once(directory, monkeypatch):
     assert generated([REPEATED]).stats.branches is None
 
 
+@pytest.mark.slow
 def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, monkeypatch):
     measured = planted(monkeypatch, 1, 2, 3)
 
@@ -262,6 +268,7 @@ def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, mo
     assert not measured and int(out.stats.branch_counts[0, 2].sum()) > 0
 
 
+@pytest.mark.slow
 def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory):
     def run():
         with jspec.Engine(model(), slots=1, context=128, page_size=8, prefix_cache=False) as engine:
@@ -300,6 +307,7 @@ def test_a_trial_takes_the_fastest_call_of_each_branch(directory):
     assert lengths == [1, 1, 10, 5] and costs.Trial(model().params, method, 2).rounds == costs.MOST_ROUNDS
 
 
+@pytest.mark.slow
 def test_drafters_with_costs_of_their_own_want_none(directory, monkeypatch):
     measured = planted(monkeypatch, 1, 2, 3)
     drafter = Adaptive((Plain(), Ngram(depth=2)), costs=(1, 1))

@@ -46,7 +46,7 @@ def plain():
     return jspec.generate(standalone(), PROMPTS, drafter=None, **OPTIONS)
 
 
-@pytest.mark.slow(unless=("eagle_tree", "ngram", "plain"))
+@pytest.mark.slow(unless="ngram")
 @one_name_of_each
 def test_rows_of_the_table_are_the_tokens(name, plain):
     """Whatever drafts: drafters read the placeholder, so only the rounds differ."""
@@ -57,6 +57,7 @@ def test_rows_of_the_table_are_the_tokens(name, plain):
     assert out[0].prompt == [5, 9, *[HOLE] * 7] and out[2].prompt == PROMPTS[2]
 
 
+@pytest.mark.slow
 def test_long_prompts_are_read_in_chunks():
     model, ids = standalone(), np.random.default_rng(0).integers(0, 60, 150).tolist()
     target = dataclasses.replace(toy.TARGET, max_length=256)
@@ -66,6 +67,7 @@ def test_long_prompts_are_read_in_chunks():
     assert out[0].tokens == out[1].tokens
 
 
+@pytest.mark.slow
 def test_an_engine_shares_pages_of_equal_embeddings_alone(plain):
     """Equal placeholders do not hide other embeddings; a preempted request reads them again."""
     model = standalone()

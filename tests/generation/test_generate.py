@@ -49,7 +49,7 @@ def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     assert out.stats.accept_length == pytest.approx(117 / out.stats.rounds.sum()), "three come from prefill"
 
 
-@pytest.mark.slow(unless="2")
+@pytest.mark.slow
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 7, 39])
 def test_max_new_tokens_is_exact_within_an_accepted_run(model, plain, max_new_tokens):
     out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=5), max_new_tokens=max_new_tokens)

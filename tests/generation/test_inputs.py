@@ -339,6 +339,7 @@ def test_a_generation_that_does_not_fit_is_an_error_in_generate_ids(monkeypatch)
         jax.eval_shape(lambda params, ids: generate_ids(params=params, ids=ids), MODEL.params, IDS)
 
 
+@pytest.mark.slow
 def test_a_text_beyond_the_context_of_the_draft_is_an_error():
     with pytest.raises(ValueError, match="max_new_tokens=98: .* exceeds the draft's context of 100, .* at most 97 new"):
         generate(max_new_tokens=98, drafter="standalone")

@@ -70,7 +70,7 @@ def check(scores, prompt, log_p, top_k, tolerance=1e-5):
     assert scores.total == pytest.approx(sum(scores.logprobs[1:]))
 
 
-@pytest.mark.slow(unless="mha-16")
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", (16, 64, 1024))
 @pytest.mark.parametrize("kind", MODELS)
 def test_scores_equal_numpy(kind, tokens, monkeypatch):

@@ -9,6 +9,7 @@ import jspec
 from jspec.core.sampling import seeds_to_keys
 
 
+@pytest.mark.slow
 def test_neighboring_seeds_share_no_sample_and_one_sample_is_repeated_alone():
     model = jspec.Model("toy", toy.TARGET, toy.params(), None, ())
     options = dict(max_new_tokens=12, sampling=jspec.Sampling(temperature=3.0))

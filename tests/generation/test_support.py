@@ -64,7 +64,8 @@ def assert_replayed(model, out, samplings):
             assert [entry.ids for entry in item.support] == np.sort(best).tolist()
 
 
-@pytest.mark.parametrize("bound", [6, 7, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [6, 7, 8])
 def test_sets_around_the_bound(bound):
     """Seven tokens are listed if as many may be; otherwise none are, as the others are more."""
     sampling = SAMPLINGS[0]
@@ -76,7 +77,7 @@ def test_sets_around_the_bound(bound):
         assert_replayed(standalone(), out, [sampling] * 2)
 
 
-@pytest.mark.slow(unless=("eagle_tree", "ngram", "plain"))
+@pytest.mark.slow(unless=("ngram", "plain"))
 @one_name_of_each
 def test_every_drafter_records_the_sets_of_plain_decoding(name, plain):
     drafter = toy.bound_drafters()[name]
@@ -99,10 +100,11 @@ def test_lists_are_short_and_exact(plain):
     assert min(sizes) <= BOUND < max(sizes) and all(entry.ids for entry in out[1].support if entry.size <= BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "drafter"),
     [
-        (None, jspec.Standalone(depth=3, width=3)),
+        pytest.param(None, jspec.Standalone(depth=3, width=3), marks=pytest.mark.slow),
         ("rejection", jspec.Standalone(depth=3)),
         pytest.param("rejection", jspec.Standalone(depth=3, width=3), marks=pytest.mark.slow),
         pytest.param("block", jspec.Standalone(depth=3), marks=pytest.mark.slow),
@@ -117,6 +119,7 @@ def test_a_trainer_computes_the_sampled_distribution_again(rule, drafter):
     assert_replayed(standalone(), out, samplings)
 
 
+@pytest.mark.slow
 def test_the_sets_of_a_grammar():
     model, grammar = byte_model(), jspec.Grammar.regex("[ab]{3,9}(x|yz)")
     samplings = [jspec.Sampling(temperature=1.5, grammar=grammar), jspec.Sampling(temperature=0, grammar=grammar), None]
@@ -128,6 +131,7 @@ def test_the_sets_of_a_grammar():
     assert {entry.size for entry in outs[1][1].support} == {1}
 
 
+@pytest.mark.slow
 def test_an_engine_records_the_same_beside_requests_of_other_bounds(plain):
     """Requests are preempted; programs record more than some of them ask for."""
     bounds = [BOUND, 64, 0, 3, BOUND, 30]

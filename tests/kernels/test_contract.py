@@ -159,7 +159,7 @@ def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeyp
         assert supported(*args, **options, interpret=interpret) is None
 
 
-@pytest.mark.slow(unless=("paged_attention", "group_rows"))
+@pytest.mark.slow(unless="group_rows")
 @operations
 def test_every_backend_equals_the_reference(package, monkeypatch):
     operation = OPERATIONS[package]
@@ -175,7 +175,7 @@ def test_every_backend_equals_the_reference(package, monkeypatch):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=backend)
 
 
-@pytest.mark.slow(unless=("paged_attention", "residual_norm"))
+@pytest.mark.slow(unless="residual_norm")
 @operations
 def test_every_backend_has_the_gradients_of_plain_jax(package):
     operation = OPERATIONS[package]

@@ -98,7 +98,7 @@ DEEPSEEK = case("deepseek", heads=16, head_dim=512, page_size=64, pages=128, lay
 """DeepSeek V2-Lite."""
 
 
-@pytest.mark.slow(unless="32")
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", (6, 32))
 @pytest.mark.parametrize("page_size", (16, 64))
 def test_lowers_for_a_gpu(nodes, page_size):

@@ -64,7 +64,7 @@ def test_equals_the_product_with_the_widened_matrix(rows, inner, columns, group,
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow(unless="1")
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", (1, 6))
 def test_any_division_of_the_work_gives_the_same(rows):
     """Some programs have fewer of the 7 blocks than others, or none."""

@@ -100,7 +100,7 @@ def test_a_prompt_in_pieces_is_read_as_alone(text, options, backend):
         np.testing.assert_allclose(result, expected.astype(jnp.float32)[0], rtol=0, atol=tolerance)
 
 
-@pytest.mark.slow(unless=("float32-options0-triton", "float32-options1-xla", "bfloat16-options2-xla"))
+@pytest.mark.slow
 @each_backend(exact_attention.OPERATION)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_pieces_change_no_bit(text, options, backend):

@@ -202,7 +202,7 @@ ROUNDS = (
 )
 
 
-@pytest.mark.slow(unless=("bfloat16-plain-xla", "bfloat16-short window-xla"))
+@pytest.mark.slow
 @each_backend(exact_attention.OPERATION)
 @pytest.mark.parametrize(
     ("dtype", "name"),

@@ -154,7 +154,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.slow(unless=("attention-page_of_3-on_wait", "latent_compaction-nodes_17_tree-on_wait"))
+@pytest.mark.slow(unless="latent_compaction-nodes_17_tree-on_wait")
 @pytest.mark.parametrize(("simulation", "case", "mode"), POINTS)
 def test_equals_xla_without_a_race(simulation, case, mode):
     """All rows of a pool that are not committed are NaN."""
@@ -190,7 +190,7 @@ def test_a_wait_that_is_dropped_is_found(name, number, mode, monkeypatch):
         assert not all(np.allclose(ours, theirs, 1e-3, 1e-3, equal_nan=True) for ours, theirs in pairs)
 
 
-@pytest.mark.slow(unless="latent_attention")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIMULATIONS)
 def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
     lines = drop_wait(monkeypatch, -1)
@@ -199,7 +199,7 @@ def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
     assert len(lines) == SIMULATIONS[name].copies
 
 
-@pytest.mark.slow(unless="latent_attention-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", (3, 17))
 @pytest.mark.parametrize("name", ("latent_attention", "selected_attention"))
 def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):

@@ -112,7 +112,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3e38, 
 FLOATS = st.one_of(SPECIAL, st.floats(width=32))
 
 
-@pytest.mark.slow(unless="xla")
+@pytest.mark.slow
 @backends
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(logits=arrays.arrays(np.float32, (2, 40), elements=FLOATS, fill=SPECIAL))

@@ -68,6 +68,7 @@ def test_the_capacity_is_a_power_of_two_if_that_fits_otherwise_the_minimum(free)
     assert memory.fit(*asked, 128, 70) == 70
 
 
+@pytest.mark.slow
 def test_a_generation_that_does_not_fit_is_an_error(free):
     free(300_000)
     with pytest.raises(ValueError, match="this generation does not fit") as raised:
@@ -103,6 +104,7 @@ def test_logits_of_functions_count(free):
         jspec.generate(model, [[1] * 9] * 2, drafter=None, max_new_tokens=4000)
 
 
+@pytest.mark.slow
 def test_an_engine_counts_the_logits_of_functions(monkeypatch):
     model = function_model()
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (4_000_000, 4_000_000))

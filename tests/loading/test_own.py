@@ -72,7 +72,7 @@ def test_repr_names_the_function_and_the_draft(model):
     assert repr(model) == "Model('apply': a function of tokens, vocabulary 23, float32; draft apply)"
 
 
-@pytest.mark.slow(unless="Standalone(depth=3, width=2, num_nodes=6")
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "ngram", jspec.Standalone(depth=3), TREE], ids=str)
 def test_output_is_that_of_a_naive_loop(model, texts, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=20)

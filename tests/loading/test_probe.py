@@ -83,7 +83,7 @@ def plant(directory, name):
     return write(directory, {**raw, **keys}, reorder(tensors) if reorder else tensors)
 
 
-@pytest.mark.slow(unless="eagle pairs")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_misreading_is_named(name, tmp_path):
     directory = plant(tmp_path / "draft", name)
@@ -94,6 +94,7 @@ def test_a_planted_misreading_is_named(name, tmp_path):
     assert text.startswith(f"draft {directory}: ") and "tokens are right as read" in text and probe.DOCS in text
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_the_warning_and_goes_on(tmp_path, capsys):
     directory = plant(tmp_path / "draft", "eagle residual")
     words = ["def f(", "--model", TARGET, "--draft", str(directory), "--max-new-tokens", "4"]
@@ -104,6 +105,7 @@ def test_the_command_line_prints_the_warning_and_goes_on(tmp_path, capsys):
     assert "as read" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_doctor_prints_and_writes_every_reading(tmp_path, capsys):
     directory, path = plant(tmp_path / "draft", "eagle residual"), tmp_path / "doctor.json"
     assert cli.main(["doctor", "--model", TARGET, "--draft", str(directory), "--json", str(path)]) == 1
@@ -139,7 +141,7 @@ def good(request, tmp_path_factory):
     return jspec.load(TARGET, draft=directory)
 
 
-@pytest.mark.slow(unless="eagle speculators-0")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_good_draft_is_not_warned_of(good, seed, monkeypatch):
     """With the texts of the probe, and with beginnings of held-out texts in their place."""
@@ -150,6 +152,7 @@ def test_a_good_draft_is_not_warned_of(good, seed, monkeypatch):
     assert fit.others or good.draft.drafter == "standalone"
 
 
+@pytest.mark.slow
 def test_nothing_is_probed_unless_asked_for(monkeypatch):
     monkeypatch.setattr(probe, "write", None)
     assert jspec.load(TARGET).draft is not None
@@ -163,6 +166,7 @@ def test_nothing_is_probed_unless_asked_for(monkeypatch):
 # Drafts that do not fit
 
 
+@pytest.mark.slow
 def test_a_draft_for_another_target_fits_under_no_reading():
     """The head reads the same shapes, but from the target with its vocabulary in another order."""
     model = jspec.load(TARGET)
@@ -172,6 +176,7 @@ def test_a_draft_for_another_target_fits_under_no_reading():
     assert fit.better is None and "no reading fits better: is it a draft for this target?" in fit.warning("it")
 
 
+@pytest.mark.slow
 def test_a_language_model_with_a_shifted_vocabulary_does_not_fit():
     model = jspec.load(TARGET, draft="bundled:python-tiny")
     weights = dataclasses.replace(model.params.draft, embed=jnp.roll(model.params.draft.embed, 3, axis=0))

@@ -38,7 +38,8 @@ def held(params):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("weights", ("bfloat16", pytest.param("int4", marks=pytest.mark.slow)))
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ("bfloat16", "int4"))
 def test_random_weights_are_those_of_one_device_and_each_device_has_its_share(monkeypatch, weights):
     preset = presets.PRESETS["tiny"]
     wide = dataclasses.replace(preset.target, hidden_size=64, num_kv_heads=2, head_dim=128, intermediate_size=256)

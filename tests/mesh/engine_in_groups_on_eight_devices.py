@@ -163,6 +163,7 @@ def test_groups_get_equal_shares_of_the_memory(load, monkeypatch):
     assert found == [(1000, 2000)] * 2
 
 
+@pytest.mark.slow
 def test_an_error_of_one_group_ends_all_requests(load):
     engine, failed = jspec.Engine(load("tied", None, data=2), drafter=None, **SMALL), threading.Event()
 

@@ -130,6 +130,7 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
         split.assert_same_scores([engine.score(tiny.PROMPTS[0], 2)], jspec.score(new, tiny.PROMPTS[:1], top_k=2))
 
 
+@pytest.mark.slow
 def test_an_error_of_a_score_is_its_callers_alone(load, monkeypatch):
     """Also if the devices of a group take all calls from one thread."""
 

@@ -60,6 +60,7 @@ def draft_rows(run):
     return found[: len(run.prompts)]
 
 
+@pytest.mark.slow
 def test_groups_generate_what_one_device_does(load):
     """Tokens, rounds, log-probabilities and rows; greedy and sampled sequences, and one group that ends early."""
     drafter = Standalone(**tiny.TREE)
@@ -184,7 +185,8 @@ def test_wrong_groups_are_an_error(options, error, match, directories):
         jspec.load(directories("tied"), **options)
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 2), pytest.param(8, None, marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (8, None)])
 def test_scores_are_those_of_one_device(load, data, tensor, monkeypatch):
     """Prompts in several batches and chunks, and groups without one."""
     monkeypatch.setattr(score, "LOGITS_BYTES", 4 * 64 * 16)

@@ -49,7 +49,7 @@ def build_assistant(raw, seed=7):
 # The forward
 
 
-@pytest.mark.slow(unless="shared")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ordered"), [("dense", False), ("shared", True), ("experts", True)])
 def test_logits_and_hidden_states_equal_transformers(tmp_path, kind, ordered):
     """At the root's position, as in `transformers`; for three steps after contexts of up to 4 windows."""

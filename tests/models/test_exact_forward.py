@@ -196,7 +196,7 @@ PROMPT_OF = np.repeat([0, 1, 2, 0], [3, 1, 3, 1])
 PIECES = Pieces(jnp.array([0, 0, 0, 3, 4, 4, 4, 7]), jnp.array([False, False, True, True, False, False, True, False]))
 
 
-@pytest.mark.slow(unless=("llama-False", "qwen3-True"))
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.packs])
 def test_prompts_may_be_read_in_pieces(name, exact):

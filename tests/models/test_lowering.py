@@ -30,7 +30,7 @@ def kernels(target, where, monkeypatch):
     return cross_lower(forward, where, params, nodes, cache, start).count("custom_call @")
 
 
-@pytest.mark.slow(unless=("cuda-True", "tpu-False"))
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("where", "exact"), [("cuda", False), ("cuda", True), ("tpu", False)])
 def test_more_layers_have_no_more_kernels(where, exact, monkeypatch):
@@ -39,7 +39,7 @@ def test_more_layers_have_no_more_kernels(where, exact, monkeypatch):
     assert 0 < few == many
 
 
-@pytest.mark.slow(unless=("cuda-True-False", "tpu-False-True"))
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("starts", (False, True))
 @pytest.mark.parametrize(("where", "exact"), [("cuda", False), ("cuda", True), ("tpu", False)])

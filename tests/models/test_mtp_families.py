@@ -116,6 +116,7 @@ def theirs(checkpoints, monkeypatch):
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", (pytest.param(1, marks=pytest.mark.slow), 2))
 def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
     """For the heads of DeepSeek-V3, each over a whole text."""

@@ -128,6 +128,7 @@ def test_it_is_unknown_without_its_entry(checkpoint, monkeypatch):
         language_model.save(directory, CONFIG, params)
 
 
+@pytest.mark.slow
 def test_it_loads_and_generates(checkpoint):
     directory, params = checkpoint
     model = jspec.load(directory, dtype="float32")
@@ -197,6 +198,7 @@ def classes_of(module: ModuleType) -> set[str]:
     return {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
 
 
+@pytest.mark.slow
 def test_only_its_own_files_ask_for_a_family():
     """A drafter may check for its own kind; others ask the configuration."""
     modules = (llama, gemma4, deepseek_model, qwen3_next, gpt_oss, eagle_head, mtp_head, assistant)

@@ -136,6 +136,7 @@ def test_a_model_in_half_precision_keeps_its_states_in_float32():
     assert recurrent.windows.dtype == paged.pool.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_layers_with_states_have_no_keys():
     with pytest.raises(ValueError, match="layer 0 keeps a state and has no keys"):
         qwen.KINDS["dense"].layer_keys(0)

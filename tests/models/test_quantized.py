@@ -99,6 +99,7 @@ def test_the_largest_value_of_a_column_is_that_of_the_format(weights):
     assert (error <= (0.5 if weights == "int8" else step / 2) * (1 + 1e-4)).all()
 
 
+@pytest.mark.slow
 def test_4_bits_have_groups_of_128_rows():
     """Eight values in a word, scaled by group; of stacks, each matrix for itself."""
     rng = np.random.default_rng(0)
@@ -220,7 +221,7 @@ def test_drafted_tokens_are_those_of_plain_decoding_in_half_precision(weights):
     assert jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3), max_new_tokens=20).tokens == plain.tokens
 
 
-@pytest.mark.slow(unless="int4")
+@pytest.mark.slow
 def test_the_loop_holds_no_widened_weights(weights):
     """On a CPU a product widens its own matrix, inside the loop; none is widened in front of it, for the whole loop."""
     params = Params(named(EXPERTS, toy_experts(), weights=weights))

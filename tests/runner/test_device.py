@@ -43,6 +43,7 @@ def test_views_are_finer_where_rounds_depend_on_their_rows():
     assert slot_buckets(50, fine=True)[-2:] == [48, 50] and slot_buckets(50, fine=False)[-2:] == [32, 50]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recurrent", (False, True))
 def test_models_with_recurrent_states_have_few_views(recurrent):
     """Admissions have few sizes anyway."""

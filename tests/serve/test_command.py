@@ -60,6 +60,7 @@ def test_a_port_in_use(capsys):
         assert f"--port {port}: cannot listen" in refuse(["bundled:python-tiny", "--port", port], capsys)
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "jspec.serve.app")
     monkeypatch.setitem(sys.modules, "starlette.applications", None)

@@ -150,7 +150,8 @@ def model():
     return jspec.load("bundled:python-tiny")
 
 
-@pytest.mark.parametrize("drafter", ["ngram", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "auto"])
 def test_ids_and_masks_hold_on_the_device(model, drafter):
     def generate(drafter, **options):
         return jspec.generate(model, "def fibonacci(n):\n", drafter=drafter, max_new_tokens=24, **options)

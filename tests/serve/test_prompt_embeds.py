@@ -36,6 +36,7 @@ def text_of(running, **body):
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
+@pytest.mark.slow
 def test_rows_of_the_table_are_the_tokens(running):
     """Different embeddings are no cached beginning of each other."""
     model = byte_model()
@@ -51,6 +52,7 @@ def test_rows_of_the_table_are_the_tokens(running):
     assert answer.json()["choices"][0]["prompt_token_ids"] == [0] * 9
 
 
+@pytest.mark.slow
 def test_hostile_embeddings_are_refused(running):
     """Before any work: nothing is submitted, and no code of a file runs."""
     rows, nan = np.zeros((3, 32), np.float32), np.full((1, 32), np.nan, np.float32)

@@ -64,7 +64,7 @@ def generate(models, drafter, sampling, engine=False):
         return running.generate(PROMPTS, **asked)
 
 
-@pytest.mark.slow(unless="tiny-line-0-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 0, 5])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -86,6 +86,7 @@ def test_drafted_is_plain(target, name, temperature, budget):
         assert any(out.finish_reason == "eos" for out in plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_a_budget_bounds_the_thinking(models, budget):
     end = models["plain"].tokenizer.encode("</think>", special=False)
@@ -119,6 +120,7 @@ def server(models):
         running.join()
 
 
+@pytest.mark.slow
 def test_required_calls_of_a_model(server):
     tools = [{"type": "function", "function": {"name": "open_file", "parameters": SCHEMA}}]
     body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "tools": tools, "temperature": 0, "max_tokens": 100}

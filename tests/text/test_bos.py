@@ -51,6 +51,7 @@ def test_a_text_may_begin_with_several_tokens_before_and_one_after(tokenizer, te
     assert tokenizer.encode(text) == ids
 
 
+@pytest.mark.slow
 def test_prompts_and_scores_have_one_bos(tokenizer):
     model = jspec.load("bundled:python-tiny")
     model = jspec.Model(model.name, model.target, model.params, tokenizer, ())

@@ -28,9 +28,11 @@ REFUSED = {"even": "multipleOf", "names": "uniqueItems", "set": "uniqueItems"}
 """Schemas of the corpus beyond an automaton, and their keywords."""
 
 
-def test_documents_of_the_schemas_of_clients_validate(needs):
+@pytest.mark.slow(unless="some")
+@pytest.mark.parametrize("every", [6, 1], ids=["some", "all"])
+def test_documents_of_the_schemas_of_clients_validate(needs, every):
     validators, rng, count = needs("jsonschema"), np.random.default_rng(0), 0
-    corpus = dict(schemas())
+    corpus = dict(list(schemas())[::every])
     for name, schema in corpus.items():
         if name in REFUSED:
             with pytest.raises(ValueError, match=REFUSED[name]):
@@ -42,7 +44,8 @@ def test_documents_of_the_schemas_of_clients_validate(needs):
             text = sample_text(grammar.dfa, rng, most)
             assert validator.is_valid(json.loads(text)), (name, text, shorten(schema))
             count += 1
-    assert count >= 1000 and len(corpus) - len(REFUSED) >= 0.95 * len(corpus)
+    refused = len(REFUSED.keys() & corpus.keys())
+    assert count >= 1000 // every and len(corpus) - refused >= 0.95 * len(corpus) - (every > 1)
 
 
 @pytest.mark.parametrize(

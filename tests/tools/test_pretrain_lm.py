@@ -218,6 +218,7 @@ def test_mismatched_arguments_raise(sources, heldout, tmp_path):
         check(recipe=dataclasses.replace(RECIPE, steps=1))
 
 
+@pytest.mark.slow
 def test_resume_errors(sources, heldout, tmp_path):
     def run_lm(recipe=RECIPE, **options):
         train(setup_for(recipe=recipe), sources, heldout, tmp_path, **options)

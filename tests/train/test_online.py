@@ -74,7 +74,7 @@ class Collector:
         pass
 
 
-@pytest.mark.slow(unless="8-24")
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "pages"), [(8, 24), (8, None), (64, 24), (64, None)])
 def test_states_are_those_of_a_forward_over_the_text(window, pages):
     """Also after hits in the prefix cache, in chunks of prompts, over the end of the window, and after a preemption."""
@@ -113,6 +113,7 @@ def rest(engine):
         pass
 
 
+@pytest.mark.slow
 def test_the_ring_holds_generated_tokens_with_their_states():
     """The prompt is there, too, but only generated tokens are learned; a ring that is full loses the oldest ones."""
     learn = dataclasses.replace(FAST, window=32, sequences=8, batch=1, share=1e-9)
@@ -134,7 +135,7 @@ def test_the_ring_holds_generated_tokens_with_their_states():
         assert not ring.hidden[row, length:].any()
 
 
-@pytest.mark.slow(unless="eagle-0.0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "temperature"), [("eagle", 0.9), ("eagle", 0.0), ("block", 0.9), ("block", 0.0)])
 def test_the_output_is_the_same_and_the_draft_improves(kind, temperature):
     """Tokens are equal though the drafts change, and the accept length grows on texts that repeat."""
@@ -153,7 +154,7 @@ def test_the_output_is_the_same_and_the_draft_improves(kind, temperature):
     assert engine.learning.error is None
 
 
-@pytest.mark.slow(unless="eagle")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "block"])
 def test_kept_states_teach_what_a_forward_teaches(kind):
     """The loss of a batch with states equals that of a batch without."""
@@ -185,6 +186,7 @@ def learning_without_steps(monkeypatch, **changes):
     return learning
 
 
+@pytest.mark.slow
 def test_steps_take_no_more_than_their_share(monkeypatch):
     """One of ten seconds, whatever the length of a turn."""
     learning = learning_without_steps(monkeypatch, share=0.1)
@@ -194,6 +196,7 @@ def test_steps_take_no_more_than_their_share(monkeypatch):
     assert learning.steps >= 22
 
 
+@pytest.mark.slow
 def test_learning_stops_without_gain_and_serves_the_best(monkeypatch):
     """The judgement is by the rounds between two drafts; too few rounds give none."""
     learning = learning_without_steps(monkeypatch, every=1, patience=3)
@@ -230,6 +233,7 @@ def test_learning_stops_without_gain_and_serves_the_best(monkeypatch):
     assert learning.accept_lengths[-1] == learning._best_length == 2.0
 
 
+@pytest.mark.slow
 def test_update_goes_on_with_the_same_draft_and_begins_anew_with_another():
     """Told apart by the arrays themselves."""
     loaded = model("eagle")
@@ -264,6 +268,7 @@ def test_an_error_of_learning_ends_no_request(monkeypatch):
     assert engine.learning.stopped and str(engine.learning.error) == "out of memory"
 
 
+@pytest.mark.slow
 def test_what_cannot_learn_is_refused():
     """Each message names what is there and what would do."""
     loaded = model("eagle")

@@ -280,6 +280,7 @@ def test_any_json_is_a_chat_or_an_error_with_its_place(model):
     assert min(outcomes[name] for name in ("error", "sequences")) > 50, outcomes
 
 
+@pytest.mark.slow
 def test_damaged_files_are_named(model, tmp_path):
     whole = write_chats(tmp_path / "chats.jsonl", 6).read_bytes()
     whole_list = b"[" + whole.strip().replace(b"\n", b",\n") + b"]"

@@ -222,6 +222,7 @@ def test_much_damaged_data(good, tmp_path):
     assert len(found) > 300 and found.count("refused") > 0.8 * len(found)
 
 
+@pytest.mark.slow
 def test_heldout_prompts_are_not_trained_on(good, tmp_path):
     directory = shutil.copytree(good, tmp_path / "data")
     assert data.read_heldout_prompts(directory, None, 32) == train_files.PROMPTS

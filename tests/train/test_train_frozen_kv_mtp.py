@@ -43,7 +43,7 @@ def target_params(name):
     return gemma.params(name) if name in gemma.KINDS else toy.random_params(TARGETS[name], seed=1)
 
 
-@pytest.mark.slow(unless="llama")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "target_head"),
     [("llama", False), ("qwen3", True), ("shared", False), pytest.param("dense", True, marks=SLOW)],

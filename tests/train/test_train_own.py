@@ -99,6 +99,7 @@ def recipes():
     }
 
 
+@pytest.mark.slow(unless=("docs", "help of data"))
 @pytest.mark.parametrize("name", ["docs", "help of data", "help of replies"])
 def test_the_recipes_work_as_printed(tmp_path, monkeypatch, name):
     """Every command, in order, in one directory; only the training and the replies themselves are left out."""

@@ -14,6 +14,7 @@ from tools.pretrain import model
 LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 
 
+@pytest.mark.slow
 def test_complete_returns_the_models_greedy_output():
     params = model.init_params(MODEL, jax.random.key(3))
     prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1]]

@@ -36,7 +36,7 @@ def test_a_training_that_diverges_ends(loss, norm, tmp_path):
 SHAPES = {"eagle3": {"draft_vocab_size": 40}, "dspark": {"block_size": 4, "markov_rank": 6}}
 
 
-@pytest.mark.slow(unless=("1-", "24-"))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("most", [1, 24, 64, 100])
 def test_a_step_in_chunks_is_that_of_the_whole_batch(kind, most):
