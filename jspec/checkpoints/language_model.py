@@ -38,8 +38,7 @@ FAMILIES: tuple[Family[Any], ...] = (
 """All families of language models; a new one is one more entry."""
 
 _OTHERS: dict[str, tuple[object, ...]] = {
-    # Every model of `transformers` reads the first.
-    **dict.fromkeys(("is_causal", "rope_is_neox_style", "is_neox_style", "use_rope"), (True,)),
+    **dict.fromkeys(("rope_is_neox_style", "is_neox_style", "use_rope"), (True,)),
     **dict.fromkeys(("logit_scale", "residual_multiplier", "embedding_multiplier", "logits_scaling"), (1.0,)),
     **dict.fromkeys(("rope_interleave", "rope_interleaved", "mla_nope", "indexer_rope_interleave"), (False,)),
     "index_topk_freq": (1,),
@@ -148,10 +147,14 @@ def read_params(config: Decoder, tensors: Tensors) -> PyTree:
 
 def parse_config(config: Fields) -> Decoder:
     """Parse a config.json."""
+    sections = config, config.section("text_config")
+    for fields in sections:
+        # Every model of `transformers` reads it.
+        refuse(config.where, fields.unsupported({"is_causal": (True,)}))
     with reading(config.where):
         parsed = _family_of(config).parse_config(config)
     # Options of other forwards, but for those that the family reads.
-    for fields in (config, config.section("text_config")):
+    for fields in sections:
         others = {key: values for key, values in _OTHERS.items() if fields.name(key) not in config.reads}
         wrong = fields.unsupported({key: values for key, values in others.items() if values})
         wrong += [fields.describe(key) for key, values in others.items() if not values and fields.is_set(key)]
