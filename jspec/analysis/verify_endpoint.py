@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,19 +27,6 @@ TOP = 5
 """Most probable tokens to ask for, as completions have them."""
 _DRAWS, _PER_REQUEST = 512, 16
 """Samples of each side in a case, and in one request."""
-
-
-class Completions(Protocol):
-    """What answers requests of completions."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the certificate."""
-        ...
-
-    def complete(self, **fields: Any) -> dict[str, Any]:
-        """The answer to a request, as OpenAI's API has it."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +121,7 @@ class Pair:
     """A server beside what it must equal."""
 
     server: Server
-    reference: Completions
+    reference: Server | Plain
     prompts: Sequence[str]
     new: int
 

@@ -163,8 +163,10 @@ class ModelDrafter(Generic[M]):
 
     # Checks, for `bind`
 
-    def check_kind(self, draft: object, kind: type[T], needs: str, hint: str = 'jspec.load(..., draft="...")') -> T:
-        """The configuration of the draft model, of this class or with this protocol.
+    def check_kind(
+        self, draft: object, kind: type[T] | tuple[type[T], ...], needs: str, hint: str = 'jspec.load(..., draft="...")'
+    ) -> T:
+        """The configuration of the draft model, of this class or of one of these.
 
         needs, hint: the kind of draft, and how to get one, for the message.
 

@@ -26,9 +26,9 @@ from jspec.core.types import (
 )
 from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
-from jspec.drafters.feature_head import FeatureHead
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.layers import ForwardBatch
+from jspec.models.mtp_head import MtpHead
 
 
 @struct
@@ -48,7 +48,7 @@ class EagleState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle(WindowedDrafter[FeatureHead]):
+class Eagle(WindowedDrafter[EagleHead | MtpHead]):
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head; other options as of `ModelDrafter` and `WindowedDrafter`.
 
     A P-EAGLE head proposes all generations of a tree in one forward.
@@ -69,7 +69,7 @@ class Eagle(WindowedDrafter[FeatureHead]):
 
     def bind(self, target: Target, draft: object) -> "Eagle":
         """Takes the head's configuration; it must have been made for a target of this shape."""
-        draft = self.check_kind(draft, FeatureHead, "an EAGLE head as draft")
+        draft = self.check_kind(draft, (EagleHead, MtpHead), "an EAGLE head as draft")
         self.check_features(draft, target, "head")
         return dataclasses.replace(self, target=target, model=draft)
 

@@ -20,7 +20,6 @@ from jspec.core import tree
 from jspec.core.commit import commit_rows
 from jspec.core.struct import struct
 from jspec.core.types import Params, Target
-from jspec.drafters.feature_head import FeatureHead
 from jspec.models import Assistant, BlockHead, EagleHead, MtpHead, MtpHeads
 from jspec.models.decoder import Decoder
 from jspec.models.layers import ForwardBatch
@@ -281,7 +280,7 @@ def _captured(text: Text, at: Where) -> Float[Array, "B T C"]:
 
 @_program
 def _of_features(
-    params: Params, text: Text, at: Where, *, draft: FeatureHead, target: Target, second: bool
+    params: Params, text: Text, at: Where, *, draft: EagleHead | MtpHead, target: Target, second: bool
 ) -> Predictions:
     """Row p reads the feature at p + 1 and the token at p + 2, all rows at once; so each prediction is a row's."""
     tokens, feature = text.tokens[:, 2:], draft.fuse(params.draft, _captured(text, at))

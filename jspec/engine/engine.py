@@ -21,7 +21,6 @@ from jspec.engine.handle import Handle
 from jspec.engine.keywords import KeywordsOfOne, KeywordsOfSeveral, StreamKeywords
 from jspec.engine.metrics import Metrics
 from jspec.engine.versions import Versions
-from jspec.generation.learning import Learning
 from jspec.generation.options import (
     DEFAULT_PAGE_SIZE,
     BatchKeywords,
@@ -93,7 +92,7 @@ class Engine:
       groups: one for each group of devices; none in a process other than the leader.
       params: the weights, of all groups together; those of the last `update`.
       adapters: those beside the weights.
-      learning: what `learn` has begun; None: the draft does not learn.
+      learning: what `learn` has begun, a `jspec.train.online.Learning`; None: the draft does not learn.
 
     Raises:
       ValueError, TypeError: invalid arguments, a model too large for the memory, or differences between processes.
@@ -119,7 +118,7 @@ class Engine:
         if options.learn is not None and adapters:
             raise ValueError(f"learn={options.learn}: must be None with adapters")
         self.adapters = Adapters(model, adapters or {})
-        self.learning: Learning | None = None if options.learn is None else options.learn.begin(model)
+        self.learning = None if options.learn is None else options.learn.begin(model)
         self.max_queue = options.max_queue
         self._choosing, self._weights, self._scoring = threading.Lock(), threading.Lock(), threading.Lock()
         self._closing = False

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jspec.core import stopping
 from jspec.core.types import Params
@@ -19,7 +19,6 @@ from jspec.engine.handle import Handle, Waiter, wake
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.schedule import Scheduler
 from jspec.engine.versions import Versions
-from jspec.generation.learning import Learning
 from jspec.generation.result import FINISH_REASONS
 from jspec.loading.model import Model
 from jspec.runner.device import Device, InFlight
@@ -69,14 +68,14 @@ class Group:
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._fail, self._closing = fail, False
-        self._learning: Learning | None = None
+        self._learning: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
 
     # From any thread
 
-    def start(self, learning: Learning | None = None) -> None:
-        """Starts the threads. learning: of the draft; None: it does not learn."""
+    def start(self, learning: Any = None) -> None:
+        """Starts the threads. learning: of the draft, a `jspec.train.online.Learning`; None: it does not learn."""
         self._learning = learning
         self.device.compile_ahead(lambda: self._call(lambda: None))
         self._thread.start()
@@ -283,7 +282,7 @@ class Group:
         if self._learning is not None:
             self._learn(self._learning, began)
 
-    def _learn(self, learning: Learning, began: float) -> None:
+    def _learn(self, learning: Any, began: float) -> None:
         """Lets the draft learn, and serves what it has learned. began: of this turn."""
         runner, counts = self.device.runner, self._counters.accept_counts
         draft = learning.turn(runner.params.target, runner.state, counts, self._work_clock() - began)

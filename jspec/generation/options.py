@@ -19,7 +19,6 @@ from jspec.core.method import Records
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import Accept, Drafter, Target
-from jspec.generation.learning import LearnOptions
 from jspec.generation.speculation import Speculation
 from jspec.loading import memory
 from jspec.loading.model import Model
@@ -161,11 +160,12 @@ class EngineOptions:
     max_queue: int | None = option(
         None, "requests that may wait for a slot, of all groups together (default: any number)", least=0
     )
-    learn: LearnOptions | None = None
+    learn: Any = None
+    """How the draft learns, a `jspec.train.online.Learn`; None: it does not."""
 
     def __post_init__(self):
         check_options(self)
-        if self.learn is not None and not isinstance(self.learn, LearnOptions):
+        if self.learn is not None and not hasattr(self.learn, "begin"):
             raise TypeError(f"learn={shorten(self.learn)}: must be a jspec.train.online.Learn, or None")
 
     def for_model(self, model: Model) -> "EngineOptions":
@@ -195,7 +195,7 @@ class EngineKeywords(TypedDict, total=False):
     burst_ms: float
     prefix_cache: bool
     max_queue: int | None
-    learn: LearnOptions | None
+    learn: Any
 
 
 class _SharedKeywords(TypedDict, total=False):

@@ -7,7 +7,7 @@ devices share an array, and whether it may be quantized, is stated at its field 
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,39 +18,8 @@ from jaxtyping import PyTree
 from jspec.core.sharding import held_heads
 from jspec.core.struct import Leaf, map_leaves
 
-
-class Stored(Protocol):
-    """The tensors of a checkpoint, see `jspec.checkpoints.tensors.Tensors`."""
-
-    placement: Any
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        ...
-
-    def expect(self, name: str, *shape: int) -> None:
-        """Raises CheckpointError if a tensor is missing or has another shape."""
-        ...
-
-    def stored(self, name: str, *shape: int) -> Any:
-        """One tensor as stored."""
-        ...
-
-    def integers(self, name: str, *shape: int) -> np.ndarray:
-        """One tensor of integers."""
-        ...
-
-    def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
-        """One tensor in the precision of the model."""
-        ...
-
-    def empty(self, *shape: int, like: str | None = None) -> Any:
-        """An array to fill, in the precision of the model; like: a tensor to be copied into it."""
-        ...
-
-    def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
-        """Arrays side by side on their last axis, as the weight of a field with these options."""
-        ...
+Stored: TypeAlias = Any
+"""The tensors of a checkpoint, `jspec.checkpoints.tensors.Tensors`."""
 
 
 class Entry(Protocol):

@@ -123,7 +123,7 @@ def read(leaves: Leaves, layout: Layout) -> Named:
     # The tensors of the model, and the row of each of them.
     config, named, rows = leaves.config, {}, []
     layers = {-1: "", **{index: f"model.layers.{index}." for index in range(config.num_layers)}}
-    required: Any = _Required({prefix + name for prefix in layers.values() for name in layout.table})
+    required = _Required({prefix + name for prefix in layers.values() for name in layout.table})
     for entry in jax.tree.leaves(config.weights()):
         entry.check(required)
     for index, prefix in layers.items():
