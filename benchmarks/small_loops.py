@@ -30,8 +30,7 @@ from jspec.models import Deepseek, Gemma4, GptOss, Llama
 from jspec.models.assistant import Assistant
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Indexer, Latent
-from jspec.models.moe import Routed
-from jspec.models.router import Router
+from jspec.models.moe import Routed, Router
 from jspec.models.sizes import tree_bytes
 
 CONTEXT, BATCH, PAGE_SIZE = 16_000, 8, 64

@@ -277,7 +277,7 @@ FIELDS = (
     ),
     (
         "ties are all selected",
-        "jspec.cache.select:largest",
+        "jspec.cache.dsa:largest",
         "above.sum(-1, keepdims=True, dtype=jnp.int32)",
         "0 * above.sum(-1, keepdims=True, dtype=jnp.int32)",
         "cache/test_select.py",

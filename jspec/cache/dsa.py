@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jspec.cache.composite import CompositeCache
+from jspec.cache.base import CompositeCache
 from jspec.cache.mla import MlaCache, UpProjections
-from jspec.cache.select import largest
+from jspec.core.bits import ordered_bits
 from jspec.core.struct import struct
 from pallas_kernels.attention import row_mask
 
@@ -23,6 +23,7 @@ DsaRows = tuple[tuple[Float[Array, "B M W"], Float[Array, "B M I"]], ...]
 """Latent rows and indexer keys of a round's nodes, for each layer."""
 MAX_MATERIALIZED_SCORES = 1 << 28
 """Most scores of all indexer heads to materialize at once; with more, as for prompts, one head at a time."""
+_BITS_PER_PASS = 4
 
 
 @struct
@@ -139,3 +140,32 @@ def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N
     total = jnp.zeros((*weights.shape[:2], keys.shape[1]), jnp.float32)
     by_head = jnp.moveaxis(heads, 2, 0)[:, :, :, None], jnp.moveaxis(weights, 2, 0)[:, :, :, None]
     return lax.scan(lambda total, head: (total + of_heads(*head), None), total, by_head)[0]
+
+
+def largest(scores: Float[Array, "B N S"], visible: Bool[Array, "#B #N S"], k: int) -> Bool[Array, "B N S"]:
+    """The k largest visible scores of each row, ties broken by position; all visible scores if there are fewer.
+
+    They are selected by counting: a sort would keep a GPU from running the loop as one graph. A threshold is computed
+    four bits at a time: each pass counts, for 15 candidates at once, how many scores reach them.
+    """
+    keys = jnp.where(visible, ordered_bits(scores), jnp.uint32(0))
+    threshold = _kth(keys, jnp.full((*scores.shape[:2], 1), k, jnp.int32), 32)
+    above = (keys > threshold) & visible
+    equal = (keys == threshold) & visible
+    # Break ties by position: a descending index, thresholded the same way.
+    count = scores.shape[2]
+    descending = jnp.where(equal, (count - jnp.arange(count)).astype(jnp.uint32)[None, None], jnp.uint32(0))
+    missing = k - above.sum(-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (descending >= _kth(descending, missing, count.bit_length())))
+
+
+def _kth(keys: UInt32[Array, "B N S"], k: Int[Array, "B N 1"], bits: int) -> UInt32[Array, "B N 1"]:
+    """The k-th largest key of each row: the largest integer that k keys reach; 0 if there is none."""
+    largest_key = jnp.zeros(k.shape, jnp.uint32)
+    for shift in reversed(range(0, bits, _BITS_PER_PASS)):
+        # The candidates ascend, so the number of candidates that enough keys reach is the next digit.
+        digits = jnp.arange(1, 1 << _BITS_PER_PASS, dtype=jnp.uint32) << jnp.uint32(shift)
+        candidates = largest_key[..., None] | digits[None, None, None]
+        reached = (keys[:, :, :, None] >= candidates).sum(2, keepdims=True, dtype=jnp.int32)
+        largest_key = largest_key | ((reached >= k[..., None]).sum(-1, dtype=jnp.uint32) << jnp.uint32(shift))
+    return largest_key

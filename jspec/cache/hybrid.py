@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree
 
-from jspec.cache.composite import CompositeCache
+from jspec.cache.base import CompositeCache
 from jspec.cache.mha import MhaCache
 from jspec.cache.narrow import KV_FORMATS, stored_dtype
 from jspec.cache.swa import SlidingCache

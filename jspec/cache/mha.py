@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
+from jspec.cache.base import PagedCache, pad_last
 from jspec.cache.narrow import as_stored, narrowed
-from jspec.cache.paged import PagedCache, pad_last
 from jspec.cache.window import Window, attend_within
 from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
+from jspec.cache.base import PagedCache, pad_last
 from jspec.cache.narrow import as_stored, narrowed
-from jspec.cache.paged import PagedCache, pad_last
 from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention

@@ -7,9 +7,8 @@ from typing import Any
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, describe_fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.rope import Rope
-from jspec.models.router import Router
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""

@@ -20,8 +20,7 @@ from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.struct import Leaf
 from jspec.models.decoder import ModelParams
 from jspec.models.deepseek import Deepseek, Indexer, Latent
-from jspec.models.moe import Routed
-from jspec.models.router import Router
+from jspec.models.moe import Routed, Router
 from jspec.models.weights import Weight, linear, plain
 
 ARCHITECTURES = {

@@ -11,9 +11,8 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.rope import describe_rope, parse_section
 from jspec.models.decoder import Decoder
 from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.rope import Rope
-from jspec.models.router import Router
 
 ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma4_text",

@@ -9,8 +9,7 @@ from jspec.checkpoints.fields import MOST_NUMBER, Fields, describe_fields, refus
 from jspec.checkpoints.rope import describe_rope, parse_rope
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.gpt_oss import GptOss
-from jspec.models.moe import Routed
-from jspec.models.router import Router
+from jspec.models.moe import Routed, Router
 
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}
 """Classes of `transformers` -> model_type."""

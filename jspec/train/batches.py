@@ -6,7 +6,7 @@ reads without learning to write it, such as the user's turns of a chat, and the 
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from jspec.core.checks import check_number
 from jspec.loading import memory
+from jspec.loading.fingerprint import of_array
 from pallas_kernels import platform
 
 _GROUPED = 256
@@ -240,3 +241,19 @@ def heldout_batches(
     for i in range(0, len(tokens), size):
         part = None if mask is None else mask[i : i + size].astype(np.float32)
         yield tokens[i : i + size].astype(np.int32), part
+
+
+def fingerprints(sources: Iterable[Source], heldout: Source | None) -> dict[str, object]:
+    """What identifies the texts of a resumed run: of each source its share, shape and fingerprint, by its name."""
+    identity: dict[str, object] = {}
+    if heldout is not None:
+        identity["heldout"] = of_array(heldout.tokens)
+        if heldout.mask is not None:
+            identity["heldout_mask"] = of_array(heldout.mask)
+    for index, source in enumerate(sources):
+        name = source.name or f"sources[{index}]"
+        identity |= {f"{name}: share": float(source.share), f"{name}: shape": list(source.tokens.shape)}
+        identity[f"{name}: sha256"] = of_array(source.tokens)
+        if source.mask is not None:
+            identity[f"{name}: mask"] = of_array(source.mask)
+    return identity

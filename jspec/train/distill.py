@@ -18,7 +18,7 @@ from jspec.generation.run import Prompt
 from jspec.loading.fingerprint import of_model
 from jspec.loading.model import Model
 from jspec.models import Assistant, BlockHead, EagleHead
-from jspec.train import batches, fingerprint, trainer
+from jspec.train import batches, trainer
 from jspec.train.batches import Source
 from jspec.train.learner import Batch, DraftState, Learner, StepMetrics
 from jspec.train.recipe import Intervals, Recipe
@@ -83,7 +83,7 @@ class Distillation:
             "dtype": learner.dtype,
             "draft": type(learner.config).__name__,
             "target": of_model(learner.target, self.target),
-            **fingerprint.of_texts(self.sources, self.heldout),
+            **batches.fingerprints(self.sources, self.heldout),
         }
 
     def init(self) -> DraftState:

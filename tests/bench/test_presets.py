@@ -17,8 +17,7 @@ from jspec.checkpoints import language_model
 from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Standalone
 from jspec.loading import memory
-from jspec.models.moe import Routed
-from jspec.models.router import Router
+from jspec.models.moe import Routed, Router
 from jspec.models.sizes import count_parameters
 
 ROUTED = Routed(Router(count=8, chosen=2), width=8)

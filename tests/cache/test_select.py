@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache.select import largest
+from jspec.cache.dsa import largest
 
 SHAPE = (2, 3, 45)
 

@@ -18,8 +18,7 @@ from jspec.checkpoints import named as named_arrays
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import LIBRARIES
 from jspec.models.decoder import ModelParams
-from jspec.models.moe import Routed, RoutedParams
-from jspec.models.router import Router
+from jspec.models.moe import Routed, RoutedParams, Router
 from jspec.models.stack import LayerParams
 
 LLAMA = dataclasses.replace(toy.TARGET, qk_norm=False)

@@ -11,9 +11,8 @@ import jspec
 from jspec.bench.traffic import _gaps
 from jspec.drafters import Adaptive, Ngram
 from jspec.engine.metrics import SECONDS, TOKENS, Histogram, Metrics
-from jspec.engine.pages import Pages
+from jspec.engine.pages import Pages, Snapshots
 from jspec.engine.schedule import Scheduler
-from jspec.engine.snapshots import Snapshots
 from jspec.engine.victims import victims
 from jspec.generation.result import Piece
 from jspec.runner.request import Phase, Request

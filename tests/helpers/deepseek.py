@@ -8,8 +8,7 @@ import gemma
 from jspec.checkpoints import deepseek
 from jspec.models.decoder import ModelParams
 from jspec.models.deepseek import Deepseek, Indexer, Latent
-from jspec.models.moe import Routed
-from jspec.models.router import Router
+from jspec.models.moe import Routed, Router
 
 MLA = Deepseek(
     vocab_size=61,

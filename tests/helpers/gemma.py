@@ -9,9 +9,8 @@ import numpy as np
 from jspec.checkpoints import gemma4
 from jspec.checkpoints.tensors import TensorFiles, Tensors
 from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.rope import ProportionalRope, Rope
-from jspec.models.router import Router
 
 SLIDING = Attention(kv_heads=2, head_dim=8, window=8, rope=Rope())
 FULL = Attention(kv_heads=2, head_dim=16, window=None, rope=Rope(1e6, ProportionalRope(0.25)))

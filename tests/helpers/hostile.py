@@ -27,9 +27,8 @@ from jspec.checkpoints.source import Source
 from jspec.models import BlockHead
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.rope import Llama3Rope, Rope, YarnRope
-from jspec.models.router import Router
 from jspec.models.weights import write
 
 ABSENT = object()

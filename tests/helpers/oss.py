@@ -7,9 +7,8 @@ import gemma
 from jspec.checkpoints import gpt_oss
 from jspec.models.decoder import ModelParams
 from jspec.models.gpt_oss import GptOss
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.rope import Rope, YarnRope
-from jspec.models.router import Router
 
 SHAPE = dict(
     vocab_size=61,

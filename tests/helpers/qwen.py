@@ -7,9 +7,8 @@ import gemma
 from jspec.cache import RecurrentLayer
 from jspec.checkpoints import qwen3_next
 from jspec.models.decoder import ModelParams
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.qwen3_next import Qwen3Next
-from jspec.models.router import Router
 
 SHAPE = dict(
     vocab_size=61,

@@ -15,9 +15,8 @@ import jspec
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.loading import memory
 from jspec.models.layers import ForwardBatch
-from jspec.models.moe import Routed, RoutedParams
+from jspec.models.moe import Routed, RoutedParams, Router
 from jspec.models.quantized import is_matrix, widen
-from jspec.models.router import Router
 
 EXPERTS = dataclasses.replace(
     toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=24, shared_width=0), dense_layers=(1,)

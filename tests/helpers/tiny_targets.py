@@ -14,8 +14,7 @@ from jspec.cache import RecurrentLayer
 from jspec.checkpoints import language_model
 from jspec.models.decoder import ModelParams
 from jspec.models.llama import Llama
-from jspec.models.moe import Routed, RoutedParams
-from jspec.models.router import Router
+from jspec.models.moe import Routed, RoutedParams, Router
 
 TIED = dataclasses.replace(
     toy.TARGET, vocab_size=64, num_layers=1, num_heads=8, num_kv_heads=4, tie_embeddings=True, qk_norm=False

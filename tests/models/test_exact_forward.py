@@ -16,9 +16,8 @@ from jspec.core.types import DraftTree
 from jspec.models import Deepseek, Gemma4, GptOss, Llama, Qwen3Next
 from jspec.models.deepseek import Indexer, Latent
 from jspec.models.gemma4 import Attention
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.rope import ProportionalRope, Rope, YarnRope
-from jspec.models.router import Router
 
 LENGTH = 132
 """Tokens of the text: more than a segment of attention. Chunks divide it, so that few programs are compiled."""

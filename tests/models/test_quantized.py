@@ -25,9 +25,8 @@ from jspec.drafters import Ngram, Plain
 from jspec.loading import memory
 from jspec.models import layers, quantized
 from jspec.models.layers import ForwardBatch
-from jspec.models.moe import Routed, RoutedParams
+from jspec.models.moe import Routed, RoutedParams, Router
 from jspec.models.quantized import FORMATS, Quantized, dtype_names, is_matrix, quantize, quantize_shapes, widen
-from jspec.models.router import Router
 from jspec.models.sizes import count_parameters, tree_bytes
 
 TEXT_AS_SHIPPED = True

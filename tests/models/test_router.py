@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.models.moe import Routed
+from jspec.models.moe import Routed, Router
 from jspec.models.ops import Ops
-from jspec.models.router import Router
 
 ROUTERS = {
     "plain": Router(count=12, chosen=3),

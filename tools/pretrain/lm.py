@@ -19,7 +19,7 @@ from jspec.loading.fingerprint import of_array, of_model
 from jspec.models import ModelParams
 from jspec.models.llama import require_llama
 from jspec.text.tokenizer import Tokenizer as TextTokenizer
-from jspec.train import batches, data, fingerprint, trainer
+from jspec.train import batches, data, trainer
 from jspec.train import card as cards
 from jspec.train import tokenizer as files
 from jspec.train.batches import Source
@@ -88,7 +88,7 @@ class Pretraining:
             **dataclasses.asdict(setup.config),
             "dtype": setup.dtype,
             "teacher": None if teacher is None else of_model(setup.teacher, teacher),
-            **fingerprint.of_texts(self.sources, self.heldout.source),
+            **batches.fingerprints(self.sources, self.heldout.source),
             "byte_counts": of_array(self.heldout.byte_counts),
         }
 
