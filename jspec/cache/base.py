@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from jspec.cache.narrow import narrowed
+from jspec.core.pieces import Pieces
 from jspec.core.slots import SlotCache
 from jspec.core.struct import struct
+from pallas_kernels.kv_compact import kv_compact
+
+PageRows = tuple[tuple[Float[Array, "B R ..."], ...], ...]
+"""Rows of a round's nodes, for each layer one array or several."""
 
 
 def pad_last(x: Float[Array, "*axes D"], width: int) -> Float[Array, "*axes W"]:
@@ -24,6 +30,20 @@ class PagedCache(SlotCache):
 
     pool: Float[Array, "L planes P page ..."]
     page_table: Int[Array, "B pages"]
+
+    def commit(
+        self,
+        rows: PageRows,
+        start: Int[Array, " B"],
+        path: Int[Array, "B A"] | None,
+        length: Int[Array, " B"],
+        pieces: Pieces | None = None,
+    ) -> Self:
+        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
+        # In the type of the pool, with zeros after the features of a row.
+        width, dtype = self.pool.shape[-1], self.pool.dtype
+        stored = tuple(tuple(narrowed(pad_last(x, width), dtype) for x in arrays) for arrays in rows)
+        return dataclasses.replace(self, pool=kv_compact(self.pool, stored, self.page_table, start, path, length))
 
     def take(self, slots: Int[Array, " R"]) -> Self:
         """The same pool with the tables of these sequences."""

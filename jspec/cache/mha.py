@@ -1,8 +1,6 @@
 """Paged cache of multi-head and grouped-query attention; all layers share one pool."""
 
-import dataclasses
 from functools import partial
-from typing import Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -10,13 +8,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.base import PagedCache, pad_last
-from jspec.cache.narrow import as_stored, narrowed
+from jspec.cache.narrow import as_stored
 from jspec.cache.window import Window, attend_within
 from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
-from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
 Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
@@ -95,20 +92,3 @@ class MhaCache(PagedCache):
     def within(self, window: Window | None) -> Window | None:
         """The window of an attention limited to `window`."""
         return window
-
-    def commit(
-        self,
-        rows: Rows,
-        start: Int[Array, " B"],
-        path: Int[Array, "B A"] | None,
-        length: Int[Array, " B"],
-        pieces: Pieces | None = None,
-    ) -> Self:
-        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        stored = tuple((self._stored(k), self._stored(v)) for k, v in rows)
-        pool = kv_compact(self.pool, stored, self.page_table, start, path, length)
-        return dataclasses.replace(self, pool=pool)
-
-    def _stored(self, x: Float[Array, "B R K D"]) -> Float[Array, "B R K padded"]:
-        """Keys or values in the type of the pool, with zeros after the features of a head."""
-        return narrowed(pad_last(x, self.pool.shape[-1]), self.pool.dtype)

@@ -4,9 +4,7 @@ A token has one row per layer for all heads: the latent, to be projected to thei
 key shared by them.
 """
 
-import dataclasses
 from functools import partial
-from typing import Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,17 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.base import PagedCache, pad_last
-from jspec.cache.narrow import as_stored, narrowed
+from jspec.cache.narrow import as_stored
 from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention
-
-MlaRows = tuple[tuple[Float[Array, "B M W"]], ...]
-"""Latent rows of a round's nodes, for each layer."""
 
 
 @struct
@@ -136,15 +130,6 @@ class MlaCache(PagedCache):
         attend = partial(exact_attention, layer=layer, scale=scale)
         seen = attend(queries, keys, None, pool, self.page_table, start, mask)
         return _each_head_exactly(seen[..., :rank], up.values)
-
-    def commit(
-        self, rows: MlaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
-    ) -> Self:
-        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        width = self.pool.shape[-1]
-        padded = tuple((narrowed(pad_last(latent, width), self.pool.dtype),) for (latent,) in rows)
-        pool = kv_compact(self.pool, padded, self.page_table, start, path, length)
-        return dataclasses.replace(self, pool=pool)
 
 
 def _expanded(

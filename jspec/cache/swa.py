@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import pages
-from jspec.cache.mha import MhaCache, Rows
+from jspec.cache.base import PageRows
+from jspec.cache.mha import MhaCache
 from jspec.cache.window import Window
 from jspec.core.pieces import Pieces
 from jspec.core.struct import leaf, struct
@@ -62,13 +63,13 @@ class SlidingCache(MhaCache):
 
     def commit(
         self,
-        rows: Rows,
+        rows: PageRows,
         start: Int[Array, " B"],
         path: Int[Array, "B A"] | None,
         length: Int[Array, " B"],
         pieces: Pieces | None = None,
     ) -> Self:
-        """Like `MhaCache.commit`; omits rows out of reach of later windows."""
+        """Like `PagedCache.commit`; omits rows out of reach of later windows."""
         page_size = self.pool.shape[3]
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]

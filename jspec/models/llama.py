@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, LayerKeys, MhaCache
+from jspec.cache import LayerKeys
+from jspec.core.types import Cache
 from jspec.models import layers
 from jspec.models.decoder import Decoder, ModelParams, model_weights
 from jspec.models.layers import ForwardBatch
@@ -72,7 +73,7 @@ class Llama(Decoder):
             ],
         )
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache | HybridCache:
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         windows = [self.layer_keys(layer).window for layer in range(self.num_layers)]
         return empty_cache(self, batch, capacity, page_size, dtype, windows)

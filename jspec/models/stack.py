@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.cache import HybridCache, LayerKeys, MhaCache
-from jspec.cache.narrow import divided, multiplied, stored_dtype
+from jspec.cache import HybridCache, LayerKeys
+from jspec.cache.narrow import divided, multiplied
 from jspec.core.sharding import check_split, gather_last, held_heads
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Cache, Params, Target
@@ -145,18 +145,16 @@ def empty_cache(
     page_size: int,
     dtype: DTypeLike,
     windows: Sequence[int | None] = (),
-) -> MhaCache | HybridCache:
+) -> Cache:
     """An empty cache for the layers of a model: the part of one device, if it is split.
 
     windows: for each layer the positions that a token sees, its own included, or None: all; empty: all in all layers.
     """
+    whole = LayerKeys(config.num_kv_heads, config.head_dim, kv=config.kv).split(config.tensor)
     if any(windows):
-        keys = [LayerKeys(config.num_kv_heads, config.head_dim, window, kv=config.kv) for window in windows]
-        split_keys = [layer.split(config.tensor) for layer in keys]
-        return HybridCache.empty(batch, capacity, page_size, layers=split_keys, dtype=dtype)
-    kv_heads, dtype = held_kv_heads(config) // config.tensor, stored_dtype(config.kv, dtype)
-    shape = {"layers": config.num_layers, "kv_heads": kv_heads, "head_dim": config.head_dim}
-    return MhaCache.empty(batch, capacity, page_size, **shape, dtype=dtype)
+        keys = [dataclasses.replace(whole, window=window) for window in windows]
+        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
+    return whole.empty(batch, capacity, page_size, layers=config.num_layers, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import MhaCache, SlidingCache, mha
+from jspec.cache import MhaCache, SlidingCache, base
 from jspec.cache.window import Window, window_mask, within
 from jspec.core import tree
 from jspec.core.pieces import Pieces
@@ -177,7 +177,7 @@ def test_a_finished_sequence_keeps_its_pages():
 def test_no_slot_is_written_twice_in_a_commit(monkeypatch, chain):
     """Backends differ in which of two rows a scatter keeps."""
     written = []
-    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    monkeypatch.setattr(base, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
     rng = np.random.default_rng(0)
     _, rows, _, _ = random_round(rng, 25, True)
     path = None if chain else np.arange(25, dtype=np.int32)[None].repeat(BATCH, 0)
@@ -191,7 +191,7 @@ def test_no_slot_is_written_twice_in_a_commit(monkeypatch, chain):
 
 def test_pieces_of_a_prompt_write_no_slot_twice(monkeypatch):
     written = []
-    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    monkeypatch.setattr(base, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
     rng = np.random.default_rng(0)
     cache = empty(8, 3, rng)
     view = cache.take(jnp.array([0, 0, 0, 1]))
