@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints.adapter import Adapter, Update
-from jspec.checkpoints.language_model import weight_table
+from jspec.checkpoints.language_model import family_by_config
 from jspec.checkpoints.tensors import TensorFiles
 from jspec.core.struct import flatten_leaves
 from jspec.models.adapted import Adapted
@@ -36,7 +36,7 @@ class AdapterStack:
 
     def __init__(self, config: Decoder, adapters: Mapping[str, Adapter]):
         # The matrices of the model, and their tensors.
-        table, self._structure = flatten_leaves(weight_table(config))
+        table, self._structure = flatten_leaves(family_by_config(config).table(config, set()))
         self._matrices = [
             entry if options.linear and isinstance(entry, Weight) and len(entry.shape) == 2 else None
             for options, entry in table

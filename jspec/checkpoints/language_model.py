@@ -21,7 +21,7 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_SIZE, Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.plan import Checkpoint, Plan, refuse_split
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.tensors import HEAD, Tensors
+from jspec.checkpoints.tensors import HEAD
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
 from jspec.models.quantized import refuse_quantized
@@ -101,7 +101,7 @@ def plan(
     if (count := count_parameters(config.param_shapes(tensors.dtype))) > MOST_PARAMETERS:
         problem = f"describes {count:.1e} parameters: must describe at most {MOST_PARAMETERS:.0e}"
         raise CheckpointError(f"{source.config.where}: {problem}")
-    return Plan(config, tensors, read_params, eos, family.as_stored)
+    return Plan(config, tensors, family.read_params, eos, family.as_stored)
 
 
 def _untied(config: Any, files: AdaptedFiles) -> Any:
@@ -135,16 +135,6 @@ def _check_heads(source: Source, count: int) -> None:
             warnings.warn(f"{problem}no tensors of MTP heads: loaded without these", stacklevel=2)
 
 
-def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:
-    """The configuration with the declared MTP heads, if their tensors are there."""
-    return _family_by_config(config).with_mtp(config, tensors, True)
-
-
-def read_params(config: Decoder, tensors: Tensors) -> PyTree:
-    """The weights of a configuration of any family."""
-    return _family_by_config(config).read_params(config, tensors)
-
-
 def parse_config(config: Fields) -> Decoder:
     """Parse a config.json."""
     sections = config, config.section("text_config")
@@ -169,20 +159,6 @@ def parse_config(config: Fields) -> Decoder:
     return parsed
 
 
-def weight_table(config: Decoder) -> PyTree:
-    """The table of the weights of a configuration, whose tensors have the names of the writer.
-
-    Raises:
-      ValueError: it is of no family in `FAMILIES`.
-    """
-    return _family_by_config(config).table(config, set())
-
-
-def describe(config: Decoder) -> dict[str, Any]:
-    """The config.json of a configuration."""
-    return _family_by_config(config).describe(config)
-
-
 def _family_of(config: Fields) -> Family[Any]:
     for family in FAMILIES:
         if family_of(config, family.architectures) is not None:
@@ -190,7 +166,12 @@ def _family_of(config: Fields) -> Family[Any]:
     raise unknown_family(config, [name for family in FAMILIES for name in family.architectures])
 
 
-def _family_by_config(config: Decoder) -> Family[Any]:
+def family_by_config(config: Decoder) -> Family[Any]:
+    """The family of a configuration, with its readers and writers.
+
+    Raises:
+      ValueError: it is of no family in `FAMILIES`.
+    """
     for family in FAMILIES:
         if type(config) is family.config:
             return family
@@ -244,7 +225,7 @@ def save(
       TypeError, ValueError: an entry of `eos` is not an id of the vocabulary, or the weights are split over devices.
     """
     # Refuse split or quantized weights, and ids outside the vocabulary.
-    family = _family_by_config(config)
+    family = family_by_config(config)
     refuse_split(config)
     refuse_quantized(params, "writing a checkpoint")
     for token in eos:

@@ -134,7 +134,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
     tensors.weights = options.weights
     # MTP heads are known by their arrays.
     if names == TRANSFORMERS:
-        config = language_model.with_mtp(config, tensors)
+        config = language_model.family_by_config(config).with_mtp(config, tensors, True)
     plan = Plan(config, tensors, partial(_read_params, names))
     return plan if placement is None else plan.over(placement)
 
@@ -189,5 +189,5 @@ def _fuse(
         arrays = translate(names, config, arrays)
     tensors = LiveTensors(_Named(arrays), dtype)
     tensors.placement, tensors.weights = placement, weights
-    params = language_model.read_params(config, tensors)
+    params = language_model.family_by_config(config).read_params(config, tensors)
     return params if placement is None else placement.spread(params)

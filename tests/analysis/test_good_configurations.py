@@ -16,7 +16,7 @@ import toy
 import jspec
 from jspec.analysis import verify
 from jspec.analysis.verify_subject import Subject, default_prompts
-from jspec.checkpoints.language_model import _family_by_config
+from jspec.checkpoints.language_model import family_by_config
 from jspec.core.types import Params
 from jspec.drafters import Eagle, Ngram, Pruned, Standalone, Suffix
 
@@ -65,7 +65,7 @@ def of_toy(drafter=None, weights=None, draft=toy.NEAR, target=toy.TARGET):
 
 def named(config, params, **options):
     """A subject whose weights are loaded by name, with options."""
-    family = _family_by_config(config)
+    family = family_by_config(config)
     model = jspec.from_named(config, dict(family.named_tensors(config, params)), **options)
     model = dataclasses.replace(model, eos=(60,))
     return Subject(model, "ngram", PROMPTS, None, 24, 0)

@@ -95,7 +95,7 @@ def test_a_token_is_read_alike_in_its_own_round_and_later(name):
 
 def model_of(name, **options):
     config, make = FAMILIES[name]
-    family = language_model._family_by_config(config)
+    family = language_model.family_by_config(config)
     arrays = {key: jnp.array(array) for key, array in family.named_tensors(config, make())}
     return jspec.from_named(config, arrays, **options)
 

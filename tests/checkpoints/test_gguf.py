@@ -43,7 +43,7 @@ NAMES = {"olmo3": "olmo2", "phi3 window": "phi3"}
 
 
 def random_params(config):
-    return language_model.read_params(config, gemma.RandomTensors(0))
+    return language_model.family_by_config(config).read_params(config, gemma.RandomTensors(0))
 
 
 MODELS = {

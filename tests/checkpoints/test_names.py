@@ -53,7 +53,7 @@ def weights_of(config, seed=0):
 
 
 def hugging_face(config, seed=0):
-    named = language_model._family_by_config(config).named_tensors(config, weights_of(config, seed))
+    named = language_model.family_by_config(config).named_tensors(config, weights_of(config, seed))
     return {name.removesuffix(".weight"): np.asarray(array) for name, array in named}
 
 

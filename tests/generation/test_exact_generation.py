@@ -10,7 +10,7 @@ import qwen
 import toy
 
 import jspec
-from jspec.checkpoints.language_model import _family_by_config
+from jspec.checkpoints.language_model import family_by_config
 
 
 def test_the_target_knows_that_it_is_exact():
@@ -70,4 +70,4 @@ def test_drafted_text_of_other_families_is_plain_text(family):
 
 def arrays_of(config, params):
     """The weights as `transformers` would hold them, on the device."""
-    return {name: jnp.array(array) for name, array in _family_by_config(config).named_tensors(config, params)}
+    return {name: jnp.array(array) for name, array in family_by_config(config).named_tensors(config, params)}

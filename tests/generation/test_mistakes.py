@@ -253,7 +253,7 @@ def test_weights(call, message):
 
 def gemma_arrays(kind):
     config = gemma.KINDS[kind]
-    family = language_model._family_by_config(config)
+    family = language_model.family_by_config(config)
     return config, {name: jnp.asarray(x) for name, x in family.named_tensors(config, gemma.params(kind))}
 
 

@@ -39,4 +39,4 @@ KINDS: dict[str, Decoder] = {
 @functools.cache
 def params(kind: str, seed: int = 0):
     """Weights with a spread that keeps logits apart."""
-    return language_model.read_params(KINDS[kind], gemma.RandomTensors(seed))
+    return language_model.family_by_config(KINDS[kind]).read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -144,7 +144,7 @@ def _model(directory: Path, name: str, config: Decoder) -> Base:
 
 
 def _described(config: Decoder) -> dict:
-    described = language_model.describe(config)
+    described = language_model.family_by_config(config).describe(config)
     # Each layer's own entry takes precedence over these.
     own = ("global_head_dim", "num_global_key_value_heads") if "per_layer_config" in described else ()
     own += () if described.get("hidden_size_per_layer_input") else ("vocab_size_per_layer_input",)
@@ -190,7 +190,7 @@ def _head(directory: Path, name: str) -> Base:
     def describe(made) -> dict:
         config, params = made
         if isinstance(config, Decoder):
-            return language_model.describe(config)
+            return language_model.family_by_config(config).describe(config)
         layout_written = "speculators" if layout == "speculators" else "safeailab"
         described = eagle.describe(layout_written, config, params, None)
         # These say what other programs need, not what this head is.
@@ -225,7 +225,7 @@ def _block(directory: Path, name: str) -> Base:
     def describe(made) -> dict:
         config, params = made
         if isinstance(config, Decoder):
-            return language_model.describe(config)
+            return language_model.family_by_config(config).describe(config)
         if not isinstance(config, BlockHead):
             return {}
         # What both layouts cannot hold is compared by the tests of checkpoints.

@@ -245,7 +245,7 @@ def model() -> tuple[dict, Tensors]:
     t = {
         name: np.array(x) for name, x in language_model.FAMILIES[0].named_tensors(config, toy.random_params(config, 5))
     }
-    return json.loads(json.dumps(language_model.describe(config))), t
+    return json.loads(json.dumps(language_model.family_by_config(config).describe(config))), t
 
 
 EAGLE, BLOCK = Eagle(depth=3), Block()

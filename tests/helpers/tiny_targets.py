@@ -82,12 +82,12 @@ def weights(config: Llama, seed: int = 0) -> ModelParams:
 
 def random_weights(config, seed: int = 0):
     """Random weights of a configuration of any family."""
-    return language_model.read_params(config, gemma.RandomTensors(seed))
+    return language_model.family_by_config(config).read_params(config, gemma.RandomTensors(seed))
 
 
 def hybrid_weights(config: qwen.Qwen3Next, seed: int = 0) -> qwen.ModelParams:
     """Random weights of a hybrid in which a token depends most on the one before it, which an MTP head sees, too."""
-    made = language_model.read_params(config, gemma.RandomTensors(seed))
+    made = language_model.family_by_config(config).read_params(config, gemma.RandomTensors(seed))
 
     def weaker(layer, share=0.25):
         layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, o=share * layer.mixer.o))

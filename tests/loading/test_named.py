@@ -55,7 +55,7 @@ CASES = {
 
 def arrays_of(config, params):
     """The weights as `transformers` would hold them, on the device."""
-    family = language_model._family_by_config(config)
+    family = language_model.family_by_config(config)
     return {name: jnp.array(array) for name, array in family.named_tensors(config, params)}
 
 
@@ -70,10 +70,10 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_checkpoint(case):
     config, make = CASES[case]
-    params, described = make(0), language_model.describe(config)
+    params, described = make(0), language_model.family_by_config(config).describe(config)
     arrays = arrays_of(config, params)
     model = jspec.from_named(described, arrays)
-    assert language_model.describe(model.target) == described
+    assert language_model.family_by_config(model.target).describe(model.target) == described
     assert_same(model.params.target, params)
     # Inside a program nothing is known of the values.
     count = named_arrays._fuse._cache_size()
@@ -90,7 +90,7 @@ def test_weights_are_those_of_a_checkpoint(case):
 def test_weights_of_a_running_loop_compile_nothing(case):
     """The text of each step's weights is that of a model loaded with them."""
     config, make = CASES[case]
-    described = language_model.describe(config)
+    described = language_model.family_by_config(config).describe(config)
     model = jspec.from_named(described, arrays_of(config, make(0)), eos=[7])
     jspec.generate(model, PROMPTS, drafter="ngram", max_new_tokens=12)
     programs_now = [f._cache_size() for f in (decode, jitted_prefill, named_arrays._fuse)]
@@ -136,7 +136,7 @@ def test_arrays_of_other_kinds():
 
 def test_the_end_of_a_text_comes_from_the_configuration():
     config, make = CASES["llama"]
-    described = language_model.describe(config) | {"eos_token_id": [5, 7]}
+    described = language_model.family_by_config(config).describe(config) | {"eos_token_id": [5, 7]}
     assert jspec.from_named(described, arrays_of(config, make(0))).eos == (5, 7)
     assert jspec.from_named(described, arrays_of(config, make(0)), eos=[2]).eos == (2,)
 

@@ -363,7 +363,7 @@ def test_the_command_splits_the_model(capsys):
 
 def named_arrays(config, params):
     """The weights as `transformers` would hold them."""
-    family = language_model._family_by_config(config)
+    family = language_model.family_by_config(config)
     return {name: jnp.asarray(array) for name, array in family.named_tensors(config, params)}
 
 

@@ -37,7 +37,7 @@ PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, st
 
 
 def arrays_of(config, params):
-    family = language_model._family_by_config(config)
+    family = language_model.family_by_config(config)
     return {name: jnp.array(array) for name, array in family.named_tensors(config, params)}
 
 

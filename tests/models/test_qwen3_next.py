@@ -152,7 +152,7 @@ def test_a_configuration_of_qwen3_6(size):
     preset = PRESETS[size].target
     found = language_model.parse_config(Fields(raw))
     assert found == dataclasses.replace(preset, rope=Rope(1e7, share=0.25))
-    assert language_model.describe(found)["num_hidden_layers"] == found.num_layers
+    assert language_model.family_by_config(found).describe(found)["num_hidden_layers"] == found.num_layers
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])

@@ -144,4 +144,4 @@ def test_a_window_of_all_layers_as_long_as_the_context_is_none(kind, windows):
     raw = {**hf.build(kind, sliding_window=512).config.to_dict(), "architectures": [type(hf.build(kind)).__name__]}
     config = language_model.parse_config(Fields(raw))
     assert sum(map(bool, config.windows)) == windows and config.max_length == 512
-    assert language_model.parse_config(Fields(language_model.describe(config))) == config
+    assert language_model.parse_config(Fields(language_model.family_by_config(config).describe(config))) == config
