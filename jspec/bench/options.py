@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from jspec.bench.presets import DRAFTS, PRESETS
 from jspec.cache.narrow import KV_FORMATS
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.checkpoints.files import DTYPES
 from jspec.core.accept import Imposed
-from jspec.core.options import check_options, option, typed
+from jspec.core.options import check_options, option, set_checked, typed
 from jspec.core.types import Drafter
 from jspec.drafters import DRAFTERS, Adaptive
 from jspec.models.quantized import BLOCKS, FORMATS, WIDE
@@ -115,10 +114,6 @@ class SubjectOptions(DraftOptions):
         """Whether the preset runs on any CPU."""
         return (self.preset or "").startswith("tiny")
 
-    def _fill(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     def _check_modes(self) -> None:
         """Fills in defaults of draft options; raises ValueError for an option that no mode uses."""
         for name, default in _OF_DRAFTS.items():
@@ -126,7 +121,7 @@ class SubjectOptions(DraftOptions):
             if value is not None and not any(mode == "tree" if trees else mode != "plain" for mode in self.mode):
                 users = "tree" if trees else "chain or tree"
                 raise ValueError(f"{typed(self, name)}: requires --mode {users}, but --mode is {' '.join(self.mode)}")
-            self._fill(**{name: default if value is None else value})
+            set_checked(self, **{name: default if value is None else value})
 
     def _check_shape(self) -> None:
         assert self.tokens_per_round is not None and self.depth is not None
@@ -154,7 +149,8 @@ class CaseOptions(SubjectOptions):
         super().__post_init__()
         # Every group of devices has the same number of sequences.
         groups = getattr(self, "data", 1)
-        self._fill(
+        set_checked(
+            self,
             batch=self.batch or tuple(groups * batch for batch in ((1,) if self.is_tiny else (1, 8, 32))),
             context=self.context or ((64,) if self.is_tiny else (512, 4096, 32_768)),
         )

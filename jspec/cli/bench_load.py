@@ -22,7 +22,7 @@ from jspec.cache.pages import fit_page_size
 from jspec.cli.arguments import Parser, check_output, set_options
 from jspec.cli.bench import prepare
 from jspec.core.accept import Imposed
-from jspec.core.options import option, typed
+from jspec.core.options import option, set_checked, typed
 from jspec.engine.engine import Engine
 from jspec.loading.model import Model
 from jspec.models.sizes import count_parameters
@@ -66,9 +66,9 @@ class Options(RunOptions):
 
     def __post_init__(self):
         default = MODES if self.acceptance is None else ("plain", "chain", "adaptive")
-        self._fill(mode=self.mode or default)
+        set_checked(self, mode=self.mode or default)
         super().__post_init__()
-        self._fill(slots=self.slots or ((4,) if self.is_tiny else (32, 64)))
+        set_checked(self, slots=self.slots or ((4,) if self.is_tiny else (32, 64)))
         # What does not go together.
         wrong = "adaptive" if self.acceptance is None else "tree"
         if wrong in self.mode:

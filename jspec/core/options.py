@@ -111,6 +111,12 @@ def check_options(values: Any, owner: str = "") -> None:
         object.__setattr__(values, name, checked)
 
 
+def set_checked(options: object, **values: object) -> None:
+    """Sets fields of a frozen dataclass to checked values, in its `__post_init__`."""
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
+
+
 def _check(name: str, value: object, kind: type, spec: Option, owner: str) -> object:
     if kind is bool:
         return check_flag(name, value, owner=owner)

@@ -12,12 +12,12 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.core import optional, tree
 from jspec.core.checks import shorten
-from jspec.core.options import check_options, option
+from jspec.core.options import check_options, option, set_checked
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, Drafter, DraftNeeds, DraftTree, Params, Target
 from jspec.drafters import policy
-from jspec.drafters.base import bound, check_drafter, set_checked
+from jspec.drafters.base import bound, check_drafter
 from jspec.drafters.costs import check_costs, interpolated
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain

@@ -7,18 +7,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.window import within
 from jspec.core.grow import Shape
-from jspec.core.options import check_options, option
+from jspec.core.options import check_options, option, set_checked
 from jspec.core.propose import propose
 from jspec.core.types import DRAFTER_PARTS, Committed, DecodeState, Drafter, DraftNeeds, Params, Proposal, Target
 
 M = TypeVar("M")
 T = TypeVar("T")
-
-
-def set_checked(drafter: object, **values: object) -> None:
-    """Sets fields of a frozen drafter to checked values, in its `__post_init__`."""
-    for name, value in values.items():
-        object.__setattr__(drafter, name, value)
 
 
 def bound(drafter: object, part: T | None) -> T:

@@ -19,11 +19,11 @@ from jspec.core import optional, tree
 from jspec.core.checks import check_number, shorten
 from jspec.core.grow import Shape, rank
 from jspec.core.growth import Growth
-from jspec.core.options import check_options, option
+from jspec.core.options import check_options, option, set_checked
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, Drafter, DraftNeeds, DraftTree, Params, Target
-from jspec.drafters.base import bound, check_drafter, set_checked
+from jspec.drafters.base import bound, check_drafter
 from jspec.drafters.costs import check_costs, interpolated
 from jspec.drafters.table import PROPOSING
 

@@ -18,7 +18,7 @@ from jspec.core.automaton import Automaton
 from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
 from jspec.core.loop import SHARED, run_rounds
 from jspec.core.method import Method, Records, on_devices
-from jspec.core.options import check_options, option
+from jspec.core.options import check_options, option, set_checked
 from jspec.core.prefill import prefill
 from jspec.core.sampling import Sampling, check_rows, per_row
 from jspec.core.sharding import Placement
@@ -80,8 +80,7 @@ class IdsOptions:
         values["eos"] = [check_int(f"eos[{i}]", token, least=0, most=most) for i, token in enumerate(eos)]
         if not isinstance(self.max_new_tokens, jax.Array | np.ndarray):
             values["max_new_tokens"] = check_int("max_new_tokens", self.max_new_tokens, least=1)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        set_checked(self, **values)
 
     def columns(self, batch: int, columns: int) -> int:
         """The number of columns of the result, for prompts of this shape.

@@ -16,7 +16,7 @@ from jspec.core.accept import RULES, Imposed
 from jspec.core.checks import check_each, check_hashable, check_int, check_kind, entries_of, shorten
 from jspec.core.grammar import TokenGrammar
 from jspec.core.method import Records
-from jspec.core.options import check_options, option
+from jspec.core.options import check_options, option, set_checked
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import Accept, Drafter, Target
 from jspec.generation.speculation import Speculation
@@ -54,16 +54,15 @@ class RequestOptions:
         # Convert: equal options must compare equal.
         check_options(self)
         of_sampling = partial(check_kind, kind=Sampling, otherwise="None (greedy)")
-        values: dict[str, object] = {
-            "max_new_tokens": check_each("max_new_tokens", self.max_new_tokens, partial(check_int, least=1)),
-            "stop": tuple(check_stop(self.stop)),
-            "seed": check_each("seed", self.seed, _check_seed),
-            "logprobs": _check_logprobs(self.logprobs),
-            "sampling": check_each("sampling", self.sampling, of_sampling),
-            "speculation": check_each("speculation", self.speculation, partial(check_kind, kind=Speculation)),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        set_checked(
+            self,
+            max_new_tokens=check_each("max_new_tokens", self.max_new_tokens, partial(check_int, least=1)),
+            stop=tuple(check_stop(self.stop)),
+            seed=check_each("seed", self.seed, _check_seed),
+            logprobs=_check_logprobs(self.logprobs),
+            sampling=check_each("sampling", self.sampling, of_sampling),
+            speculation=check_each("speculation", self.speculation, partial(check_kind, kind=Speculation)),
+        )
 
     @property
     def top_logprobs(self) -> int:
