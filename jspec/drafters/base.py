@@ -11,6 +11,9 @@ from jspec.core.options import check_options, option, set_checked
 from jspec.core.propose import propose
 from jspec.core.types import DRAFTER_PARTS, Committed, DecodeState, Drafter, DraftNeeds, Params, Proposal, Target
 
+MAX_DEPTH = 127
+"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
+
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -200,6 +203,12 @@ class WindowedDrafter(ModelDrafter[M]):
             raise ValueError(f"{name}(keep_first={first}): requires a window; without one, a draft sees all positions")
         if window is not None and first > window:
             raise ValueError(f"{name}(window={window}, keep_first={first}): must keep no more positions than it has")
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Layers of the target read by the draft; ValueError before `bind`."""
+        model: Any = self._model
+        return model.capture_layers
 
     def seen(self, cache: Any) -> Any:
         """The part of its cache visible to the draft."""

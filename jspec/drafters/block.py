@@ -51,11 +51,6 @@ class Block(WindowedDrafter[BlockHead]):
     """No lookahead: a row depends on its position's feature alone."""
     packs: ClassVar[bool] = True
 
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """Layers of the target read by the draft; ValueError before `bind`."""
-        return self._model.capture_layers
-
     def bind(self, target: Target, draft: object) -> "Block":
         """Takes the draft's configuration; it must have been made for a target of this shape."""
         draft = self.check_kind(draft, BlockHead, "a block draft")

@@ -62,11 +62,6 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
     ahead: ClassVar[int] = 1
     """Lookahead: a row depends on its position's feature and the token after it."""
 
-    @property
-    def capture_layers(self) -> tuple[int, ...]:
-        """Layers of the target read by the head; ValueError before `bind`."""
-        return self._model.capture_layers
-
     def bind(self, target: Target, draft: object) -> "Eagle":
         """Takes the head's configuration; it must have been made for a target of this shape."""
         draft = self.check_kind(draft, (EagleHead, MtpHead), "an EAGLE head as draft")

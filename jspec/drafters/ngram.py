@@ -9,12 +9,11 @@ from jspec.core import tree
 from jspec.core.options import option
 from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, DraftTree, Params
-from jspec.drafters.base import TokenDrafter
+from jspec.drafters.base import MAX_DEPTH, TokenDrafter
+from jspec.drafters.suffix import count_matched
 
 MAX_MATCH = 64
 """Tokens of the longest match; the search compares one token after the other."""
-MAX_DEPTH = 127
-"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits."""
 
 
 @struct
@@ -73,14 +72,7 @@ def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: in
     """The `depth` tokens after the best match of the ending of each sequence."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = length[:, None] - 1
-    # matched[b, j]: how many of the last n tokens equal the tokens that end at column j < last.
-    equal, matched = column < last, jnp.zeros(tokens.shape, jnp.int32)
-    # No match is longer than the buffer.
-    for back in range(min(n, tokens.shape[1])):
-        shifted = jnp.pad(tokens[:, : tokens.shape[1] - back], ((0, 0), (back, 0)), constant_values=-1)
-        token = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        equal = equal & (shifted == token)
-        matched = matched + equal.astype(jnp.int32)
+    matched = count_matched(tokens, tokens, last, n) * (column < last).astype(jnp.int32)
     # The longest match, then the latest.
     score = jnp.where(matched > 0, matched * tokens.shape[1] + column, -1)
     place = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]

@@ -103,11 +103,11 @@ def continuations(
     # Matches in the sequence and in the corpus.
     last = jnp.maximum(length, 1)[:, None] - 1
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    matched = _count_matched(tokens, tokens, last, n) * (column < last).astype(jnp.int32)
+    matched = count_matched(tokens, tokens, last, n) * (column < last).astype(jnp.int32)
     others = 0 if corpus is None else corpus.shape[0]
     if corpus is not None:
         after = jnp.concatenate([corpus[1:], jnp.full_like(corpus[:1], -1)])[None]
-        in_corpus = _count_matched(corpus[None], tokens, last, n) * (after >= 0).astype(jnp.int32)
+        in_corpus = count_matched(corpus[None], tokens, last, n) * (after >= 0).astype(jnp.int32)
         matched = jnp.concatenate([in_corpus, matched], axis=1)
     place, matched = _best(matched, n, count)
     # A copy up to the end of the sequence continues with the tokens copied so far: it repeats with this period.
@@ -165,7 +165,7 @@ def vote(
     return dataclasses.replace(grow.keep_best(root, tokens, scores, parents, depth, num_nodes), scores=None)
 
 
-def _count_matched(
+def count_matched(
     text: Int[Array, "_ S"], tokens: Int[Array, "B C"], last: Int[Array, "B 1"], n: int
 ) -> Int[Array, "B S"]:
     """Counts, for each column of the text, how many of the last n tokens of each sequence match up to it."""

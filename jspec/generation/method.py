@@ -11,11 +11,9 @@ from jspec.core.checks import check_int
 from jspec.core.method import Method, Records
 from jspec.core.sharding import Placement
 from jspec.core.types import DRAFTER_PARTS, Accept, Drafter, RowSampling, Target
+from jspec.drafters.base import MAX_DEPTH
 from jspec.generation.options import check_rule
 from jspec.loading.model import Model
-
-MAX_DEPTH = 127
-"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
 
 
 def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
