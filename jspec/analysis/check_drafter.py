@@ -87,9 +87,8 @@ def check_drafter(
     check_int("max_new_tokens", max_new_tokens, least=1)
     disable = contract.hidden(progress)
     sampling = [Sampling(temperature=t) for t in (0.0, temperature) for _ in ids]
-    subject = Subject(
-        contract.in_float32(model), _wrap(tested), [*map(list, ids)] * 2, None, max_new_tokens, seed, sampling
-    )
+    counted = (_CountedBranches if hasattr(type(tested), "branches") else _Counted)(tested, [])
+    subject = Subject(contract.in_float32(model), counted, [*map(list, ids)] * 2, None, max_new_tokens, seed, sampling)
     _ = subject.options()
     name = type(tested.bind(model.target, model.draft)).__name__
     passed = contract.run_cases("check_drafter", name, _cases(subject), disable)
@@ -130,10 +129,6 @@ class _CountedBranches(_Counted):
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PyTree]:
         self.traces.append(1)
         return self.drafter.choose(params, s)
-
-
-def _wrap(drafter: Drafter) -> _Counted:
-    return (_CountedBranches if hasattr(type(drafter), "branches") else _Counted)(drafter, [])
 
 
 def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:

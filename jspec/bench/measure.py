@@ -259,8 +259,8 @@ def prompts_of(setup: BenchSetup, result: CaseResult) -> Prompts:
 
 def time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:
     """Times the same rounds repeatedly; returns the state before them."""
-    # The same rounds each time, from one state.
-    before = _copy_small(s)
+    # Copies of all but the caches (None) survive the donation of the state.
+    before = [None if is_cache(leaf) else jnp.copy(leaf) for leaf in jax.tree.leaves(s, is_leaf=is_cache)]
     for turn in range(machine.WARM_UP + setup.repeats):
         s = jax.block_until_ready(_rewind(s, before))
         began = time.perf_counter()
@@ -274,11 +274,6 @@ def time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: Decode
         )
     result.accept_length = float(np.mean(np.asarray(s.length) - result.context - 1)) / setup.rounds
     return _rewind(s, before)
-
-
-def _copy_small(s: DecodeState) -> list[Array | None]:
-    """Copies of all leaves except the caches (None), to survive the donation of the state."""
-    return [None if is_cache(leaf) else jnp.copy(leaf) for leaf in jax.tree.leaves(s, is_leaf=is_cache)]
 
 
 def _rewind(s: DecodeState, before: list[Array | None]) -> DecodeState:

@@ -112,7 +112,9 @@ class PackedFiles(DerivedFiles):
             return stored[::-1] if name in self._scale_of and self._packing.layout != "compressed" else stored
         # A matrix is [out, in] and has one word for several values.
         layer, per_word = self._layers[name], 32 // self._packing.bits
-        packed = self._packed_shape(layer)
+        packed = self.stored.shape(layer + self._values)
+        if len(packed) != 2:
+            self._refuse(layer + self._values, f"has shape {packed}; must be a matrix")
         if self._packing.layout == "compressed":
             stated = self.stored.get(layer + _SHAPE).reshape(-1) if layer + _SHAPE in self.stored.names() else ()
             out, width = map(int, stated) if len(stated) == 2 else (packed[0], packed[1] * per_word)
@@ -179,12 +181,6 @@ class PackedFiles(DerivedFiles):
         if words.ndim != 2 or words.dtype not in (np.int32, np.uint32):
             self._refuse(name, f"has dtype {words.dtype} and shape {words.shape}; must be a matrix of 32-bit integers")
         return words.view(np.uint32)
-
-    def _packed_shape(self, layer: str) -> tuple[int, int]:
-        shape = self.stored.shape(layer + self._values)
-        if len(shape) != 2:
-            self._refuse(layer + self._values, f"has shape {shape}; must be a matrix")
-        return shape[0], shape[1]
 
     def _check_groups(self, layer: str, width: int) -> None:
         """Raises if inputs were grouped in another order than theirs, by the size of their activations."""

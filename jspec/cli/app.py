@@ -62,12 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version, help="print the versions of jspec and JAX")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     # The commands, in the order of the help.
-    generate.add_command(commands)
-    evaluate.add_command(commands)
-    serve.add_command(commands)
-    verify.add_command(commands)
-    doctor.add_command(commands)
-    bench.add_command(commands)
+    for module in (generate, evaluate, serve, verify, doctor, bench):
+        module.add_command(commands)
     commands.add_parser("train", help="prepare data, and train a language model or a draft model")
     return parser
 
@@ -75,19 +71,15 @@ def build_parser() -> argparse.ArgumentParser:
 def _run(arguments: list[str], options: argparse.Namespace, parser: Parser | None) -> int:
     """Parses into `options` and runs the command."""
     if parser is None and arguments[:1] == ["train"]:
-        return _run_train(arguments[1:])
+        from jspec.cli import train  # not needed by the other commands
+
+        return train.main(arguments[1:])
     if parser is None and arguments[:1] == ["bench"] and LOAD in arguments:
         parser, arguments = bench_load.parser(), [argument for argument in arguments[1:] if argument != LOAD]
     program = parser or build_parser()
     program.parse_args(arguments, options)
     options.arguments, options.program = arguments, program.prog
     return options.run(options)
-
-
-def _run_train(arguments: list[str]) -> int:
-    from jspec.cli import train  # not needed by the other commands
-
-    return train.main(arguments)
 
 
 def _refuse(message: str, options: argparse.Namespace) -> int:

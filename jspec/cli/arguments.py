@@ -38,14 +38,12 @@ class Parser(argparse.ArgumentParser):
         wrong = re.match(
             r"argument (?:COMMAND|command): invalid choice: '([^']+)'|unrecognized arguments: (--[\w-]+)", message
         )
-        commands = {name: parser for group in self._groups() for name, parser in (group.choices or {}).items()}
+        groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        commands = {name: parser for group in groups for name, parser in (group.choices or {}).items()}
         known = [*commands]
         if wrong and wrong[2]:
             known = [option for parser in (self, *commands.values()) for option in parser._option_string_actions]
         return next(iter(difflib.get_close_matches(wrong[1] or wrong[2], known, 1)), None) if wrong else None
-
-    def _groups(self) -> "list[argparse._SubParsersAction[Any]]":
-        return [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

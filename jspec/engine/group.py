@@ -280,14 +280,11 @@ class Group:
         wake(waiters)
         self._versions.observe(counted, *self._counters.news())
         if self._learning is not None:
-            self._learn(self._learning, began)
-
-    def _learn(self, learning: Any, began: float) -> None:
-        """Lets the draft learn, and serves what it has learned. began: of this turn."""
-        runner, counts = self.device.runner, self._counters.accept_counts
-        draft = learning.turn(runner.params.target, runner.state, counts, self._work_clock() - began)
-        if draft is not None:
-            runner.params = dataclasses.replace(runner.params, draft=draft)
+            # The draft learns, and then serves what it has learned.
+            runner, counts = self.device.runner, self._counters.accept_counts
+            draft = self._learning.turn(runner.params.target, runner.state, counts, self._work_clock() - began)
+            if draft is not None:
+                runner.params = dataclasses.replace(runner.params, draft=draft)
 
     def _work_clock(self) -> float:
         """Seconds, without those of compilation."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.cache.pages import fit_page_size
 from jspec.core import grammar, groups, stopping
-from jspec.core.automaton import Automaton, TokenTable
+from jspec.core.automaton import Automaton
 from jspec.core.checks import check_text, shorten
 from jspec.core.embeds import Embeds
 from jspec.core.loop import decode_checked, fastest
@@ -22,7 +22,7 @@ from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row, seeds_to_keys
-from jspec.core.types import DecodeState, Params, Prompts, RowSampling, Support, TopTokens
+from jspec.core.types import DecodeState, Params, Prompts, RowSampling, Support
 from jspec.drafters.plain import Plain
 from jspec.generation import costs
 from jspec.generation.embeds import PromptEmbeds, embeds_dtype, embeds_of
@@ -200,7 +200,8 @@ class Run:
             sampled = [[0.0] * len(tokens) for tokens in self.tokens]
             if recorded.sampled_logprobs is not None:
                 sampled = self._new_columns(recorded.sampled_logprobs)
-            top = None if recorded.top is None else self._top_logprobs(recorded.top)
+            if recorded.top is not None:
+                top = [top_pairs(part, self.options.top_logprobs) for part in self._of_new_tokens(recorded.top)]
             support = self._support(recorded.support) if self.options.support else None
         # One result per sequence.
         tokenizer = self.model.tokenizer
@@ -230,10 +231,6 @@ class Run:
         """The columns of a [B, C] buffer that belong to new tokens."""
         rows = zip(self._of_sequences(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
-
-    def _top_logprobs(self, buffer: TopTokens) -> list[list[list[tuple[int, float]]]]:
-        """The most probable tokens where each new token was chosen."""
-        return [top_pairs(part, self.options.top_logprobs) for part in self._of_new_tokens(buffer)]
 
     def _support(self, buffer: Support | None) -> list[list[TokenSupport]]:
         """The possible tokens where each new token was chosen."""
@@ -325,20 +322,15 @@ def bucket(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def _bucket_stops(table: TokenTable | None) -> TokenTable | None:
-    """The stop automaton padded, so that other stop strings run the same program."""
-    if table is None:
-        return None
-    states, classes = table.table.shape
-    return table.padded(bucket(states, least=1), bucket(classes, least=64))
-
-
 def _automata(model: Model, options: GenerateOptions, batch: int) -> tuple[Automaton, Automaton]:
     """The automata of the stop strings and of the grammars of a batch."""
     vocab_size, eos = model.target.vocab_size, () if options.ignore_eos else model.eos
     grammars = grammars_of(options.sampling, batch, options.accept, ignore_eos=options.ignore_eos)
     tables = [compile_grammar(one, model.tokenizer, vocab_size, model.eos) for one in grammars]
-    table = _bucket_stops(compile_stops(model.tokenizer, vocab_size, eos, options.stop))
+    table = compile_stops(model.tokenizer, vocab_size, eos, options.stop)
+    if table is not None:  # Pad it, so that other stop strings run the same program.
+        states, classes = table.table.shape
+        table = table.padded(bucket(states, least=1), bucket(classes, least=64))
     return stopping.init(table, batch), grammar.init(tables, vocab_size)
 
 

@@ -218,16 +218,12 @@ class BlockHead(DraftShape):
         sizes = self.hidden_size, self.conv_kernel_size, self.conv_group_size
         return tuple(dflash2.conv_weights(f"layers.{index}.", *sizes) for index in range(self.num_layers))
 
-    def mix_shape(self) -> tuple[int, int] | None:
-        """Rows and columns of `MarkovParams.mix`; None if the Markov head has none."""
-        rank, width = self.markov_rank, self.hidden_size
-        return {"gated": (width + rank, rank), "rnn": (2 * rank + width, 3 * rank)}.get(self.markov or "")
-
     def _markov_weights(self) -> MarkovParams | None:
         if self.markov is None:
             return None
         # The vanilla kind mixes nothing.
-        mix, bias, shape = None, None, self.mix_shape()
+        mix, bias, rank, width = None, None, self.markov_rank, self.hidden_size
+        shape = {"gated": (width + rank, rank), "rnn": (2 * rank + width, 3 * rank)}.get(self.markov)
         if shape is not None:
             name = f"markov_head.{'gate' if self.markov == 'gated' else 'joint'}_proj"
             mix, bias = linear(shape[0], {f"{name}.weight": shape[1]}), plain(f"{name}.bias", shape[1])
@@ -242,11 +238,8 @@ class BlockHead(DraftShape):
         """Bytes of weights read by the forward of a block, and by each generation after it: the Markov head once."""
         draft: BlockParams = params.draft
         gate = None if draft.selector is None else draft.selector.gate
-        read = draft.layers, draft.convs, draft.norm, self._step_markov(draft), gate
-        return tree_bytes(read) + self.head_bytes(params)
-
-    def _step_markov(self, draft: BlockParams) -> PyTree:
-        return None if draft.markov is None else (draft.markov.out, draft.markov.mix, draft.markov.mix_bias)
+        markov = None if draft.markov is None else (draft.markov.out, draft.markov.mix, draft.markov.mix_bias)
+        return tree_bytes((draft.layers, draft.convs, draft.norm, markov, gate)) + self.head_bytes(params)
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights read after a round: the fusion of hidden states, and of each layer's projection

@@ -137,7 +137,8 @@ class AssistantLearner(ttt.UnrolledLearner):
         config, decoder = self.config, self.target
         keys = iter(jax.random.split(key, 5 * config.num_layers + 4))
         width, outer = config.hidden_size, config.target_hidden_size
-        spreads = jnp.concatenate([jnp.full(outer, _spread(x)) for x in (_embedded(decoder, target), target.norm)])
+        embedded = decoder.embed(target, jnp.arange(min(len(target.embed), 1024), dtype=jnp.int32)[None])
+        spreads = jnp.concatenate([jnp.full(outer, _spread(x)) for x in (embedded, target.norm)])
         norm, post = jnp.ones(width, jnp.float32), model.init_matrix(next(keys), width, outer)
         head = model.init_matrix(next(keys), width, config.vocab_size).T
         if width == outer:
@@ -211,11 +212,6 @@ def default_reads(target: Decoder, count: int) -> tuple[int, ...]:
     if len(last) > 1:
         return (*last[:1] * (count - len(last)), *last)
     return tuple(range(target.num_layers - count, target.num_layers))
-
-
-def _embedded(target: Decoder, params: PyTree) -> Float[Array, "1 N E"]:
-    """The target's embeddings of some tokens."""
-    return target.embed(params, jnp.arange(min(len(params.embed), 1024), dtype=jnp.int32)[None])
 
 
 def _spread(x: Float[Array, "*shape"]) -> Float[Array, ""]:
