@@ -17,6 +17,7 @@ from jspec.core.method import Method
 from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
 from jspec.core.types import Cache, Committed, DecodeState, DraftTree, ForwardOutput, Params
 from jspec.core.xla_options import LoopProgram
+from jspec.runner.slot_state import zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def repeat(
         return result, cache, zero_of(result)
 
     result, _ = jax.eval_shape(phase, params, inputs, cache)
-    first = jax.tree.map(_blank, result)
+    first = jax.tree.map(zeros, result)
     result, cache, _ = lax.fori_loop(0, count, body, (first, cache, jnp.int32(0)))
     return result, cache
 
@@ -120,12 +121,6 @@ def zero_of(result: PyTree) -> Int[Array, ""]:
 def is_cache(x: object) -> bool:
     """Whether a part of a state is a cache of a single kind, not an array and not a `HybridCache`."""
     return hasattr(x, "page_table") or isinstance(x, RecurrentCache)
-
-
-def _blank(shape: jax.ShapeDtypeStruct) -> Array:
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), shape.shape)
-    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def time_phases(

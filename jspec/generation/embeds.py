@@ -1,7 +1,7 @@
 """Prompts with embeddings, such as those of an image, in the places of a placeholder."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
@@ -59,9 +59,6 @@ class PromptEmbeds(Sequence[int]):
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.tokens)
 
     def __repr__(self) -> str:
         return f"PromptEmbeds({len(self.embeds)} of {len(self)} tokens, {self.digest[:16]})"

@@ -300,9 +300,6 @@ class Generations(Sequence[Generation]):
     def __len__(self) -> int:
         return len(self.items)
 
-    def __iter__(self) -> Iterator[Generation]:
-        return iter(self.items)
-
     @property
     def tokens(self) -> list[list[int]]:
         """New ids."""

@@ -61,7 +61,7 @@ def empty_state(params: Params, *, method: Method, sizes: Sizes) -> DecodeState:
     draft_state = method.drafter.init(params, sizes.slots, sizes.context, sizes.page_size)
     # Pools of pages.
     caches = iter(all_caches((target_cache, draft_state)))
-    s = slots.map_parts(lambda _: next(caches).pooled(sizes.pages), _zeros, like)
+    s = slots.map_parts(lambda _: next(caches).pooled(sizes.pages), zeros, like)
     return dataclasses.replace(s, length=jnp.ones_like(s.length), finish_code=jnp.full_like(s.finish_code, EMPTY))
 
 
@@ -73,7 +73,7 @@ def always_samples(params: Params, *, method: Method, sizes: Sizes) -> bool:
 
     @on_devices
     def prefilled(params: Params, *, method: Method, samples: bool) -> DecodeState:
-        return jax.tree.map(_zeros, _prefilled_shapes(params, method, dataclasses.replace(sizes, samples=samples)))
+        return jax.tree.map(zeros, _prefilled_shapes(params, method, dataclasses.replace(sizes, samples=samples)))
 
     states = (jax.eval_shape(partial(prefilled, method=method, samples=samples), params) for samples in (False, True))
     without, with_temperature = (jax.tree.structure(state.draft) for state in states)
@@ -176,7 +176,8 @@ def _lookahead(drafter: Drafter, state: PyTree) -> int | None:
     return 0 if tokens is None and not all_caches(state) else tokens
 
 
-def _zeros(x: jax.ShapeDtypeStruct) -> Array:
+def zeros(x: jax.ShapeDtypeStruct) -> Array:
+    """An array of zeros, or of keys of the seed 0."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return seeds_to_keys(jnp.zeros((*x.shape, 2), jnp.uint32))
     return jnp.zeros(x.shape, x.dtype)
