@@ -41,7 +41,7 @@ class Model:
       checkpoint; None if no draft was loaded.
     params: weights of both.
     tokenizer: None if the checkpoint has none; prompts and outputs are then token ids.
-    eos: end-of-text ids.
+    eos: end-of-text ids, of its files and of its tokenizer.
     placement: the devices over which weights and sequences are split, and whether the draft is; None: all are on one
       device.
     sampling: parameters that the checkpoint recommends, to pass on as `jspec.generate(..., sampling=model.sampling)`;
