@@ -93,6 +93,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     layers = common.read_layers(fields, target, "lm_head.weight" in names, head_dim=128, whole_heads=True)
     windows = common.read_windows(fields)
     markov, rank = _read_markov(fields)
+    confidence = _read_confidence(config, fields, source)
     scale, soft_cap = _read_logits(fields, names, target)
     own_embed, dflash2 = "embed_tokens.weight" in names, _read_dflash2(config, fields)
     head = BlockHead(
@@ -100,12 +101,12 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
         capture_layers=_read_captured(config, fields, layers["num_layers"], target),
         block_size=fields.read_int("block_size"),
         mask_token=common.read_mask_token(fields, target, own_embed),
-        next_token=_read_next_token(config, fields),
+        next_token=_read_next_token(config, fields, confidence is not None),
         windows=windows,
         causal=_read_causal(config, fields, windows),
         markov=markov,
         markov_rank=rank,
-        confidence=_read_confidence(config, fields, source),
+        confidence=confidence,
         attention_bias=fields.read_flag("attention_bias", False),
         own_embed=own_embed,
         embed_scale=_read_embed_scale(fields, target, own_embed, is_speculators(config) or any(dflash2.values())),
@@ -124,7 +125,7 @@ def parse_config(source: Source, target: Decoder) -> BlockHead:
     return head
 
 
-def _read_next_token(config: Fields, fields: Fields) -> bool:
+def _read_next_token(config: Fields, fields: Fields, confidence: bool) -> bool:
     """Whether a row predicts the token after its own position: in DSpark, whatever its class is called.
 
     speculators' layout states it, or implies it by as many drafts as rows.
@@ -132,15 +133,16 @@ def _read_next_token(config: Fields, fields: Fields) -> bool:
     classes = (
         common.find_architectures(config, ["dspark"]) or config.read_text("speculators_model_type", None) == "dspark"
     )
-    heads = fields.is_set("markov_rank") or fields.is_set("enable_confidence_head")
+    heads = fields.is_set("markov_rank") or confidence
     dspark = bool(classes or heads or fields.read_text("projector_type", "") == "dspark")
+    named = dspark
     if is_speculators(config):
         dspark = dspark and speculators.read_tokens(config) == fields.read_int("block_size")
     # vLLM's name of the opposite.
     bonus, stated = fields.read_flag("dspark_bonus_anchor", None), fields.read_flag("sample_from_anchor", None)
     if bonus is not None and bonus == stated:
         raise fields.wrong("dspark_bonus_anchor", bonus, f"must be {not bonus} with sample_from_anchor={stated}")
-    return stated if stated is not None else dspark if bonus is None else not bonus
+    return stated if stated is not None else dspark if bonus is None else named and not bonus
 
 
 def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:

@@ -71,9 +71,16 @@ _EMBED = "embed_tokens.weight"
 def warn_of_embedding(target: Source, draft: Source) -> None:
     """Warn if a draft that uses the target's embedding has one whose values differ: it may be trained with it."""
     names = [name for name in target.files.names() if name.endswith(_EMBED)]
-    if len(names) != 1 or _EMBED not in draft.files.names():
+    if isinstance(target.files, GgufModel) or len(names) != 1 or _EMBED not in draft.files.names():
         return
-    tables = [_middle_rows(files, name) for files, name in ((target.files, names[0]), (draft.files, _EMBED))]
+    pairs = [(target.files, names[0]), (draft.files, _EMBED)]
+    shapes = [files.shape(name) for files, name in pairs]
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
+        return
+    # 16 rows that both have; vocabularies may be padded differently.
+    count = min(shape[0] for shape in shapes)
+    first = min(1000, count // 2)
+    tables = [_rows(files, name, range(first, min(first + 16, count))) for files, name in pairs]
     if all(table.dtype in FLOATS for table in tables) and not np.allclose(
         *(table.astype(np.float32) for table in tables), rtol=0.02, atol=1e-4
     ):
@@ -84,10 +91,8 @@ def warn_of_embedding(target: Source, draft: Source) -> None:
         )
 
 
-def _middle_rows(files: TensorFiles, name: str) -> np.ndarray:
-    """16 rows of a table, from ids that vocabularies of other padding have, too."""
-    first = min(1000, files.shape(name)[0] // 2)
-    rows = range(first, min(first + 16, files.shape(name)[0]))
+def _rows(files: TensorFiles, name: str, rows: range) -> np.ndarray:
+    """Some rows of a matrix."""
     return files.part(name, (rows, range(files.shape(name)[1]))) if files.has_parts(name) else files.get(name)[rows]
 
 

@@ -42,10 +42,11 @@ _OTHERS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_multiplier", "embedding_multiplier", "logits_scaling"), (1.0,)),
     **dict.fromkeys(("rope_interleave", "rope_interleaved", "mla_nope", "indexer_rope_interleave"), (False,)),
     "index_topk_freq": (1,),
+    "hidden_act_alpha": (1.702,),
     **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
     **dict.fromkeys(("attention_chunk_size", "llama_4_scaling", "rswa_window"), ()),
     **dict.fromkeys(("index_topk_pattern", "index_skip_topk_offset", "layer_rope_theta", "attention_sinks"), ()),
-    **dict.fromkeys(("hidden_act_alpha", "swiglu_limit", "swa_head_dim", "swa_num_key_value_heads"), ()),
+    **dict.fromkeys(("swiglu_limit", "swa_head_dim", "swa_num_key_value_heads"), ()),
 }
 """Options that vLLM, SGLang or `transformers` reads in a class of this name -> values without effect; none: it must be
 absent, zero or empty."""
@@ -163,7 +164,8 @@ def _family_of(config: Fields) -> Family[Any]:
     for family in FAMILIES:
         if family_of(config, family.architectures) is not None:
             return family
-    raise unknown_family(config, [name for family in FAMILIES for name in family.architectures])
+    names = [name for family in FAMILIES for name in family.architectures]
+    raise unknown_family(config, [name for name in names if name != name.lower()])
 
 
 def family_by_config(config: Decoder) -> Family[Any]:
@@ -192,14 +194,14 @@ def ends_of_text(files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
     ids = set()
     for file in files:
         stated = file.int_or_ints("eos_token_id", least=-1, most=MOST_SIZE)
-        # Some files have -1, or a token of another vocabulary.
-        if others := [i for i in stated if not 0 <= i < vocab_size]:
+        # Some files have -1 for none, or a token of another vocabulary.
+        if others := [i for i in stated if i >= vocab_size]:
             warnings.warn(
                 f"{file.where}: {file.describe('eos_token_id')}: {others} are no ids of the vocabulary of {vocab_size} "
                 "tokens and end no text",
                 stacklevel=2,
             )
-        ids |= set(stated) - set(others)
+        ids |= {i for i in stated if 0 <= i < vocab_size}
     return tuple(sorted(ids))
 
 

@@ -55,7 +55,8 @@ STOCK: dict[str, tuple[object, ...]] = {
 _HARMLESS = re.compile(
     r"_.*|.*version|((base|target)_)?(model|tokenizer|dataset|project|run)_name|.*_path|auto_map|architectures"
     r"|model_type|speculators_(model_type|config)|(torch_)?dtype|use_bfloat16|torchscript|tokenizer_class|prefix"
-    r"|return_dict.*|use_cache|pretraining_tp|has_embed_tokens|num_aux_layers|draft_layer_init_from_target|(attn|cache)_implementation|attention_backend|has_lm_head"
+    r"|return_dict.*|use_cache|pretraining_tp|has_(embed_tokens|lm_head)|num_aux_layers|draft_layer_init_from_target"
+    r"|(attn|cache)_implementation|attention_backend"
     r"|output_(attentions|hidden_states|(router_)?logits|scores)|is_(encoder_)?decoder|.*cross_attention.*|id2label"
     r"|tie_(encoder_decoder|weights|word_embeddings)|chunk_size_feed_forward|label2id|problem_type|num_labels"
     r"|has_no_defaults_at_init|task_specific_params|finetuning_task|(max|min|max_sequence)_length|pruned_heads"

@@ -63,14 +63,17 @@ def _read_added(
     """Read the tokens of older formats, in which tokenizer.json lacks some; as `TokenizerFiles.added`."""
     plain = {"special": True, "normalized": False}
     added: dict[str, tuple[int | None, dict[str, bool]]] = {text: (None, plain) for text in special}
-    for text in config.texts_or_objects("additional_special_tokens"):
-        added[text] = None, plain
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        added |= {text: (None, plain) for text in config.texts_or_objects(key)}
     file, decoder = find_file(directory, "added_tokens.json"), config.section("added_tokens_decoder")
     ids = Fields({}, "") if file is None else read_fields(file)
-    added |= {text: (ids.read_int(text, least=0), {"special": False}) for text in ids.keys()}
+    if not config.has("added_tokens_decoder"):
+        # As `transformers`, which reads the older file only without the newer list.
+        other = {"special": False, "normalized": True}
+        added |= {text: (ids.read_int(text, least=0), plain if text in added else other) for text in ids.keys()}
     for key in decoder.keys():
         token = decoder.section(key)
-        if not key.isdecimal():
+        if not key.isdecimal() or len(key) > 9:
             raise CheckpointError(f"{config.where}: {token.path}: must be the id of a token")
         flags = {name: token.read_flag(name, False) for name in _FLAGS}
         added[token.read_text("content")] = int(key), flags

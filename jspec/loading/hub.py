@@ -24,10 +24,10 @@ BUNDLED = {
 """Bundled models -> drafter -> its bundled draft; the first is the default."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-# Some EAGLE heads are published only in the older format, and the mask of some block drafts. A repository with both
-# formats doubles the download, but drafts are small.
 OTHER_FILES = ["original/*", "metal/*", "onnx/*", "consolidated*"]
 """Patterns of copies in other formats."""
+# Some EAGLE heads are published only in the older format, and the mask of some block drafts. A repository with both
+# formats doubles the download, but drafts are small.
 DRAFT_FILES = [*HUB_FILES, "pytorch_model.bin", "mask_embedding.pt"]
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
 

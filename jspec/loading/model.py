@@ -250,7 +250,7 @@ def _load(source: str | Path, draft: str | Path | None, adapter: str | Path | No
     if small is not None and draft_files is not None and getattr(small.params, "embed", 0) is None:
         drafts.warn_of_embedding(target_files, draft_files)
     model = assemble(str(source), target, small, tokenizer, options)
-    return dataclasses.replace(model, sampling=recommended)
+    return dataclasses.replace(model, eos=_ends(target, tokenizer), sampling=recommended)
 
 
 def open_adapter(adapter: str | Path) -> Adapter:
@@ -274,12 +274,12 @@ def assemble(
     if placement is not None:
         placement = dataclasses.replace(placement, draft=getattr(draft_config, "tensor", 1) > 1)
     params = Params(target.params, None if draft is None else draft.params)
-    return Model(name, config, params, tokenizer, _ends(target, tokenizer), draft_config, placement)
+    return Model(name, config, params, tokenizer, target.eos, draft_config, placement)
 
 
 def _ends(target: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The end-of-text ids: those of the model's files and the tokenizer's, as in vLLM and SGLang."""
-    token = None if tokenizer is None else tokenizer.vocabulary().get(tokenizer.special_roles.get("eos_token", ""))
+    token = None if tokenizer is None else tokenizer.id_of(tokenizer.special_roles.get("eos_token", ""))
     ends = set(target.eos)
     if token is not None and token < target.config.vocab_size:
         ends.add(token)

@@ -258,11 +258,11 @@ def embed_for(
     """
     if draft.embed is not None:
         x = layers.look_up(draft.embed, tokens, vocab_size, devices)
-    elif scale is None:
+    elif scale in (None, getattr(target, "embed_factor", None)):
         return target.embed(params.target, tokens)
     else:
         x = layers.look_up(params.target.embed, tokens, vocab_size, getattr(target, "tensor", 1))
-    return x if scale in (None, 1.0) else x * jnp.asarray(scale, x.dtype)
+    return x if scale in (None, 1.0) else (x.astype(jnp.float32) * jnp.float32(scale)).astype(x.dtype)
 
 
 def unembed_for(

@@ -20,6 +20,8 @@ from jspec.text.chat_template import ChatTemplate
 from jspec.text.gguf_tokenizer import read_gguf_tokenizer
 from jspec.text.length import LengthBound, length_bound
 
+_ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Roles of special tokens in all models; those of others are often of no text."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -75,6 +77,10 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token, as spelled in the file -> id; includes added tokens."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, as spelled in the file; None: there is none."""
+        return self._backend.token_to_id(token)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -275,20 +281,26 @@ def _parse_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= MOST_SIZE:
         raise CheckpointError(f"{path}: has the token id {largest}: must be below {MOST_SIZE}")
-    # Tokens that it lacks get the next id. Those of no stated id may be beyond the model's vocabulary.
-    known, vocabulary = {token.content for token in backend.get_added_tokens_decoder().values()}, backend.get_vocab()
-    missing = [(i, text, flags) for text, (i, flags) in files.added.items() if text and text not in known]
-    for i, text, flags in sorted(missing, key=lambda token: -1 if token[0] is None else token[0]):
-        if i is None and text not in vocabulary:
-            warnings.warn(f"{path}: lacks the special token {text!r}, so texts have its pieces instead", stacklevel=2)
-            continue
-        backend.add_tokens([tokenizers.AddedToken(text, **flags)])
-        if i is not None and (index := backend.token_to_id(text)) != i:
-            raise CheckpointError(
-                f"{path}: lacks the token {text!r} with id {i} of {path.parent / 'tokenizer_config.json'} or "
-                f"added_tokens.json, which would get the id {index}: save it again with "
-                "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-            )
+    # Tokens that it lacks get the next id, those of its vocabulary their own.
+    known = backend.get_added_tokens_decoder()
+    texts = {token.content for token in known.values()}
+    missing = [(text, i, flags) for text, (i, flags) in files.added.items() if text and text not in texts]
+    following = max(backend.get_vocab_size(with_added_tokens=False), max(known, default=-1) + 1)
+    added, unnamed = [], {text for role, text in files.special.items() if role not in _ROLES}
+    for text, i, flags in sorted(missing, key=lambda token: -1 if token[1] is None else token[1]):
+        index = backend.token_to_id(text)
+        if i is None and index is None:
+            if text not in unnamed:
+                warnings.warn(
+                    f"{path}: lacks the special token {text!r}, so texts have its pieces instead", stacklevel=2
+                )
+        elif i is not None and i != (following if index is None else index):
+            problem = f"lacks the token {text!r} with id {i}, which cannot be added, so texts have its pieces instead"
+            warnings.warn(f"{path}: {problem}", stacklevel=2)
+        else:
+            added.append(tokenizers.AddedToken(text, **flags))
+            following += index is None
+    backend.add_tokens(added)
     return backend
 
 

@@ -131,6 +131,8 @@ class BlockLearner(Learner):
         return BlockHead(
             **{name: getattr(llama, name) for name in same},
             draft_vocab_size=llama.vocab_size,
+            # Stated, as layouts have other defaults.
+            embed_scale=None if llama.embed_factor == 1.0 else llama.embed_factor,
             target_hidden_size=llama.hidden_size,
             num_layers=shape.num_layers,
             capture_layers=model.check_capture(shape.capture_layers, spread, count),

@@ -369,6 +369,13 @@ def test_the_factor_on_embeddings(tmp_path, family, name):
         assert load(tmp_path / layout, target).config == loaded.config
 
 
+def test_a_confidence_head_makes_a_dspark(tmp_path):
+    raw, stored = random_draft("deepspec", confidence="hidden", next_token=None)
+    raw = edit(raw, architectures=["DFlashDraftModel"], enable_confidence_head="absent", markov_rank=0)
+    config = load(write(tmp_path / "draft", raw, stored)).config
+    assert config.confidence == "hidden" and config.next_token
+
+
 def test_sliding_layers_of_dflash2_in_speculators_layout_see_both_ways(draft):
     raw = {**block_files.DFLASH2, "layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}}
     options = {key: raw.pop(key) for key in ("layout", "inner") if key in raw}

@@ -1,5 +1,6 @@
 """Checkpoints round-trip in every layout; errors name what is missing, damaged or unsupported."""
 
+import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -110,8 +111,9 @@ def test_attention_in_chunks_bounds_the_context(saved):
 
 @pytest.mark.parametrize("ids", [-1, 61, [3, 61]])
 def test_ends_of_text_outside_the_vocabulary(saved, ids):
+    """-1 is no token in some files."""
     edit_config(saved, eos_token_id=ids)
-    with pytest.warns(UserWarning, match=r"eos_token_id=.*: \[(-1|61)\] are no ids"):
+    with contextlib.nullcontext() if ids == -1 else pytest.warns(UserWarning, match=r"=.*: \[61\] are no ids"):
         assert language_model.load(saved).eos == (3,)
 
 

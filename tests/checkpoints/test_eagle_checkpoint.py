@@ -370,3 +370,6 @@ def test_an_embedding_of_its_own_that_is_not_used_is_named(head, tmp_path):
         with pytest.warns(UserWarning, match="embed_requires_grad") if differs else contextlib.nullcontext():
             loaded = jspec.load(tmp_path / "target", draft=directory, dtype="float32")
         assert loaded.params.draft.embed is None
+    # Nothing to compare.
+    directory = head(eagle_config=ids, tensors={"embed_tokens.weight": np.zeros((3, 5), np.float32)})
+    assert jspec.load(tmp_path / "target", draft=directory, dtype="float32").params.draft.embed is None

@@ -245,6 +245,7 @@ SAME = {
             speculators("dflash", aux_hidden_state_layer_ids=INPUTS),
             inside("transformer_layer_config", model_type="absent"),
         ),
+        "no bonus anchor": top(dspark_bonus_anchor=False),
         "features of all layers": inside("dflash_config", use_aux_hidden_state=True),
         "what AngelSlim writes": top(architectures=["QwenDFlashDraftModel"], attention_backend="flex_attention"),
         "what SpecForge writes": inside("dflash_config", attention_mode="gqa"),

@@ -139,6 +139,9 @@ def test_the_end_of_a_text_comes_from_the_configuration():
     described = language_model.family_by_config(config).describe(config) | {"eos_token_id": [5, 7]}
     assert jspec.from_named(described, arrays_of(config, make(0))).eos == (5, 7)
     assert jspec.from_named(described, arrays_of(config, make(0)), eos=[2]).eos == (2,)
+    tokenizer = jspec.load("bundled:python-tiny").tokenizer
+    stated = jspec.from_named(described, arrays_of(config, make(0)), eos=[2], tokenizer=tokenizer)
+    assert stated.eos == (2,), "the tokenizer adds none to a list of the caller"
 
 
 def without(name):

@@ -31,12 +31,16 @@ ADDED = {"content": "<|end|>", "lstrip": False, "normalized": False, "rstrip": F
         {"tokenizer_config.json": {"added_tokens_decoder": {"258": {**ADDED, "special": False}}}},
         {"added_tokens.json": {"<|end|>": 258}},
         {"added_tokens.json": {"<|end|>": 258}, "special_tokens_map.json": {"eos_token": "<|end|>"}},
+        {
+            "added_tokens.json": {"<|end|>": 300},
+            "tokenizer_config.json": {"added_tokens_decoder": {"257": {**ADDED, "content": "<s>"}}},
+        },
         # Tokens of the vocabulary that are not split in texts.
         {"tokenizer_config.json": {"eos_token": "</t>"}},
         {"tokenizer_config.json": {"additional_special_tokens": ["</t>"]}},
         {"special_tokens_map.json": {"pad_token": {**ADDED, "content": "</t>"}}},
     ],
-    ids=["special", "other", "ids", "role", "known role", "known list", "known map"],
+    ids=["special", "other", "ids", "role", "stale ids", "known role", "known list", "known map"],
 )
 def test_tokens_that_only_other_files_have_are_those_of_transformers(directory, needs, files):
     transformers = needs("transformers")
@@ -46,14 +50,16 @@ def test_tokens_that_only_other_files_have_are_those_of_transformers(directory, 
         (directory / name).write_text(json.dumps(raw))
     text = "hi <|end|></t> <s>x"
     loaded = Tokenizer.load(directory)
-    assert loaded.encode(text) == transformers.AutoTokenizer.from_pretrained(directory).encode(text)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    assert loaded.encode(text) == theirs.encode(text)
+    assert loaded.decode(loaded.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
     assert "<|end|>" not in loaded.vocabulary() or loaded.vocabulary()["<|end|>"] == 258
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"300": {"content": "<|end|>"}}, r"lacks the token '<\|end\|>' with id 300 of .* would get the id \d+"),
+        ({"9" * 5000: {"content": "<|end|>"}}, "added_tokens_decoder.9+.: must be the id of a token"),
         ({"x": {"content": "<|end|>"}}, "added_tokens_decoder.x.: must be the id of a token"),
         ({"3": {"content": 5}}, "added_tokens_decoder.3.content=5"),
         ({"3": "x"}, "added_tokens_decoder.3='x': must be an object"),
@@ -63,6 +69,12 @@ def test_added_tokens_that_cannot_be_added(directory, raw, message):
     (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": raw}))
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.load(directory)
+
+
+def test_a_token_whose_id_is_not_the_next_is_left_out(directory):
+    (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"300": ADDED}}))
+    with pytest.warns(UserWarning, match=r"lacks the token '<\|end\|>' with id 300, which cannot be added"):
+        assert "<|end|>" not in Tokenizer.load(directory).vocabulary()
 
 
 def test_special_tokens_without_an_id_are_named(directory):

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import extras  # noqa: F401
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,6 +200,12 @@ def test_the_loss_falls_and_the_draft_serves(target, name):
             jspec.generate_ids(trained.params, *given, drafter=drafter, **static) for drafter in (None, "block")
         )
         np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+
+
+def test_the_factor_of_the_targets_embedding_is_stated():
+    """Layouts have other defaults, so a draft that is read again reads the rows that it was trained with."""
+    config = BlockLearner.configure(families.KINDS["granite"], BlockShape(capture_layers=(1, 2)))
+    assert (config.embed_scale, _configure().embed_scale) == (3.0, None)
 
 
 def test_invalid_settings():
