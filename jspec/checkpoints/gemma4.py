@@ -93,10 +93,10 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
         full_heads = global_heads if values_are_keys and global_heads is not None else heads
     # The layers with their exceptions.
     exceptions, layers = text.section("per_layer_config"), []
-    # Some versions of `transformers` write the numbers of layers with zeros before them.
-    numbers = {int(key): key for key in exceptions.keys() if key.isdecimal() and len(key) < 6}
+    # Some versions of `transformers` write indices of layers with leading zeros.
+    names = {int(key): key for key in exceptions.keys() if key.isdecimal() and len(key) < 6}
     for index, whole in enumerate(full):
-        layer = exceptions.section(numbers.get(index, str(index)))
+        layer = exceptions.section(names.get(index, str(index)))
         if not set(layer.keys()) <= {"head_dim", "num_key_value_heads"}:
             raise CheckpointError(
                 f"{text.where}: per_layer_config of layer {index} has the keys {layer.keys()}; supported: head_dim, "
@@ -113,7 +113,7 @@ def _parse_attention(text: Fields) -> tuple[Attention, ...]:
             )
         )
     # Exceptions for layers beyond the last.
-    unknown = set(exceptions.keys()) - {numbers.get(index) for index in range(len(full))}
+    unknown = set(exceptions.keys()) - {names.get(index) for index in range(len(full))}
     if unknown:
         raise CheckpointError(
             f"{text.where}: per_layer_config has the keys {sorted(unknown)}: there are {len(full)} layers"

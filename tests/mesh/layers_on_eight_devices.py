@@ -92,7 +92,7 @@ def test_an_assistant_is_split_with_its_target(load_assistant, tmp_path, monkeyp
     assert placed == {"qkv", "o", "gate_up", "down", "head"}
     with pytest.raises(ValueError, match="the weights are split over 4 devices"):
         drafts.save(tmp_path / "copy", model.draft, model.params.draft)
-    monkeypatch.setattr(language_model, "read_params", None)
+    monkeypatch.setattr("jspec.checkpoints.family.Family.read_params", None)
     given = dict(tensor=4, draft_tensor=False)
     with pytest.raises(ValueError, match="draft_tensor=False: .* reads keys and values of the target, and is split as"):
         load_assistant("windows and experts", **given)

@@ -230,7 +230,7 @@ def test_a_family_that_cannot_be_split_is_an_error_before_it_is_read(tmp_path, m
 
 def test_a_draft_that_cannot_be_split_is_an_error_before_the_target_is_read(directories, monkeypatch):
     target, head = directories("odd vocabulary"), directories("head")
-    monkeypatch.setattr(language_model, "read_params", None)
+    monkeypatch.setattr("jspec.checkpoints.family.Family.read_params", None)
     wrong = "draft_tensor=True: draft=.*head' cannot be split: tensor=4: must divide 2 heads.*; omit draft_tensor"
     with pytest.raises(ValueError, match=wrong):
         jspec.load(target, draft=head, tensor=4, draft_tensor=True)
