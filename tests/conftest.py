@@ -20,7 +20,7 @@ CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Lines of Python are left out of lowered programs, which saves a thirtieth of a run.
+# Lines of Python are left out of lowered programs, as they take time to write.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # On a GPU the test processes share its memory, and autotuning would take longer than the tests. Flags that the user
 # sets come last and win.
@@ -136,7 +136,7 @@ LOWERING, _make_context = threading.local(), mlir.make_ir_context
 
 
 def context_of_thread():
-    """The one MLIR context of a thread; another for every program takes a fifteenth of a run to build."""
+    """The one MLIR context of a thread: building another for every program takes time."""
     if not hasattr(LOWERING, "context"):
         LOWERING.context = _make_context()
     return LOWERING.context

@@ -135,14 +135,15 @@ def _read_next_token(config: Fields, fields: Fields, confidence: bool) -> bool:
     )
     heads = fields.is_set("markov_rank") or confidence
     dspark = bool(classes or heads or fields.read_text("projector_type", "") == "dspark")
-    named = dspark
-    if is_speculators(config):
-        dspark = dspark and speculators.read_tokens(config) == fields.read_int("block_size")
-    # vLLM's name of the opposite.
+    # `dspark_bonus_anchor` is vLLM's name of the opposite.
     bonus, stated = fields.read_flag("dspark_bonus_anchor", None), fields.read_flag("sample_from_anchor", None)
     if bonus is not None and bonus == stated:
         raise fields.wrong("dspark_bonus_anchor", bonus, f"must be {not bonus} with sample_from_anchor={stated}")
-    return stated if stated is not None else dspark if bonus is None else named and not bonus
+    if stated is not None:
+        return stated
+    if bonus is not None:
+        return dspark and not bonus
+    return dspark and (not is_speculators(config) or speculators.read_tokens(config) == fields.read_int("block_size"))
 
 
 def _read_causal(config: Fields, fields: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:

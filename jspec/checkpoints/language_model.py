@@ -21,6 +21,7 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_SIZE, Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.plan import Checkpoint, Plan, refuse_split
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.spelling import STOCK
 from jspec.checkpoints.tensors import HEAD
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
@@ -38,10 +39,11 @@ FAMILIES: tuple[Family[Any], ...] = (
 """All families of language models; a new one is one more entry."""
 
 _OTHERS: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("rope_is_neox_style", "is_neox_style", "use_rope"), (True,)),
-    **dict.fromkeys(("logit_scale", "residual_multiplier", "embedding_multiplier", "logits_scaling"), (1.0,)),
-    **dict.fromkeys(("rope_interleave", "rope_interleaved", "mla_nope", "indexer_rope_interleave"), (False,)),
-    "index_topk_freq": (1,),
+    **{key: STOCK[key] for key in ("use_rope", "rope_interleave", "rope_interleaved")},
+    **{key: STOCK[key] for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")},
+    **dict.fromkeys(("rope_is_neox_style", "is_neox_style"), (True,)),
+    **dict.fromkeys(("mla_nope", "indexer_rope_interleave"), (False,)),
+    **{"logit_scale": (1.0,), "index_topk_freq": (1,)},
     "hidden_act_alpha": (1.702,),
     **dict.fromkeys(("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
     **dict.fromkeys(("attention_chunk_size", "llama_4_scaling", "rswa_window"), ()),

@@ -291,11 +291,9 @@ def _parse_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
         index = backend.token_to_id(text)
         if i is None and index is None:
             if text not in unnamed:
-                warnings.warn(
-                    f"{path}: lacks the special token {text!r}, so texts have its pieces instead", stacklevel=2
-                )
+                warnings.warn(f"{path}: lacks the special token {text!r}: texts split it into pieces", stacklevel=2)
         elif i is not None and i != (following if index is None else index):
-            problem = f"lacks the token {text!r} with id {i}, which cannot be added, so texts have its pieces instead"
+            problem = f"lacks the token {text!r} with id {i}, which cannot be added: texts split it into pieces"
             warnings.warn(f"{path}: {problem}", stacklevel=2)
         else:
             added.append(tokenizers.AddedToken(text, **flags))
