@@ -9,6 +9,8 @@ from tqdm import tqdm
 
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.gguf_file import is_gguf
+from jspec.text.gguf_tokenizer import read_gguf_tokenizer
 from jspec.train import batches
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
@@ -45,7 +47,9 @@ def save(
 
 
 def load(directory: Path) -> Tokenizer:
-    """The tokenizer in a directory."""
+    """The tokenizer in a directory or a GGUF file."""
+    if is_gguf(Path(directory)) and (parts := read_gguf_tokenizer(Path(directory))) is not None:
+        return parts[0]
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; `jspec train data` writes one")

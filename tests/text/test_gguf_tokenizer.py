@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from jspec.checkpoints.files import CheckpointError
+from jspec.cli import train
 from jspec.core.package import ASSETS
 from jspec.text.gguf_tokenizer import SPLITS
 from jspec.text.tokenizer import Tokenizer
@@ -204,3 +205,20 @@ def test_damaged_tokenizers(tmp_path, make, changes, error):
 def test_a_file_without_a_tokenizer(tmp_path):
     assert Tokenizer.load(write(tmp_path, {"tokenizer.ggml.model": "no_vocab"})) is None
     assert set(PUBLISHED) <= set(SPLITS)
+
+
+def test_training_data_in_the_tokens_of_a_file(tmp_path):
+    """`jspec train data` writes the same ones to its directory."""
+    path = byte_level(tmp_path, eos_token_id=0)
+    (tmp_path / "a.txt").write_text("a line of text\n" * 400)
+    assert (
+        train.main(["data", "--tokenizer", str(path), "--text", str(tmp_path / "a.txt"), "--out", str(tmp_path / "d")])
+        == 0
+    )
+    of_data, of_file = Tokenizer.load(tmp_path / "d"), Tokenizer.load(path)
+    assert of_data is not None and of_file is not None
+    assert of_data.vocabulary() == of_file.vocabulary()
+    for text in TEXTS:
+        assert of_data.encode(text) == of_file.encode(text)
+    tokens = np.load(tmp_path / "d" / "train.npy")
+    assert of_file.decode(tokens[:20].tolist()).startswith("a line of text\na line of")
