@@ -16,10 +16,11 @@ from jspec.core.sharding import Placement, make_placement
 from jspec.core.xla_options import prepare_collectives
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
-from jspec.models.quantized import FORMATS, WIDE, check_weights, refuse_quantized
+from jspec.models.quantized import FORMATS, WIDE, check_weights, has_quantized, refuse_quantized
 from jspec.models.sizes import tree_bytes
+from pallas_kernels.platform import platform
 
-SEVERAL_DEVICES = "exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh"
+SEVERAL_DEVICES = "no exact forward of a model over several devices yet; omit tensor, data and mesh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class LoadOptions:
 
     placement: Placement | None = None
     dtype: str | None = None
-    exact: bool = False
+    exact: bool | None = None
     weights: str | None = None
     kv: str | None = None
     draft_tensor: bool | None = None
@@ -46,7 +47,7 @@ class LoadOptions:
             check_text("dtype", self.dtype)
         check_weights(self.weights, WIDE)
         check_kv(self.kv)
-        if check_flag("exact", self.exact):
+        if self.exact is not None and check_flag("exact", self.exact):
             self.check_exact()
         # The split of the draft.
         if self.draft_tensor is not None:
@@ -56,12 +57,36 @@ class LoadOptions:
 
     def check_exact(self) -> None:
         """Raise ValueError if there is no exact forward with the other options."""
+        if (problem := self._not_exact()) is not None:
+            raise ValueError(f"exact=True: {problem}")
+
+    def _not_exact(self) -> str | None:
+        """Why there is no exact forward with the other options; None: there may be one."""
         if self.kv is not None:
-            raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
+            return f"no exact forward with kv={self.kv!r} yet; omit one of them"
         if self.weights in FORMATS:
-            raise ValueError(f"exact=True: no exact forward with weights={self.weights!r} yet; omit one of them")
-        if self.placement is not None and self.placement.mesh.size > 1:
-            raise ValueError(SEVERAL_DEVICES)
+            return f"no exact forward with weights={self.weights!r} yet; omit one of them"
+        return SEVERAL_DEVICES if self.placement is not None and self.placement.mesh.size > 1 else None
+
+    def is_exact(self, config: Decoder, params: PyTree) -> bool:
+        """Whether the forward of a target with these weights, or their shapes, is exact.
+
+        By default it is on a GPU in half precision: there texts would differ often, and the kernels are fast.
+        """
+        if self.exact is not None:
+            return self.exact
+        able = self._not_exact() is None and config.not_exact() is None and not has_quantized(params)
+        return able and config.exact_kernels and platform() == "gpu" and params.embed.dtype.itemsize == 2
+
+    def configured(self, config: Decoder, params: PyTree) -> Decoder:
+        """The configuration of a target with these weights, or their shapes, with its forward and caches.
+
+        Raises:
+          ValueError: the model does not have what the options ask for.
+        """
+        if self.exact:
+            refuse_quantized(params, "exact=True")
+        return config.configured(exact=self.is_exact(config, params), kv=self.kv)
 
 
 def place_model(tensor: object, data: object, mesh: Mesh | None, *, exact: object = False) -> Placement | None:
@@ -74,7 +99,7 @@ def place_model(tensor: object, data: object, mesh: Mesh | None, *, exact: objec
         None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
     )
     if exact is True and (tensor or 1) * (data or 1) > 1:
-        raise ValueError(SEVERAL_DEVICES)
+        raise ValueError(f"exact=True: {SEVERAL_DEVICES}")
     placement = make_placement(tensor, mesh, jax.devices(), data)
     if placement is not None:
         prepare_collectives()
@@ -118,9 +143,7 @@ def plan_model(source: Source, draft: Source | None, options: LoadOptions, adapt
         _check_heads(target.config, options.draft_tensor)
 
     # Its forward and caches.
-    config = target.config.configured(exact=options.exact, kv=options.kv)
-    if options.exact:
-        refuse_quantized(target.held(), "exact=True")
+    config = options.configured(target.config, target.held())
 
     # The draft.
     if draft is None:

@@ -117,9 +117,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
     """
     # The configuration has what the options ask for.
     placement, dtype = options.placement, None if options.dtype is None else resolve_dtype(options.dtype)
-    if config.exact:
-        options.check_exact()
-    config.configured(exact=options.exact, kv=options.kv)
+    config.configured(exact=options.exact is True, kv=options.kv)
     if getattr(config, "tensor", 1) > 1:
         if placement is None:
             raise ValueError(

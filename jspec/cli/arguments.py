@@ -87,7 +87,8 @@ def add_options(
 ) -> None:
     """Adds an argument for each option of a dataclass, see `jspec.core.options`.
 
-    A value is checked against the bounds of its field when it is parsed. A flag of default True becomes --no-NAME.
+    A value is checked against the bounds of its field when it is parsed. A flag of default True becomes --no-NAME,
+    and one of default None both.
 
     names: those of the options to add; None: all.
     """
@@ -97,6 +98,7 @@ def add_options(
         value, required = kind_of(field), field.default is dataclasses.MISSING
         if value.type is bool:
             flag, action = (f"no_{name}", "store_false") if field.default is True else (name, "store_true")
+            action = argparse.BooleanOptionalAction if value.optional else action
             parser.add_argument(option_of(flag), dest=name, action=action, help=spec.help)
             continue
 

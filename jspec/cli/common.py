@@ -57,8 +57,10 @@ class ModelOptions(DraftOptions):
         "wide: all weights are those of --dtype (default: as stored in 8 or 4 bits, otherwise those of --dtype)",
         choices=(*FORMATS, WIDE),
     )
-    exact: bool = option(
-        False, "drafts and the rest of the batch change no bit of the logits, in half precision too; slower"
+    exact: bool | None = option(
+        None,
+        "drafts and the rest of the batch change no bit of the logits; --no-exact is faster (default: exact in half "
+        "precision on a GPU, where all parts have kernels)",
     )
     tensor: int | None = option(
         None, "split the model over N devices: heads, MLPs and vocabulary (default: one device)", bounds=COUNT

@@ -159,7 +159,7 @@ def load(
     data: int | None = None,
     mesh: Mesh | None = None,
     draft_tensor: bool | None = None,
-    exact: bool = False,
+    exact: bool | None = None,
     weights: str | None = None,
     kv: str | None = None,
     probe: bool = False,
@@ -181,7 +181,7 @@ def load(
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster; an assistant is
         always split.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
-        half precision too; on one device, for the families in docs/losslessness.md.
+        half precision too; see docs/losslessness.md. None: on a GPU in half precision, if all parts have kernels.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
         have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
         "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them. See docs/quantization.md.
@@ -269,7 +269,7 @@ def assemble(
     """Make a model of a target and a draft; draft None: the MTP heads of the target, if it has any."""
     if draft is None:
         target, draft = _split_heads(target)
-    config = target.config.configured(exact=options.exact, kv=options.kv)
+    config = options.configured(target.config, target.params)
     draft_config, placement = None if draft is None else draft.config, options.placement
     if placement is not None:
         placement = dataclasses.replace(placement, draft=getattr(draft_config, "tensor", 1) > 1)

@@ -168,7 +168,7 @@ def from_named(
     tensor: int | None = None,
     data: int | None = None,
     mesh: Mesh | None = None,
-    exact: bool = False,
+    exact: bool | None = None,
     weights: str | None = None,
     kv: str | None = None,
 ) -> Model:
@@ -193,7 +193,7 @@ def from_named(
       name: for messages; None: the family's.
       tensor, data, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are
         copied to these, and those on the same devices may be split in any way.
-      exact: as in `jspec.load`; an exact target stays so.
+      exact: as in `jspec.load`; an exact target stays so. None for a target: as it is.
       weights: as in `jspec.load`; the fusing program quantizes them.
       kv: as in `jspec.load`; a target with a narrow cache keeps it.
 
@@ -204,6 +204,7 @@ def from_named(
         split.
     """
     check_weights(weights)
+    exact = config.exact if exact is None and isinstance(config, Decoder) else exact
     options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")

@@ -53,6 +53,8 @@ class Decoder(LayerShape, Draft):
     tie_embeddings: bool = False
     """Whether the embedding is the LM head."""
     drafter: ClassVar[str] = "standalone"
+    exact_kernels: ClassVar[bool] = True
+    """Whether GPUs have kernels for all parts of its exact forward, if it has one."""
     has_sinks: ClassVar[bool] = False
     """Whether its attention has sinks, see `paged_attention`."""
 
@@ -150,17 +152,18 @@ class Decoder(LayerShape, Draft):
         Raises:
           ValueError: there is no such forward, the model is split over devices, or its cache is narrow.
         """
-        # Only some families have an exact forward, on one device, with a wide cache.
+        if (problem := self.not_exact()) is not None:
+            raise ValueError(f"exact=True: {problem}")
+        return dataclasses.replace(self, exact=True)  # pyright: ignore[reportArgumentType]  # a dataclass
+
+    def not_exact(self) -> str | None:
+        """Why there is no such forward; None: there is one."""
         if not _has_field(type(self), "exact"):
             kinds = ", ".join(sorted(kind.__name__ for kind in _subclasses(Decoder) if _has_field(kind, "exact")))
-            raise ValueError(
-                f"exact=True: models of type {type(self).__name__} have no exact forward yet; those of type {kinds} do"
-            )
+            return f"models of type {type(self).__name__} have no exact forward yet; those of type {kinds} do"
         if self.tensor > 1:
-            raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
-        if self.kv is not None:
-            raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
-        return dataclasses.replace(self, exact=True)  # pyright: ignore[reportArgumentType]  # a dataclass
+            return "a model that is split over devices has no exact forward yet"
+        return None if self.kv is None else f"no exact forward with kv={self.kv!r} yet; omit one of them"
 
     def with_kv(self, kv: str) -> Self:
         """The configuration whose caches keep keys and values in a format of `jspec.cache.narrow.KV_FORMATS`.
@@ -176,12 +179,14 @@ class Decoder(LayerShape, Draft):
         return dataclasses.replace(self, kv=kv)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def configured(self, *, exact: bool, kv: str | None) -> Self:
-        """The configuration with an exact forward, see `exactly`, or a narrow cache, see `with_kv`, if asked for.
+        """The configuration with or without an exact forward, see `exactly`, and with a narrow cache, see `with_kv`.
 
         Raises:
           ValueError: it has none.
         """
         config = self.exactly() if exact else self
+        if self.exact and not exact:
+            config = dataclasses.replace(self, exact=False)  # pyright: ignore[reportArgumentType]  # a dataclass
         return config if kv is None else config.with_kv(kv)
 
     def layer_experts(self, layer: int) -> Routed | None:

@@ -7,7 +7,7 @@ its attention reads.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -108,16 +108,13 @@ class Deepseek(Decoder):
     tensor: int = 1
     exact: bool = False
     kv: str | None = None
+    exact_kernels: ClassVar[bool] = False  # none of latent attention
 
-    def exactly(self) -> Self:
-        """As in `Decoder.exactly`.
-
-        Raises:
-          ValueError: the model is split over devices, or has indexers.
-        """
+    def not_exact(self) -> str | None:
+        """As in `Decoder.not_exact`; attention that reads what an indexer selects has no exact forward."""
         if self.indexer is not None:
-            raise ValueError("exact=True: attention that reads what an indexer selects has no exact forward yet")
-        return super().exactly()
+            return "attention that reads what an indexer selects has no exact forward yet"
+        return super().not_exact()
 
     @property
     def down_width(self) -> int:

@@ -269,7 +269,12 @@ def dtype_names(params: PyTree) -> list[str]:
     return sorted(names | {name for leaf in packed for name in (str(leaf.scale.dtype), leaf.codes)})
 
 
+def has_quantized(params: PyTree) -> bool:
+    """Whether some weights are quantized."""
+    return any(isinstance(node, Quantized) for node in jax.tree.leaves(params, is_leaf=is_matrix))
+
+
 def refuse_quantized(params: PyTree, user: str) -> None:
     """Raises ValueError if weights are quantized; `user` does not support it."""
-    if any(isinstance(node, Quantized) for node in jax.tree.leaves(params, is_leaf=is_matrix)):
+    if has_quantized(params):
         raise ValueError(f"the weights are quantized, which {user} does not support: load them with weights='wide'")

@@ -106,7 +106,7 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     manifest = data.read_manifest(run.data)
     prompts = data.read_heldout_prompts(run.data, run.prompts, DEFAULT_PROMPTS)
     _check_tokenizer(run, directory)
-    model = load(run.target)
+    model = load(run.target, exact=False)
     if manifest["kind"] == "chats":
         assert model.tokenizer is not None
         prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]

@@ -10,6 +10,7 @@ import qwen
 import toy
 
 import jspec
+from jspec.checkpoints import loading
 from jspec.checkpoints.language_model import family_by_config
 
 
@@ -17,6 +18,42 @@ def test_the_target_knows_that_it_is_exact():
     exact = jspec.load("bundled:python-tiny", dtype="bfloat16", exact=True).target
     assert exact.exact and not jspec.load("bundled:python-tiny").target.exact
     assert exact == jspec.load("bundled:python-tiny").target.exactly()
+
+
+DEFAULTS = [
+    ("gpu", {"dtype": "bfloat16"}, True),
+    ("gpu", {"dtype": "float16"}, True),
+    ("gpu", {"dtype": "bfloat16", "exact": False}, False),
+    ("gpu", {"dtype": "float32"}, False),
+    ("gpu", {"dtype": "bfloat16", "weights": "int8"}, False),
+    ("gpu", {"dtype": "bfloat16", "kv": "fp8"}, False),
+    ("cpu", {"dtype": "bfloat16"}, False),
+    ("tpu", {"dtype": "bfloat16"}, False),
+]
+
+
+@pytest.mark.parametrize(("platform", "options", "exact"), DEFAULTS)
+def test_exact_is_the_default_of_gpus_in_half_precision(monkeypatch, platform, options, exact):
+    monkeypatch.setattr(loading, "platform", lambda: platform)
+    assert jspec.load("bundled:python-tiny", **options).target.exact is exact
+
+
+def test_the_default_of_live_arrays(monkeypatch):
+    monkeypatch.setattr(loading, "platform", lambda: "gpu")
+
+    def target_of(config, params, **options):
+        return jspec.from_named(config, arrays_of(config, params), dtype="bfloat16", **options).target
+
+    # A configuration decides; a target stays as it is.
+    params = toy.random_params(toy.TARGET, 0)
+    assert target_of(toy.TARGET, params).exact is False
+    assert target_of(toy.TARGET.exactly(), params).exact is True
+    assert target_of(toy.TARGET.exactly(), params, exact=False).exact is False
+    # Without an exact forward, or without kernels for it, the default is a rounded one.
+    for module, kind in ((oss, "sinks"), (qwen, "dense"), (deepseek, "mla")):
+        config, arrays = module.KINDS[kind], arrays_of(module.KINDS[kind], module.params(kind))
+        described = family_by_config(config).describe(config)
+        assert jspec.from_named(described, arrays, dtype="bfloat16").target.exact is (module is oss)
 
 
 @pytest.mark.slow
