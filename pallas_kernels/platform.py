@@ -64,6 +64,15 @@ def result_alone(x: T) -> T:
     return lax.optimization_barrier(x) if platform() == "tpu" else x
 
 
+def unmerged(*arrays: T) -> tuple[T, ...]:
+    """Keep XLA from merging what computes these arrays, or reads the result, with other products.
+
+    On a GPU it joins a small product to another one of the same rows. For cuBLAS it then copies both matrices next to
+    each other, in every round. A sum of two products becomes a part of the first, which so waits for the second.
+    """
+    return lax.optimization_barrier(arrays) if platform() == "gpu" else arrays
+
+
 def row_width(width: int) -> int:
     """The elements of a pool's row for `width` elements, rounded up to tiles of 128 columns on a TPU.
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import struct
 from jspec.models.quantized import Quantized
-from pallas_kernels.platform import exactness
+from pallas_kernels.platform import exactness, unmerged
 
 
 @struct
@@ -44,10 +44,13 @@ class Adapted:
             return out
         # Columns of other changes than the sequence's are zeros.
         columns, count = self.down.shape[1], self.index.shape[0]
-        hidden = jnp.matmul(x, self.down, precision=exactness(x)).reshape(count, -1, columns)
+        (rows,) = unmerged(x)
+        hidden = jnp.matmul(rows, self.down, precision=exactness(x)).reshape(count, -1, columns)
         owner = jnp.arange(columns, dtype=jnp.int32) // (columns // self.changes)
         hidden = jnp.where(self.index[:, None, None] == owner[None, None], hidden, jnp.zeros((), hidden.dtype))
-        return out + jnp.matmul(hidden, self.up, precision=exactness(x)).reshape(out.shape)
+        # On a GPU both products run side by side.
+        out, change = unmerged(out, jnp.matmul(hidden, self.up, precision=exactness(x)).reshape(out.shape))
+        return out + change
 
 
 def is_adapted(params: PyTree) -> bool:

@@ -3,12 +3,18 @@
 The tests need JAX's CUDA plugin (the extra `cuda`), and no GPU.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import pytest
 import small_loops
 from gpu_compiler import devices, needs_plugin
+from jax.sharding import SingleDeviceSharding
 
 from jspec.core import xla_options
+from jspec.models import layers
+from jspec.models.adapted import Adapted
 from pallas_kernels import dispatch, gated_matmul, mla_attention
 
 pytestmark = [pytest.mark.slow, needs_plugin]
@@ -86,3 +92,15 @@ def test_a_loop_compiles_without_triton(name, monkeypatch):
     problems, text = compiled(name)
     assert KERNEL not in text and problems.keys() == {"no sort", "no copy of a pool"}, problems
     assert "temporary memory" in problems["no copy of a pool"]
+
+
+@pytest.mark.parametrize("many", (False, True))
+def test_changes_of_a_matrix_do_not_copy_it(many):
+    """XLA would join its product with that of the changes, for which cuBLAS needs a copy of both matrices."""
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices()[0]))
+    weight, down, up = (place(shape, jnp.bfloat16) for shape in ((1024, 1536), (1024, 128), (128, 1536)))
+    matrix = Adapted(weight, down, up, 8, place((32,), jnp.int32))
+    with jax.default_device(devices()[0]):
+        program = jax.jit(layers.linear, compiler_options=xla_options.loop_options(many=many))
+        text = program.lower(place((32, 6, 1024), jnp.bfloat16), matrix).compile().as_text()
+    assert ("cublas" in text) == many and "1024,1664" not in text

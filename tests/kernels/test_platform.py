@@ -69,3 +69,10 @@ def test_only_on_a_tpu_what_follows_a_product_does_not_decide_its_layout(monkeyp
     monkeypatch.setattr(platform, "platform", lambda: name)
     program = str(jax.make_jaxpr(lambda x: platform.result_alone(x))(1.0))
     assert ("optimization_barrier" in program) == (name == "tpu")
+
+
+@pytest.mark.parametrize("name", ("cpu", "gpu", "tpu"))
+def test_only_on_a_gpu_products_are_kept_apart(monkeypatch, name):
+    monkeypatch.setattr(platform, "platform", lambda: name)
+    program = str(jax.make_jaxpr(lambda x, y: platform.unmerged(x, y))(1.0, 2.0))
+    assert ("optimization_barrier" in program) == (name == "gpu")
