@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -
         return 0
     except (ValueError, TypeError) as error:
         return _refuse(str(error), options)
-    except OSError as error:  # Without a name, it is one of the standard streams.
-        return _refuse(str(error) if error.filename else f"output cannot be written ({error.strerror})", options)
+    except OSError as error:  # One of the system without the name of a file is of a standard stream.
+        stream = error.strerror and not error.filename
+        return _refuse(f"output cannot be written ({error.strerror})" if stream else str(error), options)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise

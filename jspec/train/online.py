@@ -6,9 +6,11 @@ here with the losses of `jspec train`.
 """
 
 import dataclasses
+import operator
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -138,6 +140,8 @@ class Learning:
             jnp.zeros((), jnp.int32),
         )
         self._served = self._best = model.params.draft
+        self._before: list[weakref.ref[Array]] | None = None
+        """The weights of the draft served before."""
         self._state = _begin(model.params.draft, learner=learner)
         self._best_length, self._stale = 0.0, 0
         self._counts: np.ndarray | None = None
@@ -193,12 +197,14 @@ class Learning:
     def replace(self, draft: PyTree) -> None:
         """Begins again after `Engine.update`: with the present state if `draft` is the one served."""
         # The optimizer's moments belong to the served draft. A trainer serves it again with the next weights of its
-        # target: texts of the last ones are nearly as good, and many more.
+        # target: texts of the last ones are nearly as good, and many more. If it has read the weights just before the
+        # latest draft was served, they are those before.
         leaves, served = jax.tree.leaves(draft), jax.tree.leaves(self._served)
-        if not all(new is old for new, old in zip(leaves, served, strict=True)):
+        before = served if self._before is None else [leaf() for leaf in self._before]
+        if not any(all(map(operator.is_, leaves, other)) for other in (served, before)):
             self._state = _begin(draft, learner=self.learner)
             self._kept, self._ring = 0, dataclasses.replace(self._ring, count=jnp.zeros((), jnp.int32))
-        self._served = self._best = draft
+        self._served, self._best, self._before = draft, draft, None
         # Rounds with the old target say nothing about the new one.
         self._best_length, self._stale, self.stopped, self._counts = 0.0, 0, self.error is not None, None
 
@@ -230,12 +236,16 @@ class Learning:
                 self._stale += 1
             if self._stale >= self.options.patience:
                 self.stopped = True
-                self._served = self._best
+                self._serve_next(self._best)
                 return self._best
         # The weights of now.
-        self._served = self._state.serve(self.learner.dtype)
+        self._serve_next(self._state.serve(self.learner.dtype))
         self.drafts += 1
         return self._served
+
+    def _serve_next(self, draft: PyTree) -> None:
+        self._before = [weakref.ref(leaf) for leaf in jax.tree.leaves(self._served)]
+        self._served = draft
 
     def _compile(self, target: PyTree) -> None:
         """Compiles the step in a thread of its own: no request waits for it."""

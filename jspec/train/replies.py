@@ -84,7 +84,7 @@ def main(command: ReplyOptions) -> int:
     options.open_output("--out", command.out)
     dropped = Dropped(command.skip_bad or command.own_prompts is not None)
     asked = [] if command.own_prompts is not None else _read(command, dropped)
-    model = load(command.model)
+    model = load(command.model, exact=False)
     if model.tokenizer is None or not model.tokenizer.templates:
         raise ValueError(f"--model={command.model}: has no chat template; name a model that has one, or add the file")
     # Leave space for a reply.

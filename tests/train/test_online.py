@@ -233,6 +233,21 @@ def test_learning_stops_without_gain_and_serves_the_best(monkeypatch):
     assert learning.accept_lengths[-1] == learning._best_length == 2.0
 
 
+def test_a_trainer_may_hold_the_draft_before_the_one_served(monkeypatch):
+    """The next one may be served between the two halves of `engine.update(Params(target, engine.params.draft))`."""
+    learning = learning_without_steps(monkeypatch, every=1)
+    learning._ring = dataclasses.replace(learning._ring, count=jnp.int32(5))
+    served = [learning.turn(None, None, [0] * 4, 10.0) for _ in range(3)]
+    for draft, texts in ((served[2], 5), (served[0], 0)):
+        learning.replace(draft)
+        assert int(learning._ring.count) == texts
+    learning._ring = dataclasses.replace(learning._ring, count=jnp.int32(5))
+    learning._kept = 100
+    assert learning.turn(None, None, [0] * 4, 10.0) is not served[0]
+    learning.replace(served[0])
+    assert int(learning._ring.count) == 5
+
+
 @pytest.mark.slow
 def test_update_goes_on_with_the_same_draft_and_begins_anew_with_another():
     """Told apart by the arrays themselves."""
