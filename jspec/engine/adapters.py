@@ -39,8 +39,6 @@ class Adapters:
             raise ValueError(f"adapters: models of type {type(model.target).__name__} have none; omit them")
         if model.placement is not None:
             raise ValueError(f"adapters: must be of one device, but the model is split over {model.placement}")
-        if model.target.exact:
-            raise ValueError("exact=True: no exact products with adapters yet; merge one by jspec.load")
         # Open all directories first.
         adapters = {name: open_adapter(source) for name, source in sources.items()}
         self._stack = AdapterStack(model.target, adapters)

@@ -1,6 +1,7 @@
 """Matrices with low-rank changes beside them, of which each sequence of a batch has one or none (LoRA adapters)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import struct
 from jspec.models.quantized import Quantized
-from pallas_kernels.platform import exactness, unmerged
+from pallas_kernels.platform import unmerged
+
+Product = Callable[[Float[Array, "*batch in"], Float[Array, "in out"]], Float[Array, "*batch out"]]
 
 
 @struct
@@ -38,18 +41,20 @@ class Adapted:
         """The matrix for tokens of these sequences, one each."""
         return self if self.index is None else dataclasses.replace(self, index=self.index[sequence])
 
-    def product(self, x: Float[Array, "*batch in"], out: Float[Array, "*batch out"]) -> Float[Array, "*batch out"]:
+    def product(
+        self, x: Float[Array, "*batch in"], out: Float[Array, "*batch out"], multiply: Product
+    ) -> Float[Array, "*batch out"]:
         """`out`, the product x W, with the changes. x: the tokens of all sequences, in their order."""
         if self.index is None:
             return out
         # Columns of other changes than the sequence's are zeros.
         columns, count = self.down.shape[1], self.index.shape[0]
         (rows,) = unmerged(x)
-        hidden = jnp.matmul(rows, self.down, precision=exactness(x)).reshape(count, -1, columns)
+        hidden = multiply(rows, self.down).reshape(count, -1, columns)
         owner = jnp.arange(columns, dtype=jnp.int32) // (columns // self.changes)
         hidden = jnp.where(self.index[:, None, None] == owner[None, None], hidden, jnp.zeros((), hidden.dtype))
         # On a GPU both products run side by side.
-        out, change = unmerged(out, jnp.matmul(hidden, self.up, precision=exactness(x)).reshape(out.shape))
+        out, change = unmerged(out, multiply(hidden, self.up).reshape(out.shape))
         return out + change
 
 

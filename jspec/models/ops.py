@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.sharding import gather_last, sum_over_devices
 from jspec.models import layers
+from jspec.models.adapted import Adapted
 from jspec.models.quantized import Quantized, Weight
 from pallas_kernels import norm, parts
 from pallas_kernels.exact_matmul import exact_matmul
@@ -147,12 +148,14 @@ class ExactOps(Ops):
 
     def linear(self, x: Float[Array, "*batch in"], weight: Weight, bias: Array | None = None) -> Array:
         """As in `Ops`."""
+        if isinstance(weight, Adapted):
+            return layers.add_bias(self.apart(weight.product(x, self.linear(x, weight.weight), self.linear)), bias)
         out = exact_matmul(x.reshape(-1, x.shape[-1]), _wide(weight))
         return layers.add_bias(out.reshape(*x.shape[:-1], -1), bias)
 
     def projection(self, x: Float[Array, "*batch in"], weight: Weight, bias: Array | None = None) -> Branch:
-        """As in `Ops`; without a bias, the sums over parts of the contraction."""
-        if bias is not None:
+        """As in `Ops`; without a bias or changes, the sums over parts of the contraction."""
+        if bias is not None or isinstance(weight, Adapted):
             return self.linear(x, weight, bias)
         out = exact_matmul(x.reshape(-1, x.shape[-1]), _wide(weight), parts=True)
         return out.reshape(*out.shape[:-2], *x.shape[:-1], -1)
@@ -165,6 +168,9 @@ class ExactOps(Ops):
         self, x: Array, gate_up: Weight, down: Weight, activation: Callable[[Array], Array] = jax.nn.silu
     ) -> Branch:
         """As in `Ops`."""
+        if isinstance(gate_up, Adapted):
+            gate, up = jnp.split(self.linear(x, gate_up).astype(jnp.float32), 2, axis=-1)
+            return self.branch((activation(gate) * up).astype(x.dtype), down)
         inner = exact_matmul(x.reshape(-1, x.shape[-1]), _wide(gate_up), activation=activation)
         return self.branch(inner.reshape(*x.shape[:-1], -1), down)
 
