@@ -111,10 +111,10 @@ FIELDS = (
         f"{_RAGGED}[llama]",
     ),
     (
-        "a node follows the neighbor's root",
-        "jspec.core.ragged:forward",
-        "jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0)",
-        "jnp.maximum(jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0) - 1, 0)",
+        "a node sees its neighbor's rows",
+        "jspec.core.ragged:_Unpacking.attend",
+        "x[:, 0][packing.place]",
+        "x[:, 0][jnp.roll(packing.place, 1, axis=0)]",
         f"{_RAGGED}[llama]",
     ),
     (

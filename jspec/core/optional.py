@@ -50,6 +50,11 @@ def packs(part: object) -> bool:
     return getattr(part, "packs", False)
 
 
+def packs_nodes(target: object) -> bool:
+    """`packs_nodes`: whether a target verifies chains of different lengths in a row (`jspec.core.ragged`). False."""
+    return getattr(target, "packs_nodes", False)
+
+
 def shares(drafter: Drafter, owner: Drafter) -> bool:
     """`shares(owner)`: whether `draft` works with the state of another one; both are bound. Only of an equal one."""
     compare = getattr(drafter, "shares", None)

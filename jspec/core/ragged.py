@@ -1,7 +1,7 @@
 """Verifies chains of different lengths in one forward without padding: T nodes of all sequences in a row.
 
-Each node is a piece of its own (`jspec.core.pieces`): it sees the committed rows of its sequence, and the nodes before
-it.
+All but attention is computed per node. Attention puts the nodes of a sequence side by side, as in a padded forward: the
+committed rows of a sequence are read once for all of its nodes.
 """
 
 from typing import Any
@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from jspec.core import tree
-from jspec.core.pieces import Pieces
 from jspec.core.returned import check_output
 from jspec.core.struct import struct
 from jspec.core.types import DraftTree, ForwardOutput
@@ -61,22 +60,40 @@ def forward(
     total, limit = draft_tree.packed, draft_tree.limit
     assert total is not None and limit is not None
     packing = pack(limit + 1, total, draft_tree.tokens.shape[1])
-    sequence, column = packing.sequence, packing.column
-    # One forward over the nodes. Padding reads no committed rows.
-    padding = column < 0
-    tokens = draft_tree.tokens[sequence, jnp.maximum(column, 0)]
-    position = jnp.where(padding, 0, start[sequence] + column)
-    first = jnp.arange(total, dtype=jnp.int32) - jnp.maximum(column, 0)
+    # One forward over the nodes. Padding repeats some root.
+    sequence, column = packing.sequence, jnp.maximum(packing.column, 0)
     out = target.forward(
         _of_sequences(params, sequence),
-        tree.chain(tokens[:, None]),
-        cache.take(sequence),
-        position,
+        tree.chain(draft_tree.tokens[sequence, column][:, None]),
+        _Unpacking(cache, packing, start),
+        start[sequence] + column,
         capture_layers=capture_layers,
-        pieces=Pieces(first, last=padding),
     )
     out = check_output(target, out, 1)
     return jax.tree.map(lambda x: x[:, 0][packing.place], out)
+
+
+@struct
+class _Unpacking:
+    """A cache whose attention takes packed nodes, [T, 1, ...]."""
+
+    cache: PyTree
+    packing: Packing
+    start: Int[Array, " B"]
+    """Committed rows of each sequence."""
+
+    def attend(self, layer: int, *inputs: Any, start: Any, mask: Any, **options: Any) -> Shaped[Array, "T 1 ..."]:
+        """As of the cache. start, mask: not used: they are those of single nodes."""
+        packing, nodes = self.packing, self.packing.sequence.shape[0]
+
+        def unpack(x: Any) -> Any:
+            packed = isinstance(x, jax.Array) and x.shape[:2] == (nodes, 1)
+            return x[:, 0][packing.place] if packed else x
+
+        # A node sees its sequence's chain up to its own place; those of places that are not verified are not read.
+        inputs, options = jax.tree.map(unpack, (inputs, options))
+        out = self.cache.attend(layer, *inputs, start=self.start, mask=None, **options)
+        return out[packing.sequence, jnp.maximum(packing.column, 0)][:, None]
 
 
 def _of_sequences(weights: PyTree, sequence: Int[Array, " T"]) -> PyTree:

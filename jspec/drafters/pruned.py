@@ -106,8 +106,8 @@ class Pruned:
 
     Nodes of chains are ranked over the batch, or that of a group of devices: the best ones of all sequences are read in
     one forward without padding, so a sequence has all of its drafts verified, some, or none. The sequences share the
-    number of nodes if they draw trees, or if the target cannot read nodes in a row: it needs keys of heads in all
-    layers.
+    number of nodes if they draw trees, or if the target cannot read nodes in a row: all of its layers
+    need attention without an indexer.
 
     drafter: has a draft model. None: trees of 32 nodes, 4 wide, by the drafter for the loaded draft.
     sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
@@ -147,7 +147,7 @@ class Pruned:
     @property
     def ragged(self) -> bool:
         """Whether each sequence has nodes of its own count."""
-        return self.drafter.shape.width == 1 and optional.packs(bound(self, self.target))
+        return self.drafter.shape.width == 1 and optional.packs_nodes(bound(self, self.target))
 
     def offered(self, batch: int) -> list[int]:
         """The first size of each number of nodes of a batch."""
@@ -195,15 +195,13 @@ class Pruned:
             raise ValueError(f"Pruned: {name} has no probabilities of a draft model; must be a drafter with one")
         # The sizes.
         whole = shape.nodes
-        means = shape.width == 1 and optional.packs(target)
+        means = shape.width == 1 and optional.packs_nodes(target)
         usual = MEANS if means else (1, *range(2, whole)) if whole < MOST else POWERS
         sizes = self.sizes or (*(size for size in usual if size < whole), whole)
         if sizes[-1] > whole:
             raise ValueError(f"Pruned(sizes={sizes}): must be at most {whole}, the nodes of the trees")
         if not means and any(size != int(size) for size in sizes):
-            raise ValueError(
-                f"Pruned(sizes={sizes}): must be ints; means are for chains, with keys of heads in all layers"
-            )
+            raise ValueError(f"Pruned(sizes={sizes}): must be ints; means are for chains, with attention in all layers")
         return dataclasses.replace(self, drafter=drafter, sizes=sizes, target=target)
 
     def adapt(self, needs: DraftNeeds) -> "Pruned":

@@ -297,6 +297,11 @@ class Decoder(LayerShape, Draft):
         return len(self.attention_layers) == len(layers) and all(self.layer_keys(i).latent is None for i in layers)
 
     @property
+    def packs_nodes(self) -> bool:
+        """Whether it verifies packed nodes (`jspec.core.ragged`): if all layers attend, without an indexer."""
+        return len(self.attention_layers) == self.num_layers and getattr(self, "indexer", None) is None
+
+    @property
     def refuses_embeds(self) -> str | None:
         """Why a prompt cannot hold embeddings; None: it can."""
         if getattr(getattr(self, "rope", None), "sections", False):

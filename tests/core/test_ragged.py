@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import deepseek
 import gemma
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,8 @@ TARGETS = {
     "adapters": lambda: (toy.TARGET, adapted(toy.params().target)),
     "sliding": lambda: (gemma.KINDS["dense"], gemma.params("dense")),
     "shared keys": lambda: (gemma.KINDS["shared"], gemma.params("shared")),
+    "latents": lambda: (deepseek.KINDS["mla"], deepseek.params("mla")),
+    "exact latents": lambda: (dataclasses.replace(deepseek.KINDS["mla"], exact=True), deepseek.params("mla")),
     "sinks": lambda: (oss.KINDS["sinks"], oss.params("sinks")),
 }
 
@@ -85,7 +88,7 @@ def test_a_forward_equals_the_padded_one(name):
         for ours, theirs in zip(jax.tree.leaves(out), jax.tree.leaves(padded), strict=True):
             assert ours.shape == theirs.shape
             for b, count in enumerate(counts):
-                if name == "exact":
+                if name.startswith("exact"):
                     np.testing.assert_array_equal(ours[b, :count], theirs[b, :count])
                 else:
                     np.testing.assert_allclose(ours[b, :count], theirs[b, :count], rtol=2e-5, atol=2e-5)

@@ -28,7 +28,7 @@ MEANS = (1, 1.4, 2.4, 5)
 class Padded(type(toy.TARGET)):
     """A target that cannot read nodes of several sequences in a row."""
 
-    packs = False
+    packs_nodes = False
 
 
 PADDED = Padded(**vars(toy.TARGET))
