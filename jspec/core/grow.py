@@ -118,7 +118,7 @@ class _Growing:
     def __init__(self, expand: Expand, growth: Growth | None):
         self._expand, self._growth = expand, growth
         self._going: Any = True
-        self._mass = None if growth is None else growth.weight.sum()
+        self._mass = None if growth is None else growth.mass(jnp.zeros((growth.weight.shape[0], 1)))
 
     def expand(self, carry: PyTree, frontier: Frontier, scores: Float[Array, "B M"] | None) -> tuple[PyTree, Proposal]:
         """As `Expand`. scores: of the frontier's nodes; None: unknown."""

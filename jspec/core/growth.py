@@ -18,10 +18,12 @@ class Growth:
     """Factor on the draft's probabilities of each sequence; 0: it does not count."""
     least: Float[Array, ""]
     """Expected accepted drafts that a generation must exceed."""
+    floor: Float[Array, ""]
+    """Probability of a node whose place another one would take."""
 
     def mass(self, scores: Float[Array, "B M"]) -> Float[Array, ""]:
-        """The accepted drafts to expect of nodes with these log-probabilities."""
-        return (self.weight[:, None] * jnp.exp(scores)).sum()
+        """The accepted drafts to gain by nodes with these log-probabilities."""
+        return jnp.maximum(self.weight[:, None] * jnp.exp(scores) - self.floor, 0.0).sum()
 
     def pays(self, before: Float[Array, ""], last: Float[Array, ""]) -> Bool[Array, ""]:
         """Whether to grow another generation, after two generations with these masses.

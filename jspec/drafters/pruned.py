@@ -3,7 +3,8 @@
 The expected accepted drafts of a tree are the sum of its nodes' probabilities (Li et al., EAGLE-2, arXiv 2406.16858,
 section 4), and its first nodes are the most probable ones. So it is verified as far as the share of a node in the
 tokens exceeds its share of the time. Nodes of chains are ranked over the whole batch, so a confident sequence has more
-of them than another one. Drafting stops where another generation is expected to bring less than its time.
+of them than another one. Drafting stops where another generation is expected to bring less than its time; a draft
+counts by as much as it is more probable than the last one that was verified.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jspec.drafters.table import PROPOSING
 
 MOST = 8
 """Maximum sizes; the loop's program contains a round of each."""
-MEANS, POWERS = (1, 1.25, 1.5, 2, 3, 4), (1, 4, 8, 16, 32, 64, 128)
+MEANS, POWERS = (1, 1.5, 2, 2.5, 3, 4), (1, 4, 8, 16, 32, 64, 128)
 """Default sizes: of chains that share a forward, and of trees."""
 MOST_DRAFTING = 0.9
 """Most of a round that counts as drafting."""
@@ -54,6 +55,8 @@ class PrunedState:
     """Expected and accepted drafts of earlier rounds; the latest one counts 1 and older ones less."""
     rate: Float[Array, " B"]
     """Expected tokens per sequence and unit of cost of the last round; 0: there was none."""
+    floor: Float[Array, " B"]
+    """The lowest probability of a verified draft: the price of a place, where drafts compete for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +115,10 @@ class Pruned:
     drafter: has a draft model. None: trees of 32 nodes, 4 wide, by the drafter for the loaded draft.
     sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
       chains that share a forward they are means, such as 1.5. None: 1, powers of two and the whole tree; of chains 1,
-      1.25, 1.5, 2, 3, 4 and all.
+      1.5, 2, 2.5, 3, 4 and all.
     costs: cost of a round of each size, as those of `jspec.Adaptive`; the smallest one drafts a single generation, the
       others draft all. None: measured once, as for it.
-    rate: from 0 to 1: discount of each older round in the ratio.
+    rate: from 0 to 1: discount of each older round in the ratio, and in the price of a place.
     target: the configuration of the target; set by `bind`.
     """
 
@@ -219,7 +222,7 @@ class Pruned:
         part = self.drafter.init(params, batch, capacity, page_size)
         parents = None if self.drafter.shape.width == 1 else empty
         count, zeros = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
-        return PrunedState(part, empty, parents, count, zeros, jnp.zeros((batch, 2)), zeros)
+        return PrunedState(part, empty, parents, count, zeros, jnp.zeros((batch, 2)), zeros, zeros)
 
     def states(self, state: PrunedState) -> tuple[PyTree, ...]:
         """The proposals, for each size."""
@@ -267,7 +270,32 @@ class Pruned:
             count=jnp.where(live, 1 + nodes.sum(1, dtype=jnp.int32), 0),
             expected=jnp.where(nodes & live[:, None], raw, 0.0).sum(1),
             rate=jnp.where(live, value[index] / jnp.maximum(live.sum(), 1).astype(jnp.float32), 0.0),
+            floor=jnp.where(live, self.competition(state, index, nodes, probability, live), 0.0),
         )
+
+    def competition(
+        self,
+        state: PrunedState,
+        index: Int[Array, ""],
+        nodes: Bool[Array, "B M"],
+        probability: Float[Array, "B M"],
+        live: Bool[Array, " B"],
+    ) -> Float[Array, ""]:
+        """The mean over rounds of the lowest probability among the drafts to verify; see `PrunedState.floor`.
+
+        It is 1 in rounds whose size has no place for drafts, and 0 if there are fewer than it has places.
+        """
+        if not self.ragged:
+            return jnp.zeros(())
+        verified = nodes & live[:, None]
+        room = jnp.asarray(self.places(len(live)))[index] - live.sum(dtype=jnp.int32)
+        full = (index + 1 < len(self.branches)) & (verified.sum(dtype=jnp.int32) >= room)
+        lowest = jnp.where(full, jnp.where(verified, probability, 1.0).min(), 0.0)
+        return (1.0 - self.rate) * jnp.where(live, state.floor, 0.0).max() + self.rate * lowest
+
+    def places(self, batch: int) -> np.ndarray:
+        """The nodes of a batch of each size; of a plain round 0, as its drafts have no place."""
+        return np.array([total_nodes(size, batch) if size > 1 else 0 for size in self.sizes or (1,)], np.int32)
 
     def parts_of_costs(self, costs: Float[Array, " K"], batch: int) -> tuple[Float[Array, " K"], Float[Array, ""]]:
         """The cost of verifying each size, with a single generation of drafts, and of each further generation.
@@ -294,8 +322,9 @@ class Pruned:
         generation: cost of one more.
         """
         live = ~s.done
-        rate = jnp.maximum(jnp.where(live, state.rate, 0.0).max(), 1.0 / smallest)
-        return Growth(jnp.where(live, self.ratio(state), 0.0), rate * generation * live.sum().astype(jnp.float32))
+        rate, floor = (jnp.where(live, values, 0.0).max() for values in (state.rate, state.floor))
+        least = jnp.maximum(rate, 1.0 / smallest) * generation * live.sum().astype(jnp.float32)
+        return Growth(jnp.where(live, self.ratio(state), 0.0), least, floor)
 
     def ratio(self, state: PrunedState) -> Float[Array, " B"]:
         """Accepted drafts of earlier rounds, divided by the expected ones."""
@@ -323,8 +352,7 @@ class Pruned:
         depth = jnp.arange(1, nodes + 1, dtype=jnp.int32)[None]
         useful = (probability > 0) & ~s.done[:, None] & (depth < (s.limit - s.length)[:, None])
         best = rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes)
-        total = np.array([total_nodes(size, batch) if size > 1 else 0 for size in sizes], np.int32)
-        room = total - (~s.done).sum(dtype=jnp.int32)
+        room = self.places(batch) - (~s.done).sum(dtype=jnp.int32)
         return useful[None] & (best[None] < room[:, None, None])
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PrunedState]:

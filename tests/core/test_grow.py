@@ -86,21 +86,22 @@ def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("floor", [0.0, 0.1])
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_growing_stops_at_the_first_generation_that_does_not_pay(width):
-    """All generations before it are there; those after it are expected to bring nothing."""
+def test_growing_stops_at_the_first_generation_that_does_not_pay(width, floor):
+    """All generations before it are there; those after it are expected to bring nothing beyond the floor."""
     depth, weight = 4, np.array([0.5, 0.0, 1.3, 0.2], np.float32)
     nodes = 1 + width + (depth - 1) * width**2
     whole = grown(depth, width, nodes)
     levels, scores = np.array(tree.depths(whole)).repeat(1 if width > 1 else BATCH, 0), np.array(whole.scores)
     # The expected drafts of each frontier: the best nodes of a generation.
-    masses = [weight.sum()]
+    masses = [np.maximum(weight - floor, 0).sum()]
     for generation in range(1, depth):
         best = [np.sort(scores[b][levels[b] == generation])[-width:] for b in range(BATCH)]
-        masses.append((weight[:, None] * np.exp(best)).sum())
+        masses.append(np.maximum(weight[:, None] * np.exp(best) - floor, 0).sum())
     expected = [last * min(last / before, 1) for before, last in itertools.pairwise(masses)]
     for least in (0.0, *(1.001 * x for x in expected), *(0.999 * x for x in expected), 10.0):
-        growth = Growth(jnp.asarray(weight), jnp.float32(least))
+        growth = Growth(jnp.asarray(weight), jnp.float32(least), jnp.float32(floor))
         stopped = grown(depth, width, nodes, functools.partial(grow.grow, growth=growth))
         deepest = 1 + next((g for g, gain in enumerate(expected) if gain <= least), len(expected))
         for b in range(BATCH):

@@ -60,7 +60,8 @@ def by_hand(s, drafter, costs):
     # A generation must bring more than the last round did in its time.
     rate = max(np.array(s.draft.rate)[live].max(), 1 / costs[0])
     least = rate * live.sum() * parts_by_hand(drafter, costs)[1]
-    growth = Growth(jnp.asarray(np.where(live, ratio, 0), jnp.float32), jnp.float32(least))
+    floor = np.array(s.draft.floor)[live].max()
+    growth = Growth(jnp.asarray(np.where(live, ratio, 0), jnp.float32), jnp.float32(least), jnp.float32(floor))
     state = dataclasses.replace(s, draft=s.draft.part, growth=growth)
     drafted, _ = drafter.drafter.draft(toy.head_params(), state)
     raw = np.exp(np.array(drafted.scores, np.float64))[:, 1:]
@@ -99,7 +100,12 @@ def chosen_by_hand(s, drafter, costs):
     value = [np.where(live, np.minimum(1 + x, left), 0).sum() / cost for x, cost in zip(expected, costs, strict=True)]
     best = int(np.argmax(value))
     assert value[best] > 0
-    return best, 1 + sets[best].sum(1), np.where(sets[best] & live[:, None], raw, 0).sum(1), grown
+    taken = sets[best] & live[:, None]
+    # Drafts compete for the places of a size, all of which are taken, but in a plain round and for whole chains.
+    size, floor = drafter.sizes[best], 0.0
+    if drafter.ragged and best + 1 < len(sets) and taken.sum() >= (math.ceil(size * batch) if best else 0) - live.sum():
+        floor = probability[taken].min(initial=1.0)
+    return best, 1 + sets[best].sum(1), np.where(taken, raw, 0).sum(1), grown, floor
 
 
 @pytest.mark.slow(unless="coupled-chains")
@@ -135,18 +141,21 @@ def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule, shape):
 @pytest.mark.parametrize("drafter", [pruned, chains], ids=["trees", "chains"])
 def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
     """In every round, of the sequences that are not done; a limit of the request bounds what counts."""
-    drafter, taken, counts, depths = drafter(), [], [], []
+    drafter, taken, counts, depths, floors = drafter(), [], [], [], []
     costs = (1, 1.06, 1.1, 1.2) if drafter.ragged else (1, 1.25, 1.3, 1.36)
     s = started(costs, drafter=drafter)
     s = dataclasses.replace(s, limit=s.limit - jnp.array([0, 9, 3], jnp.int32))
     choose = jax.jit(drafter.choose)
     while not np.array(s.done).all():
         index, after = choose(toy.head_params(), s)
-        size, count, expected, grown = chosen_by_hand(s, drafter, costs)
+        size, count, expected, grown, floor = chosen_by_hand(s, drafter, costs)
         assert int(index) == size
         live = ~np.array(s.done)
         np.testing.assert_array_equal(np.array(after.count)[live], count[live])
         np.testing.assert_allclose(after.expected, expected, rtol=1e-4)
+        floor = 0.9 * np.array(s.draft.floor)[live].max() + 0.1 * floor
+        np.testing.assert_allclose(np.array(after.floor)[live], floor, rtol=1e-4)
+        floors.append(floor)
         shown, _ = drafter.draft(toy.head_params(), s)
         if drafter.ragged:
             np.testing.assert_array_equal(np.array(shown.limit)[live] + 1, count[live])
@@ -168,6 +177,7 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
         np.testing.assert_allclose(np.array(s.draft.sums)[whole], sums[whole], rtol=1e-4, atol=1e-5)
     assert len(set(taken)) > 1 < len(set(depths))
     assert drafter.ragged == any(len(set(count)) > 1 for count in counts)
+    assert drafter.ragged == any(0 < floor < 1 for floor in floors)
 
 
 def test_best_nodes_come_first_and_begin_a_tree():
