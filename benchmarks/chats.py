@@ -116,7 +116,7 @@ def write(path: Path, values: Iterator[object]) -> None:
 
 def untrained(target: Path, data_path: Path, prompts: list[list[int]]) -> float:
     """The accept length of the head before its first step."""
-    model = load(target)
+    model = load(target, exact=False)
     shape = require_llama(model.target, "this benchmark")
     recipe, dtype = DraftRecipe(steps=STEPS, length=shape.max_length), str(model.params.target.embed.dtype)
     learner = HeadLearner.make(shape, HeadShape(capture_layers=CAPTURE), recipe, dtype)
@@ -152,11 +152,11 @@ def main() -> None:
         **{"work": work / "run", "out": work / "head", "steps": STEPS, "batch_tokens": 2048, "warmup": 20},
         **{"ttt_steps": DEPTH, "eval_every": STEPS},
     )
-    model = load(target)
+    model = load(target, exact=False)
     assert model.tokenizer is not None
     texts = data.read_heldout_prompts(data_path, 32, 32)
     prompts = [model.tokenizer.encode(text, special=False) for text in texts]
-    trained = load(target, draft=work / "head")
+    trained = load(target, draft=work / "head", exact=False)
     assert isinstance(trained.draft, EagleHead)
     lengths = {
         "ngram": distill.evaluate(model, prompts, Ngram(depth=DEPTH), batch=32).accept_length,

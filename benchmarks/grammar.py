@@ -348,7 +348,7 @@ def main() -> None:
             found = compile_times(schema, tokenizer, options.repeats)
             report_on("ten fields", mode, found, settings=vocabulary)
     if options.part != "compile":
-        model, count = jspec.load(options.model), options.documents
+        model, count = jspec.load(options.model, exact=False), options.documents
         settings = {"schemas": ", ".join(WRITTEN), "most new tokens": NEW_TOKENS, "samplings": len(SAMPLINGS)}
         for name in options.drafter:
             begin = list(DRAFTERS).index(name) * count

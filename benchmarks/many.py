@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
     options = parser.parse_args()
-    model = jspec.load(options.model)
+    model = jspec.load(options.model, exact=False)
     prompt_ids = prompts(model, options.requests)
     values: dict[tuple[str, str], list[float]] = {}
     with jspec.Engine(model, slots=SLOTS, context=PROMPT_TOKENS + NEW_TOKENS) as engine:

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.beside == "no":
         Device.compile_ahead = lambda self, notify: None
     here, lines = environment(), []
-    with jspec.Engine(jspec.load(options.model), slots=SLOTS, context=CONTEXT) as engine:
+    with jspec.Engine(jspec.load(options.model, exact=False), slots=SLOTS, context=CONTEXT) as engine:
         if options.question == "gap":
             measured = {name: ("s", [round(seconds, 4)]) for name, seconds in gap(engine).items()}
         else:

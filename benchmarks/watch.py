@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
     options = parser.parse_args()
-    model, lines = jspec.load(options.model), []
+    model, lines = jspec.load(options.model, exact=False), []
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(text)[:PROMPT_TOKENS] for text in heldout_prompts()[: options.prompts]]
     chosen: dict[str, Any] = {

@@ -33,6 +33,7 @@ class Operation:
       xla: the operation in plain JAX, for every platform.
       kernels: names of its kernel backends.
       indices: options, integers for the caller and arrays for a kernel.
+      smooth: the operation in plain JAX for gradients of kernels, if those of `xla` take more memory. None: `xla`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Operation:
     xla: Callable[..., Any]
     kernels: tuple[str, ...]
     indices: tuple[str, ...] = ()
+    smooth: Callable[..., Any] | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ class Operation:
         static = tuple((name, value) for name, value in options.items() if name not in traced)
         positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int | jnp.integer))
         here = platform.platform(), platform.interpret(), platform.device()
-        return _traced_once(function, self.xla, static, positions, here)(*args, **traced)
+        return _traced_once(function, self.smooth or self.xla, static, positions, here)(*args, **traced)
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
@@ -136,7 +138,8 @@ def _traced_once(
             return with_gradients(*operands), operands
 
         def backward(operands: Any, gradients: Any) -> Any:
-            return jax.vjp(functools.partial(of_arrays, xla), *operands)[1](gradients)
+            out, pull = jax.vjp(functools.partial(of_arrays, xla), *operands)
+            return pull(jax.tree.map(_of_whole, gradients, out))
 
         with_gradients = jax.custom_vjp(functools.partial(of_arrays, kernel))
         with_gradients.defvjp(residuals, backward)
@@ -144,6 +147,11 @@ def _traced_once(
 
     call.__name__ = kernel.__name__
     return jax.jit(call, static_argnums=static)
+
+
+def _of_whole(gradient: Any, out: Any) -> Any:
+    """The gradient of a product that plain JAX does not divide into parts; readers add them, so all have the same."""
+    return gradient[0].astype(out.dtype) if gradient.ndim > out.ndim else gradient
 
 
 @functools.cache

@@ -142,11 +142,11 @@ def verify(
     so on until the time has passed. `docs/losslessness.md` lists them.
 
     Greedy and coupled tokens must be those of plain decoding; samples of other rules must have the distribution of the
-    target. Without `exact=True`, another token is a near-tie if the logits of both differ by less than 0.25 in float32
-    (0.002 for a model in float32).
+    target. Without an exact forward, another token is a near-tie if the logits of both differ by less than 0.25 in
+    float32 (0.002 for a model in float32).
 
     Args:
-      model: as loaded; on an accelerator in half precision, load it with `exact=True` for the strict verdict.
+      model: as loaded; with an exact forward (`model.target.exact`) the verdict is strict in half precision, too.
       drafter, accept, seed: as in `jspec.generate`.
       prompts: None: eight of different lengths.
       max_new_tokens: new tokens of each sequence, at least 16.

@@ -91,7 +91,11 @@ class SubjectOptions(DraftOptions):
         f"--dtype); {BLOCKS}, for presets: as in checkpoints with one scale for 128 x 128 values",
         choices=(*FORMATS, BLOCKS, WIDE),
     )
-    exact: bool = option(False, "measure the exact forward of the target, see jspec.load")
+    exact: bool | None = option(
+        None,
+        "measure the exact forward of the target, see jspec.load (default: that of jspec.load for --checkpoint, "
+        "otherwise not)",
+    )
     page_size: int = option(DEFAULT_PAGE_SIZE, "rows per page", bounds=COUNT)
     json: Path | None = option(
         None, "write each measurement to FILE as a line of JSON, after each case", metavar="FILE"

@@ -52,10 +52,9 @@ def of(options: SubjectOptions, model: Model | None = None) -> Subject:
       ValueError: the model does not suit them.
     """
     subject = _shaped(options) if model is None else _loaded(options, model)
-    if options.kv:
-        subject = dataclasses.replace(subject, target=subject.target.with_kv(options.kv))
-    if options.exact:
-        subject = dataclasses.replace(subject, target=subject.target.exactly())
+    exact = bool(options.exact) if model is None or options.exact is not None else subject.target.exact
+    kv = None if subject.target.kv == options.kv else options.kv
+    subject = dataclasses.replace(subject, target=subject.target.configured(exact=exact, kv=kv))
     if set(options.mode) == {"plain"}:
         return dataclasses.replace(subject, draft=None, params=Params(subject.params.target))
     return subject
@@ -104,7 +103,7 @@ def settings_of(options: SubjectOptions, subject: Subject, names: Sequence[str])
     if subject.draft is not None:
         settings |= window_of(_drafter_name(options, subject), options)
     settings |= devices_of(options)
-    return settings | ({"exact": True} if options.exact else {})
+    return settings | ({"exact": True} if subject.target.exact else {})
 
 
 def _loaded(options: SubjectOptions, model: Model) -> Subject:

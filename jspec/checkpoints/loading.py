@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -18,9 +19,11 @@ from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.quantized import FORMATS, WIDE, check_weights, has_quantized, refuse_quantized
 from jspec.models.sizes import tree_bytes
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import device, platform
 
 SEVERAL_DEVICES = "no exact forward of a model over several devices yet; omit tensor, data and mesh"
+EXACT_GPUS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
+"""Kinds of GPUs for which exact kernels have tiles; those of any other need more shared memory than most have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +60,10 @@ class LoadOptions:
 
     def check_exact(self) -> None:
         """Raise ValueError if there is no exact forward with the other options."""
-        if (problem := self._not_exact()) is not None:
+        if (problem := self.not_exact()) is not None:
             raise ValueError(f"exact=True: {problem}")
 
-    def _not_exact(self) -> str | None:
+    def not_exact(self) -> str | None:
         """Why there is no exact forward with the other options; None: there may be one."""
         if self.kv is not None:
             return f"no exact forward with kv={self.kv!r} yet; omit one of them"
@@ -71,12 +74,19 @@ class LoadOptions:
     def is_exact(self, config: Decoder, params: PyTree) -> bool:
         """Whether the forward of a target with these weights, or their shapes, is exact.
 
-        By default it is on a GPU in half precision: there texts would differ often, and the kernels are fast.
+        By default it is on `EXACT_GPUS` in half precision: there texts would differ often, and the kernels are fast.
+        Not if the arrays are on several devices, which would all gather the matrices for the kernels.
         """
         if self.exact is not None:
             return self.exact
-        able = self._not_exact() is None and config.not_exact() is None and not has_quantized(params)
-        return able and config.exact_kernels and platform() == "gpu" and params.embed.dtype.itemsize == 2
+        able = self.not_exact() is None and config.not_exact() is None and not has_quantized(params)
+        able = able and config.exact_kernels and params.embed.dtype.itemsize == 2
+        return able and _has_exact_kernels() and not _on_several_devices(params.embed)
+
+    def of_target(self, config: Decoder) -> "LoadOptions":
+        """The options for a target: None keeps an exact forward, where the other options allow."""
+        exact = config.exact and self.not_exact() is None
+        return self if self.exact is not None else dataclasses.replace(self, exact=exact)
 
     def configured(self, config: Decoder, params: PyTree) -> Decoder:
         """The configuration of a target with these weights, or their shapes, with its forward and caches.
@@ -87,6 +97,14 @@ class LoadOptions:
         if self.exact:
             refuse_quantized(params, "exact=True")
         return config.configured(exact=self.is_exact(config, params), kv=self.kv)
+
+
+def _has_exact_kernels() -> bool:
+    return platform() == "gpu" and device().device_kind.startswith(EXACT_GPUS)
+
+
+def _on_several_devices(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.sharding.device_set) > 1
 
 
 def place_model(tensor: object, data: object, mesh: Mesh | None, *, exact: object = False) -> Placement | None:

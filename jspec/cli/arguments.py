@@ -95,15 +95,15 @@ def add_options(
     fields = options_of(kind)
     for name in fields if names is None else names:
         field, spec = fields[name]
-        value, required = kind_of(field), field.default is dataclasses.MISSING
+        value, required, text = kind_of(field), field.default is dataclasses.MISSING, spec.help.replace("%", "%%")
         if value.type is bool:
             flag, action = (f"no_{name}", "store_false") if field.default is True else (name, "store_true")
             action = argparse.BooleanOptionalAction if value.optional else action
-            parser.add_argument(option_of(flag), dest=name, action=action, help=spec.help)
+            parser.add_argument(option_of(flag), dest=name, action=action, help=text)
             continue
 
         # The default is part of the help, unless that explains it.
-        settings: dict[str, Any] = {"default": None, "help": spec.help}
+        settings: dict[str, Any] = {"default": None, "help": text}
         if not required and field.default not in (None, ()):
             settings["default"] = field.default
             settings["help"] += "" if "(default" in spec.help else " (default: %(default)s)"

@@ -86,8 +86,8 @@ def _load(options: RunOptions) -> Model | None:
         return None
     with naming_models({"--draft": options.draft, "--adapter": options.adapter, "--checkpoint": options.checkpoint}):
         devices: dict[str, Any] = devices_of(options)
-        formats = {"dtype": options.dtype, "weights": options.weights}
-        return load_model(options.checkpoint, draft=options.draft, adapter=options.adapter, **formats, **devices)
+        held = {name: getattr(options, name) for name in ("adapter", "dtype", "weights", "kv", "exact")}
+        return load_model(options.checkpoint, draft=options.draft, **held, **devices)
 
 
 def _check_memory(subject: Subject) -> None:

@@ -60,7 +60,7 @@ class ModelOptions(DraftOptions):
     exact: bool | None = option(
         None,
         "drafts and the rest of the batch change no bit of the logits; --no-exact is faster (default: exact in half "
-        "precision on a GPU, where all parts have kernels)",
+        "precision on a Hopper GPU, where all parts have kernels)",
     )
     tensor: int | None = option(
         None, "split the model over N devices: heads, MLPs and vocabulary (default: one device)", bounds=COUNT

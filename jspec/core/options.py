@@ -139,8 +139,8 @@ def option_of(name: str) -> str:
 def typed(values: Any, name: str) -> str:
     """An option of an instance with its value, as it is typed."""
     value = getattr(values, name)
-    if value is True:
-        return option_of(name)
+    if isinstance(value, bool):
+        return option_of(name if value else f"no_{name}")
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     return f"{option_of(name)} {value:g}" if isinstance(value, float) else f"{option_of(name)} {value}"

@@ -119,7 +119,9 @@ class Model:
         if placement is not None:
             placement = dataclasses.replace(placement, draft=False)
             params = placement.complete(params)
-        return dataclasses.replace(self, draft=draft.target, params=params, placement=placement)
+        # The bits of drafts do not matter.
+        config = draft.target.configured(exact=False, kv=None) if isinstance(draft.target, Decoder) else draft.target
+        return dataclasses.replace(self, draft=config, params=params, placement=placement)
 
     def with_hot_tokens(self, tokens: str | Path | Sequence[int]) -> "Model":
         """Let the draft propose some tokens alone, so its LM head costs less; the output stays the same.
@@ -181,7 +183,7 @@ def load(
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster; an assistant is
         always split.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
-        half precision too; see docs/losslessness.md. None: on a GPU in half precision, if all parts have kernels.
+        half precision too; see docs/losslessness.md. None: on a Hopper GPU in half precision, with kernels.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
         have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
         "wide": all weights are in `dtype`. None: weights stored in 8 or 4 bits keep them. See docs/quantization.md.

@@ -193,7 +193,7 @@ def from_named(
       name: for messages; None: the family's.
       tensor, data, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are
         copied to these, and those on the same devices may be split in any way.
-      exact: as in `jspec.load`; an exact target stays so. None for a target: as it is.
+      exact: as in `jspec.load`. None for a target: as it is, unless other options rule it out.
       weights: as in `jspec.load`; the fusing program quantizes them.
       kv: as in `jspec.load`; a target with a narrow cache keeps it.
 
@@ -204,8 +204,8 @@ def from_named(
         split.
     """
     check_weights(weights)
-    exact = config.exact if exact is None and isinstance(config, Decoder) else exact
     options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv)
+    options = options.of_target(config) if isinstance(config, Decoder) else options
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     parsed, ends = named.parse(config)

@@ -93,7 +93,11 @@ class Learner(Setup):
 
     @classmethod
     def of(cls, config: Any, target: Any, recipe: Any, dtype: str, budget: int | None = None) -> Self:
-        """A draft of a configuration; the chunks of its batches fit into `budget` bytes, or into the free memory."""
+        """A draft of a configuration; the chunks of its batches fit into `budget` bytes, or into the free memory.
+
+        The target is not exact: training has an attention of its own.
+        """
+        target = target.configured(exact=False, kv=None) if isinstance(target, Decoder) else target
         learner = cls(recipe, dtype, config, target)
         # Arrays of float32: logits of the target, those of the draft with their gradients, and scores of attention.
         scores = recipe.length * target.num_heads

@@ -7,7 +7,9 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.exact_attention import reference
 
 OPERATION = Operation(
-    "exact_attention", "pallas_kernels.exact_attention", reference.exact_attention, ("triton",), indices=("layer",)
+    *("exact_attention", "pallas_kernels.exact_attention", reference.exact_attention, ("triton",)),
+    indices=("layer",),
+    smooth=reference.rounded_attention,
 )
 
 

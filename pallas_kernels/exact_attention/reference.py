@@ -1,11 +1,14 @@
 """Exact attention in plain JAX: a loop over nodes, each of which reads its own sequence of keys in blocks."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2, shared_mask, sink_state
 from pallas_kernels.each import map_each
+from pallas_kernels.paged_attention.reference import paged_attention
 
 
 def exact_attention(
@@ -89,6 +92,17 @@ def exact_attention(
     sequence = jnp.repeat(jnp.arange(batch), nodes)
     per_node = (sequence, q.reshape(-1, heads, dim), path.reshape(-1, rows), count.reshape(-1))
     return map_each(attend, per_node).reshape(q.shape)
+
+
+def rounded_attention(
+    *arrays: Any, window: int | None = None, first_row: jax.Array | None = None, **options: Any
+) -> jax.Array:
+    """As `exact_attention`, in one softmax with other last bits; the same one with a window or without values."""
+    q, _, values, *_ = arrays
+    if window is not None or values is None:
+        return exact_attention(*arrays, window=window, first_row=first_row, **options)
+    first_row = first_row if first_row is None else jnp.broadcast_to(first_row[:, None], q.shape[:2])
+    return paged_attention(*arrays, first_row=first_row, **options)
 
 
 def _product(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -7,7 +7,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.exact_matmul import reference
 
-OPERATION = Operation("exact_matmul", "pallas_kernels.exact_matmul", reference.exact_matmul, ("mosaic_gpu", "triton"))
+OPERATION = Operation(
+    *("exact_matmul", "pallas_kernels.exact_matmul", reference.exact_matmul, ("mosaic_gpu", "triton")),
+    smooth=reference.rounded_matmul,
+)
 
 
 def exact_matmul(

@@ -40,3 +40,20 @@ def exact_matmul(
         gate, other = jnp.split(out, 2, axis=-1)
         out = activation(gate) * other
     return out.astype(x.dtype)
+
+
+def rounded_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    transposed: bool = False,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    parts: bool = False,
+) -> jax.Array:
+    """As `exact_matmul`, in one product with other last bits."""
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    out = lax.dot_general(x, weight, contracted, precision=exactness(x), preferred_element_type=jnp.float32)
+    if activation is not None:
+        gate, other = jnp.split(out, 2, axis=-1)
+        out = activation(gate) * other
+    return out.astype(x.dtype)

@@ -97,6 +97,7 @@ def test_a_server_that_is_not_there_is_one_line(capsys):
         (("--accept", "block"), "--accept block: has no effect on a server"),
         (("--reference", "http://b", "--model", TINY), f"--model {TINY}: has no effect on a server"),
         (("--reference", "http://b", "--exact"), "--exact: has no effect on a server"),
+        (("--reference", "http://b", "--no-exact"), "--no-exact: has no effect on a server"),
         (("--fields", "[1]"), "--fields [1]: must be an object of JSON"),
         (("--fields", "{"), "--fields {: must be an object of JSON"),
     ],

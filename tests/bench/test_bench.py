@@ -20,6 +20,7 @@ from jspec.bench import machine, phases, report, weights
 from jspec.bench import subject as subjects
 from jspec.bench.options import BenchOptions
 from jspec.bench.presets import PRESETS, eagle_head
+from jspec.cli import bench
 from jspec.core import accept, stopping
 from jspec.core.loop import decode
 from jspec.core.method import Method
@@ -255,6 +256,26 @@ def test_a_checkpoint_without_a_draft_gets_a_random_head():
     made = subject.make()
     assert made.target is subject.params.target or made.target.embed is subject.params.target.embed
     assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("before", "option", "exact"), [(True, None, True), (True, False, False), (False, None, False), (False, True, True)]
+)
+def test_a_checkpoint_is_measured_as_it_is_loaded_and_labeled_so(before, option, exact):
+    """On some GPUs `jspec.load` makes it exact."""
+    options = BenchOptions(checkpoint="bundled:python-tiny", mode=("plain",), exact=option)
+    subject = subjects.of(options, jspec.load("bundled:python-tiny", exact=before))
+    assert subject.target.exact is exact
+    assert subjects.settings_of(options, subject, ()).get("exact", False) is exact
+
+
+def test_a_checkpoint_is_loaded_with_its_cache(monkeypatch):
+    """A model that was loaded without --kv may be exact."""
+    options, values = BenchOptions(checkpoint="bundled:python-tiny", mode=("plain",), kv="fp8", exact=False), {}
+    model = jspec.load("bundled:python-tiny", kv="fp8")
+    monkeypatch.setattr(bench, "load_model", lambda name, **others: values.update(others) or model)
+    subject, _ = bench.prepare(options)
+    assert subject.target.kv == values["kv"] == "fp8" and values["exact"] is False
 
 
 def test_random_weights_in_blocks_have_a_scale_for_128_rows(capsys):

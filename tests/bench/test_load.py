@@ -29,6 +29,12 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
+def test_a_percentage_is_shown_in_the_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(capsys, "--help")
+    assert "99% of its times between tokens" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_load_is_the_published_one():
     given = traffic.requests(256, 1000)
     assert (sum(len(prompt) for prompt, _ in given), sum(new for _, new in given)) == (84_345, 48_502)

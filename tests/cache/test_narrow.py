@@ -155,7 +155,7 @@ def test_a_generation_needs_less_memory():
 
 def test_the_target_is_loaded_with_its_format():
     model = jspec.load("bundled:python-tiny", kv="fp8")
-    assert model.target == jspec.load("bundled:python-tiny").target.with_kv("fp8")
+    assert model.target == jspec.load("bundled:python-tiny", exact=False).target.with_kv("fp8")
     assert model_of("llama", kv="fp8").target.kv == "fp8"
     small = jspec.load("bundled:python-small", kv="fp8")
     assert small.target.kv == "fp8" and small.draft.kv is None, "the draft's cache stays as it is"

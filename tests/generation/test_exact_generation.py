@@ -1,5 +1,8 @@
 """With exact=True, a batch equals its sequences alone in half precision; test_good_configurations.py has drafts."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import deepseek
 import gemma
 import jax.numpy as jnp
@@ -16,8 +19,14 @@ from jspec.checkpoints.language_model import family_by_config
 
 def test_the_target_knows_that_it_is_exact():
     exact = jspec.load("bundled:python-tiny", dtype="bfloat16", exact=True).target
-    assert exact.exact and not jspec.load("bundled:python-tiny").target.exact
-    assert exact == jspec.load("bundled:python-tiny").target.exactly()
+    other = jspec.load("bundled:python-tiny", exact=False).target
+    assert exact.exact and not other.exact and exact == other.exactly()
+
+
+def pretend(monkeypatch, platform, kind="NVIDIA H200"):
+    """Loads as on this device."""
+    monkeypatch.setattr(loading, "platform", lambda: platform)
+    monkeypatch.setattr(loading, "device", lambda: SimpleNamespace(device_kind=kind))
 
 
 DEFAULTS = [
@@ -34,12 +43,25 @@ DEFAULTS = [
 
 @pytest.mark.parametrize(("platform", "options", "exact"), DEFAULTS)
 def test_exact_is_the_default_of_gpus_in_half_precision(monkeypatch, platform, options, exact):
-    monkeypatch.setattr(loading, "platform", lambda: platform)
+    pretend(monkeypatch, platform)
     assert jspec.load("bundled:python-tiny", **options).target.exact is exact
 
 
+@pytest.mark.parametrize("kind", ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "Tesla T4"))
+def test_exact_is_no_default_of_gpus_for_which_its_kernels_have_no_tiles(monkeypatch, kind):
+    pretend(monkeypatch, "gpu", kind)
+    assert not jspec.load("bundled:python-tiny", dtype="bfloat16").target.exact
+
+
+def test_a_draft_is_never_exact():
+    """Its bits do not matter, and exact attention has no windows of drafts."""
+    small = jspec.load("bundled:python-tiny", dtype="bfloat16", exact=True)
+    model = small.with_draft(small)
+    assert model.target.exact and model.draft == dataclasses.replace(small.target, exact=False)
+
+
 def test_the_default_of_live_arrays(monkeypatch):
-    monkeypatch.setattr(loading, "platform", lambda: "gpu")
+    pretend(monkeypatch, "gpu")
 
     def target_of(config, params, **options):
         return jspec.from_named(config, arrays_of(config, params), dtype="bfloat16", **options).target
@@ -49,6 +71,12 @@ def test_the_default_of_live_arrays(monkeypatch):
     assert target_of(toy.TARGET, params).exact is False
     assert target_of(toy.TARGET.exactly(), params).exact is True
     assert target_of(toy.TARGET.exactly(), params, exact=False).exact is False
+    # Other options rule it out, unless it is asked for by name.
+    narrow = target_of(toy.TARGET.exactly(), params, kv="fp8")
+    assert (narrow.exact, narrow.kv) == (False, "fp8")
+    assert target_of(toy.TARGET.exactly(), params, weights="int8").exact is False
+    with pytest.raises(ValueError, match="exact=True: no exact forward with kv='fp8' yet"):
+        target_of(toy.TARGET.exactly(), params, kv="fp8", exact=True)
     # Without an exact forward, or without kernels for it, the default is a rounded one.
     for module, kind in ((oss, "sinks"), (qwen, "dense"), (deepseek, "mla")):
         config, arrays = module.KINDS[kind], arrays_of(module.KINDS[kind], module.params(kind))

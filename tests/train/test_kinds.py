@@ -177,3 +177,13 @@ def test_invalid_arguments_of_the_training_in_memory():
     for changes, error, message in INVALID:
         with pytest.raises(error, match=message):
             draft.train_draft(**good | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_learns_from_an_exact_target(kind):
+    """Training has an attention of its own, and gradients pass the target's LM head."""
+    target = TARGET.exactly()
+    options = {"eagle3": {"capture_layers": (1, 2, 4)}, "dspark": {"capture_layers": (1, 3)}}.get(kind, {})
+    recipe = KINDS[kind].recipe(steps=2, batch_tokens=64, length=16)
+    learner = KINDS[kind].load().make(target, KINDS[kind].shape(**options), recipe, "float32")
+    assert learner.target == TARGET
