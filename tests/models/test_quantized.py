@@ -298,10 +298,11 @@ def test_wrong_arguments(directory):
     with pytest.raises(ValueError, match=r"exact=True: no exact forward with weights='fp8' yet; omit one of them"):
         jspec.load(directory, weights="fp8", exact=True)
     arrays = arrays_of(toy.TARGET, toy.random_params(toy.TARGET))
-    for options in ({"config": toy.TARGET, "exact": True}, {"config": toy.TARGET.exactly()}):
+    for config in (toy.TARGET, toy.TARGET.exactly()):
         with pytest.raises(ValueError, match=r"exact=True: no exact forward with weights='int8' yet"):
-            jspec.from_named(arrays=arrays, weights="int8", **options)
-    model = jspec.from_named(toy.TARGET, arrays, weights="int8")
+            jspec.from_named(config, arrays, weights="int8", exact=True)
+    model = jspec.from_named(toy.TARGET.exactly(), arrays, weights="int8")
+    assert not model.target.exact
     with pytest.raises(ValueError, match=r"the weights are quantized, which writing a checkpoint does not support"):
         language_model.save(directory / "again", toy.TARGET, model.params.target)
     with pytest.raises(ValueError, match=r"params: their structure is not that of the model"):
