@@ -24,6 +24,7 @@ class Operation:
 
     - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
     - `supported(...)` of the operation's arguments and `interpret=`, unless it can run all: None, or why not;
+    - `TUNING`, only if it has tiles for some devices: a table as of `platform.for_device_kind`;
     - `worthwhile`, only if a later backend is faster for some arguments: whether to run on these;
     - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, its value for given shapes.
 
@@ -80,6 +81,12 @@ class Operation:
         positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int | jnp.integer))
         here = platform.platform(), platform.interpret(), platform.device()
         return _traced_once(function, self.smooth or self.xla, static, positions, here)(*args, **traced)
+
+    def tuned(self) -> bool:
+        """Whether a kernel of this platform is available, with tiles for the default device itself."""
+        kernels = [kernel for kernel in BACKENDS.get(platform.platform(), ()) if kernel in self.kernels]
+        usable = [self.module(kernel) for kernel in kernels if unavailable(self, kernel) is None]
+        return any(platform.has_device_kind(getattr(module, "TUNING", {})) for module in usable)
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()

@@ -87,6 +87,11 @@ def processors() -> int:
     return getattr(device(), "core_count", None) or H100_PROCESSORS
 
 
+def has_device_kind(table: Mapping[str, object]) -> bool:
+    """Whether a table of `for_device_kind` has an entry for the default device itself."""
+    return any(map(device().device_kind.startswith, table))
+
+
 def for_device_kind(table: Mapping[str, T]) -> T:
     """The entry of `table` for the default device.
 

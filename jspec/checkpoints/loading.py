@@ -19,11 +19,9 @@ from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.quantized import FORMATS, WIDE, check_weights, has_quantized, refuse_quantized
 from jspec.models.sizes import tree_bytes
-from pallas_kernels.platform import device, platform
+from pallas_kernels import exact_attention
 
 SEVERAL_DEVICES = "no exact forward of a model over several devices yet; omit tensor, data and mesh"
-EXACT_GPUS = ("NVIDIA H100", "NVIDIA H200", "NVIDIA GH200")
-"""Kinds of GPUs for which exact kernels have tiles; those of any other need more shared memory than most have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +72,15 @@ class LoadOptions:
     def is_exact(self, config: Decoder, params: PyTree) -> bool:
         """Whether the forward of a target with these weights, or their shapes, is exact.
 
-        By default it is on `EXACT_GPUS` in half precision: there texts would differ often, and the kernels are fast.
+        By default it is in half precision, where texts would differ often, on GPUs that the kernels have tiles for. The
+        tiles of any other GPU need more shared memory than most have.
         Not if the arrays are on several devices, which would all gather the matrices for the kernels.
         """
         if self.exact is not None:
             return self.exact
         able = self.not_exact() is None and config.not_exact() is None and not has_quantized(params)
         able = able and config.exact_kernels and params.embed.dtype.itemsize == 2
-        return able and _has_exact_kernels() and not _on_several_devices(params.embed)
+        return able and exact_attention.OPERATION.tuned() and not _on_several_devices(params.embed)
 
     def of_target(self, config: Decoder) -> "LoadOptions":
         """The options for a target: None keeps an exact forward, where the other options allow."""
@@ -97,10 +96,6 @@ class LoadOptions:
         if self.exact:
             refuse_quantized(params, "exact=True")
         return config.configured(exact=self.is_exact(config, params), kv=self.kv)
-
-
-def _has_exact_kernels() -> bool:
-    return platform() == "gpu" and device().device_kind.startswith(EXACT_GPUS)
 
 
 def _on_several_devices(leaf: object) -> bool:

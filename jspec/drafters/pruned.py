@@ -56,7 +56,7 @@ class PrunedState:
     rate: Float[Array, " B"]
     """Expected tokens per sequence and unit of cost of the last round; 0: there was none."""
     floor: Float[Array, " B"]
-    """The lowest probability of a verified draft: the price of a place, where drafts compete for them."""
+    """The price of a place: the lowest probability of a verified draft, 0 where drafts do not compete for places."""
 
 
 @dataclasses.dataclass(frozen=True)

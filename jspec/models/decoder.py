@@ -175,7 +175,7 @@ class Decoder(LayerShape, Draft):
         if not _has_field(type(self), "kv"):
             raise ValueError(f"kv={kv!r}: models of type {type(self).__name__} have no narrow cache yet; omit kv")
         if self.exact:
-            raise ValueError(f"kv={kv!r}: no exact forward with a narrow cache yet; omit kv or exact")
+            raise ValueError(f"kv={kv!r}: no exact forward with a narrow cache yet; omit kv, or use exact=False")
         return dataclasses.replace(self, kv=kv)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def configured(self, *, exact: bool, kv: str | None) -> Self:

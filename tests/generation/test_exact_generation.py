@@ -13,8 +13,10 @@ import qwen
 import toy
 
 import jspec
-from jspec.checkpoints import loading
 from jspec.checkpoints.language_model import family_by_config
+from pallas_kernels import dispatch
+from pallas_kernels import platform as platforms
+from pallas_kernels.dispatch import Operation
 
 
 def test_the_target_knows_that_it_is_exact():
@@ -25,8 +27,15 @@ def test_the_target_knows_that_it_is_exact():
 
 def pretend(monkeypatch, platform, kind="NVIDIA H200"):
     """Loads as on this device."""
-    monkeypatch.setattr(loading, "platform", lambda: platform)
-    monkeypatch.setattr(loading, "device", lambda: SimpleNamespace(device_kind=kind))
+    tuned = Operation.tuned
+
+    def there(operation):
+        with monkeypatch.context() as patch:
+            patch.setattr(platforms, "platform", lambda: platform)
+            patch.setattr(platforms, "device", lambda: SimpleNamespace(device_kind=kind))
+            return tuned(operation)
+
+    monkeypatch.setattr(Operation, "tuned", there)
 
 
 DEFAULTS = [
@@ -50,6 +59,13 @@ def test_exact_is_the_default_of_gpus_in_half_precision(monkeypatch, platform, o
 @pytest.mark.parametrize("kind", ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "Tesla T4"))
 def test_exact_is_no_default_of_gpus_for_which_its_kernels_have_no_tiles(monkeypatch, kind):
     pretend(monkeypatch, "gpu", kind)
+    assert not jspec.load("bundled:python-tiny", dtype="bfloat16").target.exact
+
+
+def test_exact_is_no_default_without_its_kernels(monkeypatch):
+    """In a version of JAX without Triton, exact attention on a GPU is a slow loop."""
+    pretend(monkeypatch, "gpu")
+    monkeypatch.setattr(dispatch, "unavailable", lambda operation, kernel: "not in this version")
     assert not jspec.load("bundled:python-tiny", dtype="bfloat16").target.exact
 
 
