@@ -30,7 +30,7 @@ def run(name, *arguments, **environment):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_is_short_and_has_its_own_command(path):
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= (120 if path.stem == "grpo" else 80)
+    assert len(text.splitlines()) <= (120 if path.stem.startswith("grpo") else 80)
     assert f"python examples/{path.name}" in text.split('"""')[1]
 
 
@@ -75,6 +75,14 @@ def test_grpo(tmp_path, needs, rank):
     first, second = run("grpo.py", *sizes, "--picture", tmp_path / "out.png").splitlines()
     assert "none 1.00" in first and "none 1.00" in second
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_grpo_tunix():
+    """Every step of the trainer reaches the engine."""
+    pytest.importorskip("tunix", reason="needs tunix: pip install google-tunix")
+    printed = run("grpo_tunix.py", "--steps", 3, "--samples", 2, "--new-tokens", 16)
+    assert [line.partition(":")[0] for line in printed.splitlines()[-3:]] == [f"policy {i}" for i in range(3)]
 
 
 @pytest.mark.slow

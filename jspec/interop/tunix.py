@@ -83,8 +83,8 @@ class TunixRollout(Base):
     """A rollout engine over `jspec.Engine`: continuous batching, prompts of one group share their pages.
 
     Args:
-      rollout_actor, tokenizer, mesh, rollout_config: what Tunix passes. `rollout_actor` is what `model()` returns;
-        `tokenizer` gives the ids for padding and end. The mesh must have one device.
+      rollout_actor, tokenizer, mesh, rollout_config: what Tunix passes. `rollout_actor`, the policy, must have the
+        weights of `model` at first; `tokenizer` gives the ids for padding and end. The mesh must have one device.
       model: the policy, with its tokenizer and draft.
       to_params: the weights of the engine from those of the trainer, by reference or as new arrays: target and draft,
         or the target alone, whose draft then stays. None: they have the engine's structure already.
@@ -120,7 +120,7 @@ class TunixRollout(Base):
         # The engine, and how weights reach it.
         if rollout_config is not None:
             _check_eos(rollout_config, model)
-        self._actor, self._to_params = rollout_actor, to_params
+        self._to_params = to_params
         self._samples = 0
         self.engine = Engine(model, **engine)
 
@@ -224,9 +224,8 @@ class TunixRollout(Base):
         """The end-of-text id."""
         return self._eos
 
-    def model(self) -> object:
-        """The trainer's own module: `rollout_actor`."""
-        return self._actor
+    def model(self) -> None:
+        """None: the engine has weights of its own. With those of its policy here, Tunix would never update them."""
 
     def _seeds(self, seed: Any, count: int) -> list[tuple[int, int]]:
         """The seed of each sample of a call."""
