@@ -14,6 +14,8 @@ from pallas_kernels import platform
 
 BACKENDS = {"gpu": ("mosaic_gpu", "triton"), "tpu": ("mosaic_tpu",)}
 """The kernel backends of each platform, best first. Programs of a platform without one run on XLA."""
+LEAST_CAPABILITY = 8.0
+"""The oldest NVIDIA GPUs with kernels. XLA compiles no Triton kernel for others, such as a T4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +163,16 @@ def _of_whole(gradient: Any, out: Any) -> Any:
     return gradient[0].astype(out.dtype) if gradient.ndim > out.ndim else gradient
 
 
-@functools.cache
 def unavailable(operation: Operation, kernel: str) -> str | None:
-    """Why a kernel backend cannot be imported; None if it can."""
+    """Why a kernel backend cannot be imported, or run on the default device; None if it can."""
+    capability = platform.compute_capability() if platform.platform() == "gpu" else None
+    if capability is not None and capability < LEAST_CAPABILITY:
+        return f"not available for compute capability {capability}: must be at least {LEAST_CAPABILITY}"
+    return _not_importable(operation, kernel)
+
+
+@functools.cache
+def _not_importable(operation: Operation, kernel: str) -> str | None:
     try:
         operation.module(kernel)
     except ImportError as error:

@@ -87,6 +87,14 @@ def processors() -> int:
     return getattr(device(), "core_count", None) or H100_PROCESSORS
 
 
+def compute_capability() -> float | None:
+    """The default device's, such as 9.0; None: it is no NVIDIA GPU, or does not report one."""
+    try:
+        return float(getattr(device(), "compute_capability", None) or "")
+    except ValueError:
+        return None
+
+
 def has_device_kind(table: Mapping[str, object]) -> bool:
     """Whether a table of `for_device_kind` has an entry for the default device itself."""
     return any(map(device().device_kind.startswith, table))

@@ -127,6 +127,19 @@ def test_kernels_are_those_of_the_platform(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [("7.5", "xla"), ("7.0", "xla"), ("8.0", "triton"), ("12.0", "triton"), ("gfx942", "triton"), (None, "triton")],
+)
+def test_old_gpus_have_no_kernels(monkeypatch, capability, kernel):
+    """XLA compiles no Triton kernel for a T4 or a V100."""
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    monkeypatch.setattr(platform, "device", lambda: types.SimpleNamespace(compute_capability=capability))
+    backend = doctor.kernels()["paged_attention"]
+    assert backend.split()[0] == kernel
+    assert kernel == "triton" or f"compute capability {capability}: must be at least 8.0" in backend
+
+
+@pytest.mark.parametrize(
     ("text", "anonymous"),
     (
         ("at /home/a/b.py:3, in f", "at PATH:3, in f"),

@@ -44,7 +44,7 @@ class Tuning:
     block_m_32_bit: int = 16
     block_m_wide: int = 16
     """For heads of more than `wide` dimensions, whose tiles would not fit into registers otherwise."""
-    wide: int = 256
+    wide: int = 128
     tiles: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
     """Most query rows of a key head -> rows, warps and stages of their tiles, for types of 16 bits and heads of up to
     `short` dimensions; empty where bits depend on the tile. Several low tiles share a multiprocessor, and hide the time
@@ -60,14 +60,18 @@ class Tuning:
     state_bytes: int = 2**26
     """unless their states take more memory than this."""
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 1
+    """More than one take more shared memory than GPUs other than Hopper's have."""
     stage_bytes: int = 2**15
     """Bytes of a block's keys at most; there is one stage if they take more."""
-    block_bytes: int = 2**17
+    block_bytes: int = 2**16
     """Bound of the bytes of a block's keys and values in shared memory."""
 
 
 _HOPPER = Tuning(
+    num_stages=2,
+    wide=256,
+    block_bytes=2**17,
     tiles={16: (16, 4, 3), 64: (32, 4, 3), 2**30: (128, 8, 2)},
     node_tile=(16, 1, 2),
     programs=128,
