@@ -144,12 +144,8 @@ def _greedy(pair: Pair, prompt: str) -> Outcome:
     text, right, record = ours["text"], theirs["text"], theirs.get("logprobs") or {}
     at = difference(text, right)
     if at is None:
-        values: Any = [(choice.get("logprobs") or {}).get("token_logprobs") for choice in (ours, theirs)]
-        if not all(values) or len(values[0]) != len(values[1]):
-            return Outcome("passed", 1, "the text only: log-probabilities are not checked, as a server returns none")
-        gap = np.abs(np.subtract(*values)).max()
-        problem = f"log-probabilities of equal tokens differ by {gap:.2g}" if gap > NEAR_TIE_ELSEWHERE else ""
-        return Outcome("failed" if problem else "passed", len(values[1]), problem)
+        reason = _equal(ours["finish_reason"], theirs["finish_reason"], "finish_reason")
+        return reason if reason.verdict == "failed" else _same_logprobs(ours, theirs)
     where = f"the text differs at character {at}: {text[at:][:12]!r} instead of {right[at:][:12]!r}"
     if not record.get("top_logprobs"):
         unknown = "whether this is a near-tie is not checked, as the reference returns no log-probabilities"
@@ -171,6 +167,21 @@ def _greedy(pair: Pair, prompt: str) -> Outcome:
     return Outcome("failed", at, f"{where}, and not one of the {TOP} most probable tokens of the reference")
 
 
+def _same_logprobs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Outcome:
+    """Log-probabilities of equal tokens, and of the most probable ones in their places, are nearly equal."""
+    records = [choice.get("logprobs") or {} for choice in (ours, theirs)]
+    values: Any = [record.get("token_logprobs") for record in records]
+    if not all(values) or len(values[0]) != len(values[1]):
+        return Outcome("passed", 1, "the text only: log-probabilities are not checked, as a server returns none")
+    best: Any = [[max(top.values(), default=0.0) for top in record.get("top_logprobs") or []] for record in records]
+    pairs = {"equal tokens": values, "the most probable tokens": best if len(best[0]) == len(best[1]) else [[0], [0]]}
+    for name, pair in pairs.items():
+        gap = np.abs(np.subtract(*pair)).max(initial=0)
+        if gap > NEAR_TIE_ELSEWHERE:
+            return Outcome("failed", len(values[1]), f"log-probabilities of {name} differ by {gap:.2g}")
+    return Outcome("passed", len(values[1]))
+
+
 def _equal(value: object, right: object, what: str) -> Outcome:
     """Passes if both are equal; the ends of long texts are shown."""
     shown = [repr(one[-30:] if isinstance(one, str) else one) for one in (value, right)]
@@ -186,9 +197,11 @@ def _first_failed(*outcomes: Outcome) -> Outcome:
 def _streamed(pair: Pair, prompt: str) -> Outcome:
     """The pieces of a stream make the whole answer."""
     fields = {"prompt": prompt, "max_tokens": pair.new, "temperature": 0.0}
-    events = pair.server.stream(**fields)
+    events = pair.server.stream(**fields, stream_options={"include_usage": True})
+    usages = [event["usage"] for event in events if event != "[DONE]" and event.get("usage")]
     choices = [event["choices"][0] for event in events if event != "[DONE]" and event.get("choices")]
-    whole = pair.server.complete(**fields)["choices"][0]
+    answer = pair.server.complete(**fields)
+    whole, usage = answer["choices"][0], answer.get("usage") or {}
     text = "".join(choice.get("text") or "" for choice in choices)
     reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     end = Outcome("passed", 1)
@@ -197,6 +210,11 @@ def _streamed(pair: Pair, prompt: str) -> Outcome:
     return _first_failed(
         _equal(text, whole["text"], "the end of a stream"),
         _equal(reasons, [whole["finish_reason"]], "finish_reason of a stream"),
+        *(
+            _equal(usages[-1][name], usage[name], f"{name} of a stream")
+            for name in ("prompt_tokens", "completion_tokens")
+            if usages and name in usage
+        ),
         end,
     )
 
