@@ -19,7 +19,7 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.generation.method import choose_drafter
 from jspec.generation.options import GenerateOptions
-from jspec.generation.result import Generations
+from jspec.generation.result import Generation, Generations
 from jspec.generation.run import Run
 from jspec.generation.score import score
 from jspec.loading.model import Model
@@ -138,6 +138,40 @@ class Subject:
                 return Outcome("failed", compared, where)
             near = near or where
         return Outcome("near-tie" if near else "passed", compared, near)
+
+
+def counted(out: Sequence[Generation]) -> Outcome:
+    """Counters of rounds and accepted drafts fit the tokens of each sequence."""
+    for index, item in enumerate(out):
+        counts, size = item.stats, len(item.tokens)
+        rounds, dropped = int(counts.rounds.sum()), int(counts.dropped.sum())
+        total = 1 + counts.accepted + rounds - dropped
+        problem, origin = "", [0, *item.origin]
+        if size != total or counts.new_tokens != total:
+            problem = f"1 + {counts.accepted} accepted + {rounds} rounds - {dropped} dropped = {total}"
+        elif any(depth not in (0, before + 1) for before, depth in itertools.pairwise(origin)):
+            problem = f"origins that no rounds have: {item.origin}"
+        elif len(item.tokens_per_round) != rounds or sum(depth > 0 for depth in item.origin) > counts.accepted:
+            problem = f"{rounds} rounds and {counts.accepted} accepted drafts, but was made in others"
+        if problem:
+            return Outcome("failed", 0, f"sequence {index} has {size} new tokens, and counts {problem}")
+    return Outcome("passed", sum(map(len, out)))
+
+
+def after_stop(item: Generation, whole: Generation, stops: Sequence[str]) -> str:
+    """What is wrong with a text that must be the whole one up to the first of these strings."""
+    text, got = whole.text or "", item.text or ""
+    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+    right, reason = text[: min(ends, default=len(text))], "stop" if ends else whole.finish_reason
+    if got != right:
+        at = difference(got, right) or 0
+        return f"has another text at character {at}: {got[at:][:20]!r} instead of {right[at:][:20]!r}"
+    # The device stops, too, with the token completing the string.
+    assert item.tokenizer is not None
+    beyond = item.tokenizer.decode(item.tokens[:-1])
+    if item.finish_reason != reason or any(stop in beyond for stop in stops):
+        return f"goes on after a stop string, to {item.finish_reason!r}"
+    return ""
 
 
 def default_prompts(model: Model, new: int) -> list[list[int]]:

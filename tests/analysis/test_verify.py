@@ -14,15 +14,15 @@ from jspec import cli
 from jspec.analysis import verify, verify_checks, verify_statistics
 from jspec.analysis.contract import Case, Outcome, difference
 from jspec.analysis.verify import Certificate, Finding
-from jspec.analysis.verify_subject import Subject, default_prompts, reshaped
+from jspec.analysis.verify_subject import LENGTHS, Subject, default_prompts, reshaped
 from jspec.core.types import Params
 from jspec.drafters import Standalone
 
 model = verified.model
 
 
-def subject_of(model, drafter=None, new=24):
-    prompts = [ids for ids in default_prompts(model, new) if len(ids) in (3, 8, 16)]
+def subject_of(model, drafter=None, new=24, lengths=(3, 8, 16)):
+    prompts = [ids for ids in default_prompts(model, new) if len(ids) in lengths]
     return Subject(model, drafter or Standalone(depth=4), prompts, None, new, 0)
 
 
@@ -31,7 +31,9 @@ def subject_of(model, drafter=None, new=24):
 def test_a_planted_fault_is_found(model, name):
     plant, check, words = faults.FAULTS[name]
     with faults.planted(plant) as drafter:
-        cases = verify_checks.CHECKS[check](subject_of(model, drafter or faults.Faulty(depth=4)))
+        # Short texts are not preempted.
+        sizes = {"new": 48, "lengths": LENGTHS} if check == "engine" else {}
+        cases = verify_checks.CHECKS[check](subject_of(model, drafter or faults.Faulty(depth=4), **sizes))
         assert faults.until_failed({check: cases}, words=words)
 
 

@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec.analysis import verify, verify_endpoint
@@ -15,6 +16,9 @@ from jspec.cache import pages
 from jspec.core import accept, logprobs, round, sampling, stopping, tree
 from jspec.drafters import Standalone
 from jspec.engine.pages import Pages
+from jspec.runner.automaton_pool import GrammarPool, StopPool
+from jspec.runner.device import Device
+from jspec.text.stream import TextStream
 
 # Ways to be wrong
 
@@ -128,6 +132,63 @@ def dropped_twice(out, *_):
     return dataclasses.replace(out.stats, dropped=out.stats.dropped + 1)
 
 
+def not_dropped_at_eos(out, before, decision, *_):
+    ended = decision.finish_code == stopping.EOS
+    return dataclasses.replace(out.stats, dropped=jnp.where(ended, before.stats.dropped, out.stats.dropped))
+
+
+def deeper(out, *_):
+    return jnp.where(out.origin > 0, out.origin + 1, 0)
+
+
+def twice(right):
+    def count(s, path, *rest):
+        return right(s, path, *rest) + right(s, path, *rest) - right(s, without_path(path), *rest)
+
+    return count
+
+
+def at_first_node(right):
+    def ends(stop, path):
+        return right(stop, path) & (jnp.arange(path.shape[1]) == 0)[None, :, None]
+
+    return ends
+
+
+def without_bias_at_last(right):
+    def adjust(s, logits, path):
+        options = s.sampling
+        if options is None or options.logit_bias is None or logits.shape[1] == 1:
+            return right(s, logits, path)
+        bare = dataclasses.replace(s, sampling=dataclasses.replace(options, logit_bias=None))
+        return right(s, logits, path).at[:, -1].set(right(bare, logits, path)[:, -1])
+
+    return adjust
+
+
+def processed(right):
+    return lambda s, logits, after, accepted: right(s, after, after, accepted)
+
+
+def before_sampling(right):
+    return lambda s, logits, after, accepted: right(s, logits, logits if after.shape[1] > 1 else after, accepted)
+
+
+def of_next_rank(right):
+    def record(*arguments):
+        out = right(*arguments)
+        if out is None or out.top is None:
+            return out
+        return dataclasses.replace(out, top=dataclasses.replace(out.top, ids=jnp.roll(out.top.ids, 1, -1)))
+
+    return record
+
+
+def other_seed_later(out, _, requests, count):
+    resumed = [i < len(requests) and bool(requests[i].tokens) for i in range(count)]
+    return out.seed + np.array(resumed, np.uint32)[:, None] * np.uint32(7)
+
+
 DIFFERS = "differs from plain decoding at new token"
 _BY_CHECK = {
     ("chains", DIFFERS): {
@@ -142,6 +203,12 @@ _BY_CHECK = {
     ("chains", r"counts 1 \+"): {
         "rounds are counted as longer": change(round, "count_round", result(stats=dropped_twice))
     },
+    ("chains", "origins that no rounds have"): {
+        "origins are a generation too deep": change(round, "append", result(origin=deeper))
+    },
+    ("ends of texts", r"counts 1 \+"): {
+        "dropped tokens are not counted at EOS": change(round, "count_round", result(stats=not_dropped_at_eos))
+    },
     ("trees", DIFFERS): {
         "rows of other nodes than the accepted ones": change(round, "commit_rows", argument(3, lambda path: None)),
         "keys of other ancestors": change(tree, "ancestor_mask", argument(0, at_siblings)),
@@ -155,19 +222,46 @@ _BY_CHECK = {
     ("stop strings", "after a stop string"): {
         "stop strings within a round only": change(stopping, "run", argument(0, forgetful))
     },
+    ("stop strings", "has another text"): {
+        "a possible beginning of a stop string is lost": change(
+            TextStream, "finish", lambda right: lambda self: self._emit(b"", last=True)
+        )
+    },
     ("pages", DIFFERS): {"sequences share a page": change(pages, "contiguous_table", shares_pages)},
     ("sampling", "_penalty"): {
         "penalties leave out drafted tokens": change(sampling, "_count", argument(1, without_path))
     },
-    ("sampling", "with Sampling"): {"noise of another position": change(sampling, "gumbel", another_position)},
+    ("sampling", "with Sampling"): {
+        "noise of another position": change(sampling, "gumbel", another_position),
+        "penalties count drafted tokens twice": change(sampling, "_count", twice),
+        "log-probabilities before sampling": change(round, "record", before_sampling),
+    },
+    ("sampling", "min_new_tokens="): {
+        "min_new_tokens at the first node only": change(stopping, "ends_text", at_first_node)
+    },
+    ("sampling", "logit_bias="): {"no bias at the last node": change(sampling, "adjust", without_bias_at_last)},
     ("grammars", "with a grammar"): {
         "a grammar without drafts": change(sampling.grammars, "forbid", argument(2, without_path))
     },
     ("log-probabilities", "at new token"): {
-        "another node's log-probability": change(logprobs, "of_tokens", argument(0, lambda x: jnp.roll(x, 1, 1)))
+        "another node's log-probability": change(logprobs, "of_tokens", argument(0, lambda x: jnp.roll(x, 1, 1))),
+        "log-probabilities of processed logits": change(round, "record", processed),
+    },
+    ("log-probabilities", "the highest log-probabilities at new token"): {
+        "ids of the next rank": change(round, "record", of_next_rank)
     },
     ("engine", "of an engine differs"): {
-        "pages named without tokens": change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens)))
+        "pages named without tokens": change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens))),
+        "grammars begin anew after a preemption": change(GrammarPool, "state_after", argument(2, lambda tokens: [])),
+        "another seed after a preemption": change(Device, "_admitted", result(seed=other_seed_later)),
+    },
+    ("engine", "after a stop string|another text"): {
+        "stop strings begin anew after a preemption": change(StopPool, "state_after", argument(2, lambda tokens: []))
+    },
+    ("engine", r"counts 1 \+"): {
+        "counters begin anew after a preemption": change(
+            Device, "_admitted", result(rounds=lambda out, *_: np.zeros_like(out.rounds))
+        )
     },
     ("distributions", "the distribution of"): {
         "q of another token": change(
@@ -212,6 +306,11 @@ class Stub:
             choice = out["choices"][0]
             for top in choice["logprobs"]["top_logprobs"]:
                 top[choice["text"][0] + "~"] = 0.0
+        if self.fault == "reason":
+            out["choices"] = [{**choice, "finish_reason": "stop"} for choice in out["choices"]]
+        if self.fault == "top" and out["choices"][0]["logprobs"]:
+            record = out["choices"][0]["logprobs"]
+            record["top_logprobs"] = [*record["top_logprobs"][1:], *record["top_logprobs"][:1]]
         if self.fault == "usage":
             out["usage"]["completion_tokens"] += 1
         if self.fault == "no log-probabilities":
@@ -223,13 +322,17 @@ class Stub:
         return out
 
     def stream(self, **fields):
-        choice = self.complete(**fields)["choices"][0]
+        answer = self.complete(**fields)
+        choice, usage = answer["choices"][0], dict(answer.get("usage", {}))
+        if self.fault == "usage of streams":
+            usage["completion_tokens"] //= 2
         text = choice["text"][:-1] if self.fault == "truncated" else choice["text"]
         parts = [{"text": part, "finish_reason": None} for part in (text[:5], text[5:])]
         last = {"text": "", "finish_reason": choice["finish_reason"]}
         events = [{"choices": [part]} for part in [*parts, last]]
         if self.fault == "no end":
             return events[:-1]
+        events = [*events, {"choices": [], "usage": usage}]
         return events if self.fault == "no [DONE]" else [*events, "[DONE]"]
 
 
@@ -239,6 +342,9 @@ SERVER_FAULTS = {
     "no end": ("streams", "finish_reason of a stream is \\[\\] instead"),
     "stop": ("stop strings", "the end of a text with stop="),
     "usage": ("usage", "completion_tokens of n=1 is"),
+    "reason": ("greedy", "finish_reason is 'stop' instead of 'length'"),
+    "top": ("greedy", "the most probable tokens differ by"),
+    "usage of streams": ("streams", "completion_tokens of a stream is"),
     "hot": ("distributions", "samples have another distribution"),
 }
 
