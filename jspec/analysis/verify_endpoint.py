@@ -164,6 +164,10 @@ def _greedy(pair: Pair, prompt: str) -> Outcome:
             likely = f"log-probabilities of both tokens under the reference differ by {min(gaps):.2g}"
             return Outcome(verdict, at, f"{where}; {likely}")
         begin += len(token)
+    if at == len(text):
+        return Outcome(
+            "failed", at, f"the text ends after {at} characters, and the reference goes on with {right[at:][:12]!r}"
+        )
     return Outcome("failed", at, f"{where}, and not one of the {TOP} most probable tokens of the reference")
 
 
@@ -183,8 +187,11 @@ def _same_logprobs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Outcom
 
 
 def _equal(value: object, right: object, what: str) -> Outcome:
-    """Passes if both are equal; the ends of long texts are shown."""
-    shown = [repr(one[-30:] if isinstance(one, str) else one) for one in (value, right)]
+    """Passes if both are equal; of long texts, the part at the first difference is shown."""
+    begin = 0
+    if isinstance(value, str) and isinstance(right, str):
+        begin = max((difference(value, right) or 0) - 10, 0)
+    shown = [repr(one[begin:][:30] if isinstance(one, str) else one) for one in (value, right)]
     return (
         Outcome("passed", 1) if value == right else Outcome("failed", 1, f"{what} is {shown[0]} instead of {shown[1]}")
     )
@@ -208,7 +215,7 @@ def _streamed(pair: Pair, prompt: str) -> Outcome:
     if "[DONE]" not in events[-1:]:
         end = Outcome("warning" if reasons else "failed", 1, "a stream ends without [DONE]")
     return _first_failed(
-        _equal(text, whole["text"], "the end of a stream"),
+        _equal(text, whole["text"], "the text of a stream"),
         _equal(reasons, [whole["finish_reason"]], "finish_reason of a stream"),
         *(
             _equal(usages[-1][name], usage[name], f"{name} of a stream")
@@ -228,7 +235,7 @@ def _stopped(pair: Pair, prompt: str) -> Outcome:
         raise ValueError("the text is empty")
     choice = pair.server.complete(**fields, stop=[stop])["choices"][0]
     return _first_failed(
-        _equal(choice["text"], text[: text.index(stop)], f"the end of a text with stop={stop!r}"),
+        _equal(choice["text"], text[: text.index(stop)], f"the text with stop={stop!r}"),
         _equal(choice["finish_reason"], "stop", "finish_reason"),
     )
 

@@ -338,9 +338,9 @@ class Stub:
 
 SERVER_FAULTS = {
     "lossy": ("greedy", "the text differs at character 1: '~"),
-    "truncated": ("streams", "the end of a stream is"),
+    "truncated": ("streams", "the text of a stream is"),
     "no end": ("streams", "finish_reason of a stream is \\[\\] instead"),
-    "stop": ("stop strings", "the end of a text with stop="),
+    "stop": ("stop strings", "the text with stop="),
     "usage": ("usage", "completion_tokens of n=1 is"),
     "reason": ("greedy", "finish_reason is 'stop' instead of 'length'"),
     "top": ("greedy", "the most probable tokens differ by"),
