@@ -101,11 +101,17 @@ def _options(
             return Outcome("failed", 0, f"sequence {index} differs from plain decoding at new token {at} with {what}")
         if grammars and not re.fullmatch(PATTERN if item.finish_reason == "eos" else BEGINNING, item.text or ""):
             return Outcome("failed", 0, f"sequence {index}: {item.text!r} is not in the language of the grammar")
-        error = np.abs(np.subtract(item.sampled_logprobs or [], right.sampled_logprobs or []))
-        if error.size and not error.max() < TOLERANCE:
-            where = f"sequence {index}: sampled_logprobs differ by {error.max():.2g} from those of plain decoding"
-            return Outcome("failed", 0, f"{where} at new token {error.argmax()} with {what}")
+        at = _apart(item.sampled_logprobs, right.sampled_logprobs)
+        if at is not None:
+            where = f"sequence {index}: sampled_logprobs differ from those of plain decoding"
+            return Outcome("failed", 0, f"{where} at new token {at} with {what}")
     return Outcome("passed", compared)
+
+
+def _apart(ours: Sequence[float] | None, right: Sequence[float] | None) -> int | None:
+    """The first token whose log-probabilities differ; None: there is none among those of both."""
+    pairs = zip(ours or [], right or [], strict=False)
+    return next((at for at, (x, y) in enumerate(pairs) if not abs(x - y) < TOLERANCE), None)
 
 
 def _shown(sampling: Sampling) -> str:
@@ -205,7 +211,7 @@ def _served(subject: Subject, greedy: bool) -> Outcome:
             text = plain[i].text or ""
             stops[i] = (text[len(text) // 8 :][: 3 * len(text) // 4],) if not greedy and len(text) > 24 else ()
             options: dict[str, Any] = {"sampling": cycled[i], "seed": [(subject.seed, i)], "stop": stops[i]}
-            handles.append(served.submit(prompts[i], max_new_tokens=new, **options))
+            handles.append(served.submit(prompts[i], max_new_tokens=new, logprobs=True, **options))
         results = [handle.result() for handle in handles]
         metrics = served.metrics()
     seen = f"{metrics.prefix_hits} tokens came from shared pages, {metrics.preemptions} requests were preempted"
@@ -215,6 +221,8 @@ def _served(subject: Subject, greedy: bool) -> Outcome:
             problem = f"differs from plain decoding at new token {at} with {_shown(cycled[i])}"
         elif subject.model.tokenizer is not None:
             problem = after_stop(item, plain[i], stops[i])
+        if not problem and (error := _apart(item.logprobs, plain[i].logprobs)) is not None:
+            problem = f"has another log-probability at new token {error}"
         if problem:
             return Outcome("failed", 0, f"request {i} of an engine {problem}; {seen}")
     counters = counted(results)
