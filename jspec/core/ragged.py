@@ -1,4 +1,4 @@
-"""Reads chains of different lengths in one forward without padding: T nodes of all sequences in a row.
+"""Verifies chains of different lengths in one forward without padding: T nodes of all sequences in a row.
 
 All but attention is computed per node. Attention puts the nodes of a sequence side by side, as in a padded forward: the
 committed rows of a sequence are read once for all of its nodes.
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from jspec.core import tree
 from jspec.core.returned import check_output
 from jspec.core.struct import struct
-from jspec.core.types import Committed, DraftTree, ForwardOutput
+from jspec.core.types import DraftTree, ForwardOutput
 
 
 @struct
@@ -26,19 +26,7 @@ class Packing:
     column: Int[Array, " T"]
     """Its place in the chain, 0 for the root; below 0 for padding."""
     place: Int[Array, "B N"]
-    """The packed node of each node of a chain; for those that are not read, the last one that is."""
-
-    def row(self, x: PyTree) -> PyTree:
-        """Arrays [B, N, ...] as [T, 1, ...]; padding repeats some root."""
-        return jax.tree.map(lambda x: x[self.sequence, jnp.maximum(self.column, 0)][:, None], x)
-
-    def chains(self, x: PyTree) -> PyTree:
-        """Arrays [T, 1, ...] as [B, N, ...]."""
-        return jax.tree.map(lambda x: x[:, 0][self.place], x)
-
-    def attending(self, cache: PyTree, start: Int[Array, " B"]) -> "Attending":
-        """The cache of the chains, for a forward over the row. start: committed rows of each sequence."""
-        return Attending(cache, self, start)
+    """The packed node of each node of a chain; for those that are not verified, the last one that is."""
 
 
 def pack(count: Int[Array, " B"], total: int, width: int) -> Packing:
@@ -54,13 +42,6 @@ def pack(count: Int[Array, " B"], total: int, width: int) -> Packing:
     column = jnp.where(inside, node - begin[sequence], -1)
     place = begin[:, None] + jnp.clip(jnp.arange(width, dtype=jnp.int32)[None], 0, jnp.maximum(count - 1, 0)[:, None])
     return Packing(sequence, column, jnp.minimum(place, total - 1))
-
-
-def packing_of(committed: Committed) -> Packing | None:
-    """How a draft reads what was committed without padding; None: with padding."""
-    if committed.packed is None:
-        return None
-    return pack(committed.length, committed.packed, committed.tokens.shape[1])
 
 
 def forward(
@@ -79,18 +60,21 @@ def forward(
     total, limit = draft_tree.packed, draft_tree.limit
     assert total is not None and limit is not None
     packing = pack(limit + 1, total, draft_tree.tokens.shape[1])
+    # One forward over the nodes. Padding repeats some root.
+    sequence, column = packing.sequence, jnp.maximum(packing.column, 0)
     out = target.forward(
-        _of_sequences(params, packing.sequence),
-        tree.chain(packing.row(draft_tree.tokens)),
-        packing.attending(cache, start),
-        start[packing.sequence] + jnp.maximum(packing.column, 0),
+        _of_sequences(params, sequence),
+        tree.chain(draft_tree.tokens[sequence, column][:, None]),
+        _Unpacking(cache, packing, start),
+        start[sequence] + column,
         capture_layers=capture_layers,
     )
-    return packing.chains(check_output(target, out, 1))
+    out = check_output(target, out, 1)
+    return jax.tree.map(lambda x: x[:, 0][packing.place], out)
 
 
 @struct
-class Attending:
+class _Unpacking:
     """A cache whose attention takes packed nodes, [T, 1, ...]."""
 
     cache: PyTree
@@ -104,11 +88,12 @@ class Attending:
 
         def unpack(x: Any) -> Any:
             packed = isinstance(x, jax.Array) and x.shape[:2] == (nodes, 1)
-            return packing.chains(x) if packed else x
+            return x[:, 0][packing.place] if packed else x
 
-        # A node sees its sequence's chain up to its own place; those of other places are not read.
+        # A node sees its sequence's chain up to its own place; those of places that are not verified are not read.
         inputs, options = jax.tree.map(unpack, (inputs, options))
-        return packing.row(self.cache.attend(layer, *inputs, start=self.start, mask=None, **options))
+        out = self.cache.attend(layer, *inputs, start=self.start, mask=None, **options)
+        return out[packing.sequence, jnp.maximum(packing.column, 0)][:, None]
 
 
 def _of_sequences(weights: PyTree, sequence: Int[Array, " T"]) -> PyTree:

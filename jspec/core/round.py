@@ -49,7 +49,7 @@ def step(
         if debug:
             check_round(drafted, draft_tree, out.logits, decision.accepted, method.target.vocab_size)
     with jax.named_scope("commit"):
-        appended, committed = commit_round(drafted, out, decision, branch, draft_tree.packed)
+        appended, committed = commit_round(drafted, out, decision, branch)
     with jax.named_scope("extend"):
         extended = extend(params, appended, committed, method=method)
     return _check_form(method, s, extended)
@@ -83,13 +83,13 @@ def accept_drafts(
 
 
 def commit_round(
-    s: DecodeState, out: ForwardOutput, decision: Decision, branch: int | None = None, packed: int | None = None
+    s: DecodeState, out: ForwardOutput, decision: Decision, branch: int | None = None
 ) -> tuple[DecodeState, Committed]:
-    """The state with the accepted rows in the cache and at most `packed` tokens appended, and the input of `extend`."""
+    """The state with the accepted rows in the cache and their tokens appended, and the input of `extend`."""
     start, path, length = s.length - 1, decision.appended.path, decision.appended.length
     cache = commit_rows(s.cache, out.rows, start, path, length, after=out.logits)
     s = dataclasses.replace(append(count_round(s, decision, branch), decision), cache=cache)
-    return s, Committed(start, decision.appended.tokens, tree.take_path(out.hidden, path), length, packed=packed)
+    return s, Committed(start, decision.appended.tokens, tree.take_path(out.hidden, path), length)
 
 
 def extend(params: Params, s: DecodeState, committed: Committed, *, method: Method) -> DecodeState:

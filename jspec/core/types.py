@@ -126,8 +126,6 @@ class Committed:
     """Valid columns; the others are padding. 0: the sequence has finished, or its prompt ended in an earlier chunk."""
     pieces: Pieces | None = None
     """Which sequences are pieces of a prompt, for drafters with `packs`; None: each has one chunk."""
-    packed: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Most valid columns of the batch, which may then be read without the others (`ragged.py`); None: all of them."""
     first: bool = dataclasses.field(default=False, metadata={"static": True})
     """The first chunk of a prompt: start is 0 and nothing was committed before, so there is no prefix to attend to."""
 

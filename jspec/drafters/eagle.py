@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core import ragged
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow, take_parents
 from jspec.core.options import option
@@ -113,9 +112,9 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
             return self._extend_with_masks(head, params, s, committed)
         state: EagleState = s.draft
         assert committed.hidden is not None
-        # Forward over (feature, next token) pairs, those of all sequences in a row if many would be padding.
+        # Forward over (feature, next token) pairs.
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
-        hidden, packing = committed.hidden, ragged.packing_of(committed)
+        feature = self._model.fuse(params.draft, committed.hidden)
         batch = ForwardBatch(
             committed.tokens,
             committed.start[:, None] + column,
@@ -124,16 +123,13 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
             select=jnp.maximum(committed.length - 1, 0),
             pieces=committed.pieces,
         )
-        if packing is not None:
-            batch, hidden = batch.packed(packing), packing.row(hidden)
-        out = self._model.apply(params, self._target, batch, self._model.fuse(params.draft, hidden))
-        rows = out.rows if packing is None else packing.chains(out.rows)
+        out = self._model.apply(params, self._target, batch, feature)
         # The first generation of the next tree.
         path = jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32)
         proposal = self.propose(s, out.logits, path, self._model.ids(params.draft))
         cache = commit_rows(
             state.cache,
-            rows,
+            out.rows,
             committed.start,
             None,
             committed.length,

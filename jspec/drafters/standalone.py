@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.core import ragged
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow
 from jspec.core.struct import struct
@@ -119,12 +118,11 @@ class Standalone(WindowedDrafter[Decoder]):
         prefix = None if committed.first else start
         if self._model.at_once:
             return self._extend_with_masks(params, state, tokens, prefix, count)
-        last, packing = jnp.maximum(count - 1, 0), ragged.packing_of(committed)
+        last = jnp.maximum(count - 1, 0)
         batch = ForwardBatch(tokens, positions, self.seen(state.cache), prefix, select=last, pieces=pieces)
-        out = self._model.apply(params.draft, batch if packing is None else batch.packed(packing))
-        rows = out.rows if packing is None else packing.chains(out.rows)
+        out = self._model.apply(params.draft, batch)
         proposal = self._propose(params, s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
-        cache = commit_rows(state.cache, rows, start, None, count, after=out.logits, pieces=pieces)
+        cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits, pieces=pieces)
         if not committed.first:
             proposal = where_sequences(count > 0, proposal, state.proposal)
         return StandaloneState(cache, end, proposal)

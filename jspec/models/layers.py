@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.embeds import Embeds
 from jspec.core.pieces import Pieces, begin_of
-from jspec.core.ragged import Packing
 from jspec.core.sharding import TENSOR, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models.adapted import Adapted
@@ -56,7 +55,6 @@ class ForwardBatch:
     select: the only token of each sequence whose output is needed; None: all are.
     embeds: in the places of some tokens; None: there are none.
     pieces: of prompts, which see the rows of the pieces before them; None: each sequence has rows of its own.
-    in_a_row: whether the tokens of all sequences are [T, 1], see `packed`; `select` are then places in this row.
     """
 
     tokens: Int[Array, "B N"]
@@ -65,10 +63,9 @@ class ForwardBatch:
     start: Int[Array, " B"] | None
     mask: Bool[Array, "#B N R"] | None = None
     earlier: PyTree = None
-    select: Int[Array, " S"] | None = None
+    select: Int[Array, " B"] | None = None
     embeds: Embeds | None = None
     pieces: Pieces | None = None
-    in_a_row: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def selected(self) -> SelectedToken | None:
@@ -94,27 +91,13 @@ class ForwardBatch:
         for index in range(count):
             yield Reading(self, index, selected if index + 1 == count else None, options)
 
-    def packed(self, packing: Packing) -> "ForwardBatch":
-        """The same tokens in a row, [T, 1]; each sequence's selected one is given by its place there."""
-        assert self.start is not None and self.select is not None
-        return ForwardBatch(
-            tokens=packing.row(self.tokens),
-            positions=packing.row(jnp.broadcast_to(self.positions, self.tokens.shape)),
-            cache=packing.attending(self.cache, self.start),
-            start=self.start[packing.sequence],
-            select=jnp.take_along_axis(packing.place, self.select[:, None], axis=1)[:, 0],
-            in_a_row=True,
-        )
-
     def of_all(self) -> "ForwardBatch":
         """The same tokens, all of which are needed."""
         return dataclasses.replace(self, select=None)
 
-    def take(self, x: Shaped[Array, "T N *rest"]) -> Shaped[Array, "B M *rest"]:
+    def take(self, x: Shaped[Array, "B N *rest"]) -> Shaped[Array, "B M *rest"]:
         """What belongs to the selected token, if there is one and `x` has all tokens."""
-        if self.select is None or (x.shape[1] == 1 and not self.in_a_row):
-            return x
-        return x[self.select] if self.in_a_row else take_token(x, self.select)
+        return x if self.select is None or x.shape[1] == 1 else take_token(x, self.select)
 
 
 def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped[Array, "B 1 *rest"]:

@@ -79,22 +79,3 @@ def test_rows_after_the_accepted_ones_have_no_influence(name):
     clean = extend(weights, after, Committed(s.length - 1, tokens, hidden, length))
     tokens, hidden = jnp.where(beyond, 7, tokens), jnp.where(beyond[:, :, None], 1e3, hidden)
     toy.assert_same(extend(weights, after, Committed(s.length - 1, tokens, hidden, length)), clean)
-
-
-@pytest.mark.slow(unless=("eagle", "standalone"))
-@pytest.mark.parametrize("name", ("eagle", "eagle_latents_tree", "standalone", "eagle_window", "standalone_window"))
-@pytest.mark.parametrize("more", (0, 2))
-def test_reading_in_a_row_equals_reading_with_padding(name, more):
-    """Proposals and rows, where a sequence has read nothing and the row has `more` places than tokens."""
-    kind, _, window = name.partition("_window")
-    drafter = toy.bound_drafters()[kind]
-    drafter = dataclasses.replace(drafter, window=4) if window else drafter
-    weights, rng, columns = weights_of(drafter), np.random.default_rng(0), drafter.depth + 1
-    s, length = toy.start(drafter, weights), jnp.array([2, 0, columns], jnp.int32)
-    tokens = jnp.asarray(rng.integers(0, toy.TARGET.vocab_size, (3, columns)), jnp.int32)
-    hidden = jnp.asarray(rng.normal(size=(3, columns, 96)), jnp.float32) if drafter.capture_layers else None
-    committed = Committed(s.length - 1, tokens, hidden, length)
-    after, extend = dataclasses.replace(s, length=s.length + length), jax.jit(drafter.extend)
-    padded = extend(weights, after, committed)
-    row = extend(weights, after, dataclasses.replace(committed, packed=int(length.sum()) + more))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), row, padded)
