@@ -82,11 +82,10 @@ def _stop_text(subject: Subject) -> Outcome:
     if subject.model.tokenizer is None:
         raise ValueError("the model has no tokenizer")
     plain = subject.plain(subject.precise)
-    # The last characters of a text may begin a stop string that does not follow.
+    # Every other text stops in its middle. The last characters of the others may begin a stop string.
     texts = [text for item in plain if len(text := item.text or "") > 24]
-    stops = tuple(
-        dict.fromkeys([*(text[len(text) // 2 :][:12] for text in texts), *(f"{text[-2:]}~~" for text in texts)])
-    )
+    middles, beginnings = (text[len(text) // 2 :][:12] for text in texts[::2]), (f"{text[-2:]}~~" for text in texts)
+    stops = tuple(dict.fromkeys([*middles, *beginnings]))
     out = subject.run(subject.precise, stop=stops)
     for index, (item, whole) in enumerate(zip(out, plain, strict=True)):
         problem = after_stop(item, whole, stops)

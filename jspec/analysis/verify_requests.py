@@ -205,22 +205,20 @@ def _served(subject: Subject, greedy: bool) -> Outcome:
         shape=None if greedy else OneShape((4, 32), 2),
         **sizes,
     ) as served:
-        handles, stops = [], {}
-        for i in indices:
-            # Preemptions divide long stop strings.
-            text = plain[i].text or ""
-            stops[i] = (text[len(text) // 8 :][: 3 * len(text) // 4],) if not greedy and len(text) > 24 else ()
-            options: dict[str, Any] = {"sampling": cycled[i], "seed": [(subject.seed, i)], "stop": stops[i]}
-            handles.append(served.submit(prompts[i], max_new_tokens=new, logprobs=True, **options))
+        # Preemptions divide long stop strings, the same for all, as other ones would need other programs.
+        texts = [text for i in indices if not greedy and len(text := plain[i].text or "") > 24]
+        stops = tuple(dict.fromkeys(text[len(text) // 8 :][: 3 * len(text) // 4] for text in texts))
+        options: dict[str, Any] = {"max_new_tokens": new, "logprobs": True, "stop": stops}
+        handles = [served.submit(prompts[i], sampling=cycled[i], seed=[(subject.seed, i)], **options) for i in indices]
         results = [handle.result() for handle in handles]
         metrics = served.metrics()
     seen = f"{metrics.prefix_hits} tokens came from shared pages, {metrics.preemptions} requests were preempted"
     for i, item in zip(indices, results, strict=True):
         at, problem = difference(item.tokens, plain[i].tokens), ""
-        if at is not None and not (stops[i] and at == len(item.tokens)):
+        if at is not None and not (stops and at == len(item.tokens)):
             problem = f"differs from plain decoding at new token {at} with {_shown(cycled[i])}"
         elif subject.model.tokenizer is not None:
-            problem = after_stop(item, plain[i], stops[i])
+            problem = after_stop(item, plain[i], stops)
         if not problem and (error := _apart(item.logprobs, plain[i].logprobs)) is not None:
             problem = f"has another log-probability at new token {error}"
         if problem:

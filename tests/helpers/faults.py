@@ -250,11 +250,11 @@ _BY_CHECK = {
     ("log-probabilities", "the highest log-probabilities at new token"): {
         "ids of the next rank": change(round, "record", of_next_rank)
     },
-    ("engine", "another log-probability"): {
+    ("engine", "of an engine (differs|has another log-probability)"): {
         "pages named without the ones before": change(Pages, "_key", argument(1, lambda parent: "")),
+        "pages named without tokens": change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens))),
     },
     ("engine", "of an engine differs"): {
-        "pages named without tokens": change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens))),
         "grammars begin anew after a preemption": change(GrammarPool, "state_after", argument(2, lambda tokens: [])),
         "another seed after a preemption": change(Device, "_admitted", result(seed=other_seed_later)),
     },
