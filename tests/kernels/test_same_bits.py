@@ -550,26 +550,26 @@ def divisions(default):
         (8, 1, 512, None, False, "bfloat16"),
     ],
 )
-def test_attention_lowers_for_a_gpu(heads, kv_heads, dim, window, sinks, dtype):
+@pytest.mark.parametrize("kind", ("any other", "NVIDIA H100"))
+def test_attention_lowers_for_a_gpu(kind, heads, kv_heads, dim, window, sinks, dtype, monkeypatch):
+    monkeypatch.setattr(attention_triton.platform, "for_device_kind", lambda table: table[kind])
+    wide = 256 if kind == "NVIDIA H100" else 128
     q, k = (jnp.zeros((2, 6, count, dim), dtype) for count in (heads, kv_heads))
     pool_, table = jnp.zeros((2, 2, 130, 16, kv_heads, dim), dtype), jnp.zeros((2, 64), jnp.int32)
     options = {"window": window, "sinks": jnp.zeros(heads) if sinks else None}
+    run = partial(attention_triton.exact_attention, layer=1, scale=0.1, interpret=False, **options)
     default = attention_triton.default_config(
         batch=2, kv_heads=kv_heads, rows=6 * heads // kv_heads, capacity=1024, head_dim=dim, dtype=dtype
     )
-    assert default.spread and (default.block_m == 16) == (dim > 256 or dtype == "float32")
+    assert default.spread and (default.block_m == 16) == (dim > wide or dtype == "float32")
     for given in (None, jnp.ones((2, 6, 6), bool)):
         for config in divisions(default):
-            run = partial(
-                attention_triton.exact_attention, layer=1, scale=0.1, config=config, interpret=False, **options
-            )
-            text = cross_lower(run, "cuda", q, k, k, pool_, table, jnp.array([700, 12]), given)
+            text = cross_lower(partial(run, config=config), "cuda", q, k, k, pool_, table, jnp.array([700, 12]), given)
             assert text.count("exact_attention") >= (1 if given is None and not config.spread else 2)
-    run = partial(attention_triton.exact_attention, layer=1, scale=0.1, interpret=False, **options)
     assert "exact_attention" in cross_lower(run, "cuda", q, k, k, None, None, None, None)
-    assert attention_triton.supported(q, k, k, interpret=False) is None
-    wide = attention_triton.supported(q.astype("float32"), k, k, interpret=False)
-    assert (wide is None) == (dim <= 256) and (wide is None or "must be at most 256" in wide)
+    for width, least in (("bfloat16", 2 * wide), ("float32", wide)):
+        refusal = attention_triton.supported(q.astype(width), k, k, interpret=False)
+        assert (refusal is None) == (dim <= least) and (refusal is None or f"must be at most {least}" in refusal)
 
 
 @pytest.mark.slow
