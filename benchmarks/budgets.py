@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import copy
 import dataclasses
+import functools
 import statistics
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +56,7 @@ TREES = {
 }
 
 
+@functools.cache
 def _quantiles() -> np.ndarray:
     """Quantiles of the beta distribution of a position, [skill, probability]."""
     skill, grid = (np.arange(1, 128) / 128)[:, None], ((np.arange(_GRID * 8) + 0.5) / (_GRID * 8))[None]
@@ -154,8 +156,9 @@ def drafter_of(name: str, shape: Any) -> Any:
     if not isinstance(shape, int | tuple):
         return shape
     depth, width, nodes = (shape, 1, None) if isinstance(shape, int) else shape
-    drafter = Ranked(depth=depth, width=width, num_nodes=nodes, scored=True if name.startswith("pruned") else False)
-    return Pruned(drafter) if name.startswith("pruned") else drafter
+    pruned = name.startswith("pruned")
+    drafter = Ranked(depth=depth, width=width, num_nodes=nodes, scored=pruned)
+    return Pruned(drafter) if pruned else drafter
 
 
 def keys(level: str, batch: int, seed: int = 0) -> Array:

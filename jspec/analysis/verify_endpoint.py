@@ -178,7 +178,7 @@ def _same_logprobs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Outcom
     if not all(values) or len(values[0]) != len(values[1]):
         return Outcome("passed", 1, "the text only: log-probabilities are not checked, as a server returns none")
     best: Any = [[max(top.values(), default=0.0) for top in record.get("top_logprobs") or []] for record in records]
-    pairs = {"equal tokens": values, "the most probable tokens": best if len(best[0]) == len(best[1]) else [[0], [0]]}
+    pairs = {"equal tokens": values, **({"the most probable tokens": best} if len(best[0]) == len(best[1]) else {})}
     for name, pair in pairs.items():
         gap = np.abs(np.subtract(*pair)).max(initial=0)
         if gap > NEAR_TIE_ELSEWHERE:

@@ -72,8 +72,8 @@ class LoadOptions:
     def is_exact(self, config: Decoder, params: PyTree) -> bool:
         """Whether the forward of a target with these weights, or their shapes, is exact.
 
-        By default it is in half precision, where texts would differ often, on GPUs that the kernels have tiles for. The
-        tiles of any other GPU need more shared memory than most have.
+        By default it is in half precision, where texts would differ often, on GPUs that the kernels have tiles for. On
+        others its speed has not been measured.
         Not if the arrays are on several devices, which would all gather the matrices for the kernels.
         """
         if self.exact is not None:

@@ -61,7 +61,7 @@ class Tuning:
     """unless their states take more memory than this."""
     num_warps: int = 4
     num_stages: int = 1
-    """More than one take more shared memory than GPUs other than Hopper's have."""
+    """Several stages of wide heads do not fit into the shared memory of smaller GPUs."""
     stage_bytes: int = 2**15
     """Bytes of a block's keys at most; there is one stage if they take more."""
     block_bytes: int = 2**16
