@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--rate", type=float, nargs="+", default=list(RATES), help="conditional acceptance")
     parser.add_argument(
-        "--depths", type=int, nargs="+", default=[0, 1, 3, 5, 8], help="the choices; 0 is plain decoding"
+        "--depths", type=int, nargs="+", default=[0, 1, 2, 5, 8], help="the choices; 0 is plain decoding"
     )
     parser.add_argument("--fixed", type=int, nargs="*", help="depths that also run alone (default: all)")
     parser.add_argument("--context", type=int, default=512)

@@ -28,7 +28,7 @@ MOST = 8
 MOST_TOKENS = 32
 """Tokens of a round, of all sequences together, up to which `one_depth` offers the deeper drafter. With more, the time
 of a round grows with its tokens."""
-DEPTHS = (1, 3, 5, 8)
+DEPTHS = (1, 2, 5, 8)
 """Depths of the default drafters with a draft."""
 WITHOUT_DRAFT = (Plain(), Ngram(depth=3), Ngram(depth=6))
 """The default drafters without one."""
@@ -54,7 +54,7 @@ class Adaptive:
     All sequences of a batch, or of a group of devices, share the choice; finished ones have no influence. Drafters of
     one draft share its cache, which absorbs the committed tokens of every round, whichever drafter proposed them.
 
-    drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 3, 5 and 8
+    drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 2, 5 and 8
       tokens, as far as it goes, by the drafter for the loaded draft; without one, n-grams of 3 and 6 tokens.
     costs: cost of a round with each drafter, in milliseconds or any other unit: by batch, such as
       {1: (5.6, 6.9), 32: (6.5, 11.2)}, or one sequence for all batches. Interpolated between batches, and constant

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,14 +34,14 @@ from jspec.drafters import describe
 from jspec.loading.startup import programs_directory
 from jspec.models.sizes import Shapes, shapes_of
 
-FORMAT = 2
+FORMAT = 3
 """Version of the entries on disk."""
 PREFIX = "jspec-costs-"
 """Beginning of their names."""
 PATIENCE = 64
 """Rounds of plain generations before the first one that may draft."""
 REPEATS, CALL_SECONDS, MOST_ROUNDS = 5, 0.01, 16
-"""Timed calls of each branch, of which the fastest counts; the time of a call, and its most rounds."""
+"""Timed calls of each branch, of which the median counts; the time of a call, and its most rounds."""
 UNAFFORDABLE = 1e9
 """Cost of branches that are not to be taken."""
 
@@ -67,7 +68,6 @@ class Trial:
       done: whether they are known.
       offered: the branches to measure.
       rounds: of the next call.
-      idle: seconds of a call without rounds, by its costs.
     """
 
     def __init__(self, params: Params, method: Method, batch: int, sampling: Any = None):
@@ -78,7 +78,7 @@ class Trial:
         assert branching is not None
         self.offered, self._count = optional.offered(branching, batch), len(branching.branches)
         self._begun = _begun.setdefault(self._key, Begun({branch: [] for branch in self.offered}))
-        self.rounds, self.idle = 1, dict[tuple[float, ...], float]()
+        self.rounds = 1
         entry = _recall(self._key)
         self.done = entry is not None and len(entry) == self._count
         self.costs = entry if entry is not None and self.done else self._next()
@@ -95,10 +95,20 @@ class Trial:
             _remember(self._key, (), self._method, self._batch)
         return True
 
+    def time(self, call: Callable[[int], tuple[float, int]]) -> None:
+        """Times a call in the branch of `costs`, beyond what one without rounds takes just before.
+
+        call: makes a call of at most some rounds; returns its seconds and its rounds.
+        """
+        if not self._begun.times[self.costs.index(1.0)]:
+            call(0)  # A GPU captures its graphs.
+        idle, _ = call(0)
+        seconds, rounds = call(self.rounds)
+        if rounds:
+            self.record(max(seconds - idle, 1e-7), rounds)
+
     def record(self, seconds: float, rounds: int) -> None:
-        """Adds a call with these `costs`; one without rounds counts for nothing."""
-        if rounds == 0:
-            return
+        """Adds a call with these `costs`."""
         times = self._begun.times
         times[self.costs.index(1.0)].append(seconds / rounds)
         self.costs = self._next()
@@ -115,10 +125,10 @@ class Trial:
         return only(branch, self._count)
 
     def _table(self) -> list[float]:
-        """The fastest calls, in milliseconds."""
+        """The medians of the calls, in milliseconds."""
         times = self._begun.times
         return [
-            float(f"{1e3 * min(times[branch]):.4g}") if branch in times else UNAFFORDABLE
+            float(f"{1e3 * statistics.median(times[branch]):.4g}") if branch in times else UNAFFORDABLE
             for branch in range(self._count)
         ]
 
@@ -138,30 +148,23 @@ def run(loop: Loop, params: Params, s: DecodeState, until: int, costs: Trial | N
     loop: runs rounds until `round_index` reaches its last argument, or all sequences have ended.
     """
 
-    def call(s: DecodeState, until: int) -> tuple[DecodeState, float]:
-        """The state after a call, and its seconds."""
-        began = time.perf_counter()
-        s = jax.block_until_ready(loop(params, s, jnp.int32(until)))
-        return s, time.perf_counter() - began
-
     while costs is not None and not costs.done:
         first = _round_index(s)
         if first >= until:
             break
         s = jax.block_until_ready(with_costs(s, costs.costs))
-        if costs.costs not in costs.idle:
-            calls = []
-            for _ in range(3):  # a GPU captures its graphs in the first one
-                s, seconds = call(s, first)
-                calls.append(seconds)
-            costs.idle[costs.costs] = min(calls)
-        s, seconds = call(s, min(first + costs.rounds, until))
-        ran = _round_index(s) - first
-        if ran == 0:  # every sequence has ended
+
+        def call(rounds: int, first: int = first) -> tuple[float, int]:
+            nonlocal s
+            began = time.perf_counter()
+            s = jax.block_until_ready(loop(params, s, jnp.int32(min(first + rounds, until))))
+            return time.perf_counter() - began, _round_index(s) - first
+
+        costs.time(call)
+        if _round_index(s) == first:  # every sequence has ended
             return s
-        costs.record(max(seconds - costs.idle[costs.costs], 1e-7), ran)
         s = with_costs(s, costs.costs)
-    return call(s, until)[0]
+    return jax.block_until_ready(loop(params, s, jnp.int32(until)))
 
 
 def _round_index(s: DecodeState) -> int:

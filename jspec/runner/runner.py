@@ -28,7 +28,7 @@ from jspec.core.xla_options import prefers_cublas
 from jspec.generation import costs
 from jspec.generation.score import Chunk, Scorer, TokenScores
 from jspec.loading.startup import compilations
-from jspec.runner import programs
+from jspec.runner import addresses, programs
 from jspec.runner.programs import Admitted, ReadPlan, Report, View
 from jspec.runner.request import Needs
 from jspec.runner.slot_state import Sizes, empty_snapshots, empty_state
@@ -109,6 +109,8 @@ class Runner:
         self.state: DecodeState = empty(params, method=method, sizes=sizes)
         places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
+        local = jax.tree.leaves(params)[0].devices() if self._placement is None else self._placement.devices
+        self._guards = [guard for device in local for guard in addresses.keep_apart(device)]
         # Nodes of a round's tree. A sampling drafter reads the temperature, not part of the state of the slots.
         sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if sizes.samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
@@ -182,15 +184,25 @@ class Runner:
         self, view: View, needs: Needs, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
     ) -> Report | Future[Report]:
         """`programs.burst`."""
-        run = self._program("burst", view, needs, row_limit, rounds, stop_early)
-        trial = self._trial(len(view.table))
-        if trial is None or trial.done:
+        trial, report = self._trial(len(view.table)), None
+
+        def call(rounds: int | np.int32) -> Report:
+            run = self._program("burst", view, needs, row_limit, np.int32(rounds), stop_early)
             self.state, report = run()
             return report
+
+        if trial is None or trial.done:
+            return call(rounds)
+
         # Costs are measured by the first bursts of this many slots.
-        first, began = int(self.state.round_index), time.perf_counter()
-        self.state, report = jax.block_until_ready(run())
-        trial.record(time.perf_counter() - began, int(self.state.round_index) - first)
+        def timed(most: int) -> tuple[float, int]:
+            nonlocal report
+            first, began = int(self.state.round_index), time.perf_counter()
+            report = jax.block_until_ready(call(rounds if most else 0))
+            return time.perf_counter() - began, int(self.state.round_index) - first
+
+        trial.time(timed)
+        assert report is not None
         return report
 
     def _program(self, name: str, *arguments: Any, inputs: dict[str, Any] | None = None) -> "partial[Any]":

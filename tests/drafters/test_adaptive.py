@@ -266,11 +266,11 @@ def test_drafters_of_one_draft_share_the_state_of_the_widest():
 
 def test_none_means_plain_decoding_and_chains():
     drafter = Adaptive().bind(toy.TARGET, toy.HEAD)
-    assert drafter.branches == (Plain(), *(Eagle(depth=depth).bind(toy.TARGET, toy.HEAD) for depth in (1, 3, 5, 8)))
+    assert drafter.branches == (Plain(), *(Eagle(depth=depth).bind(toy.TARGET, toy.HEAD) for depth in (1, 2, 5, 8)))
     assert drafter.bind(toy.TARGET, toy.HEAD) == drafter
     assert (drafter.depth, drafter.max_length) == (8, 512)
     block = Adaptive().bind(toy.TARGET, toy.BLOCK)
-    assert [each.depth for each in block.branches] == [0, 1, 3, 5]
+    assert [each.depth for each in block.branches] == [0, 1, 2, 5]
     assert Adaptive().bind(toy.TARGET, None).branches == (Plain(), Ngram(depth=3), Ngram(depth=6))
 
 

@@ -268,6 +268,22 @@ def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, mo
     assert not measured and int(out.stats.branch_counts[0, 2].sum()) > 0
 
 
+def test_a_call_counts_what_it_takes_beyond_one_without_rounds(directory):
+    trial, calls = costs.Trial(model().params, Method(toy.TARGET, DRAFTER.bind(toy.TARGET, None), accept.greedy), 1), []
+
+    def call(rounds):
+        branch = trial.costs.index(1.0)
+        calls.append((branch, rounds))
+        ran = 0 if len(calls) == 3 else min(rounds, 1)  # all sequences may have ended
+        return 0.5 * len(calls) + (1 + branch) * ran, ran
+
+    while not trial.done:
+        trial.time(call)
+    # A call without rounds before each one, which takes half a second less, and another one before the first.
+    assert [rounds for _, rounds in calls[:6]] == [0, 0, 1, 0, 0, 1]
+    assert trial.costs[0] == 1500 and trial.costs[2] == 3500
+
+
 @pytest.mark.slow
 def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory):
     def run():
@@ -286,7 +302,7 @@ def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory)
     assert programs.burst._cache_size() == count, "costs compile nothing"
 
 
-def test_a_trial_takes_the_fastest_call_of_each_branch(directory):
+def test_a_trial_takes_the_median_call_of_each_branch(directory):
     method = Method(toy.TARGET, DRAFTER.bind(toy.TARGET, None), accept.greedy)
     trial = costs.Trial(model().params, method, 1)
     order = []
@@ -294,10 +310,9 @@ def test_a_trial_takes_the_fastest_call_of_each_branch(directory):
         branch = trial.costs.index(1.0)
         order.append(branch)
         assert trial.rounds == 1
-        trial.record(1.0, 0)  # a call without rounds does not count
-        trial.record((5.0 - len(order) / 10) * (1 + branch), 2)
+        trial.record((9.0 if len(order) < 3 else 5.0 - len(order) / 10) * (1 + branch), 2)
     assert order == [0, 2] * costs.REPEATS
-    assert trial.costs == (2050.0, costs.UNAFFORDABLE, 6000.0)
+    assert trial.costs == (2250.0, costs.UNAFFORDABLE, 6600.0)
     # Fast rounds are timed together; another generation goes on with the measurement.
     fast = costs.Trial(model().params, method, 2)
     lengths = []
