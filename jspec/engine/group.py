@@ -22,7 +22,7 @@ from jspec.engine.versions import Versions
 from jspec.generation.result import FINISH_REASONS
 from jspec.loading.model import Model
 from jspec.runner.device import Device, InFlight
-from jspec.runner.plan import Burst, Output, Plan
+from jspec.runner.plan import Burst, Output, Plan, Read
 from jspec.runner.request import Request
 from jspec.runner.runner import on_own_device
 from jspec.runner.slot_state import MAX_ROUNDS
@@ -63,6 +63,8 @@ class Group:
         """Dispatched programs, each with the version of its weights."""
         self._versions, self._version = versions, 0
         self._reported_at: float | None = None
+        self._read_last = False
+        """Whether the last report was that of a read."""
         self._handles: dict[Request, Handle] = {}
         self._counters = Counters(scheduler.depth)
         self._calls: deque[Callable[[], None]] = deque()
@@ -344,7 +346,11 @@ class Group:
             now = self._work_clock()
             if self._reported_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
+                if program.timed is not None and not self._read_last:
+                    trial, branch = program.timed
+                    trial.record(branch, now - self._reported_at, rounds)
             self._reported_at = now
+        self._read_last = isinstance(program.plan, Read)
         return [(request, outputs[request]) for request in changed]
 
     def _end(self, handle: Handle) -> None:

@@ -2,7 +2,8 @@
 
 They are measured once for a method, the shapes of its weights, a batch and a kind of device, by the first rounds of a
 generation or an engine: a call takes a few rounds in one branch, the only affordable one, and keeps their tokens. Costs
-are an argument of the compiled program (`DecodeState.costs`), so they compile nothing.
+are an argument of the compiled program (`DecodeState.costs`), so they compile nothing. A generation waits for each call
+and subtracts the time of one without rounds. An engine dispatches bursts as always and takes the time between reports.
 
 The program with all branches takes longer to compile than plain decoding alone. So the default generates `PATIENCE`
 tokens plainly, in the program of plain decoding, before it compiles its own and measures.
@@ -68,6 +69,7 @@ class Trial:
       done: whether they are known.
       offered: the branches to measure.
       rounds: of the next call.
+      idle: seconds of a call without rounds, by branch.
     """
 
     def __init__(self, params: Params, method: Method, batch: int, sampling: Any = None):
@@ -78,7 +80,8 @@ class Trial:
         assert branching is not None
         self.offered, self._count = optional.offered(branching, batch), len(branching.branches)
         self._begun = _begun.setdefault(self._key, Begun({branch: [] for branch in self.offered}))
-        self.rounds = 1
+        self.rounds, self.idle = 1, dict[int, float]()
+        self._taken = dict.fromkeys(self.offered, 0)
         entry = _recall(self._key)
         self.done = entry is not None and len(entry) == self._count
         self.costs = entry if entry is not None and self.done else self._next()
@@ -95,31 +98,32 @@ class Trial:
             _remember(self._key, (), self._method, self._batch)
         return True
 
-    def time(self, call: Callable[[int], tuple[float, int]]) -> None:
-        """Times a call in the branch of `costs`, beyond what one without rounds takes just before.
+    @property
+    def branch(self) -> int:
+        """The branch of the next call, before `done`."""
+        return self.costs.index(1.0)
 
-        call: makes a call of at most some rounds; returns its seconds and its rounds.
-        """
-        if not self._begun.times[self.costs.index(1.0)]:
-            call(0)  # A GPU captures its graphs.
-        idle, _ = call(0)
-        seconds, rounds = call(self.rounds)
-        if rounds:
-            self.record(max(seconds - idle, 1e-7), rounds)
-
-    def record(self, seconds: float, rounds: int) -> None:
-        """Adds a call with these `costs`."""
-        times = self._begun.times
-        times[self.costs.index(1.0)].append(seconds / rounds)
+    def turn(self) -> "tuple[Trial, int] | None":
+        """Goes on to another branch after a call; returns this object and the branch of the call, unless `done`."""
+        if self.done:
+            return None
+        branch = self.branch
+        self._taken[branch] += 1
         self.costs = self._next()
-        if all(len(calls) >= REPEATS for calls in times.values()):
+        return self, branch
+
+    def record(self, branch: int, seconds: float, rounds: int) -> None:
+        """Adds the time of a call in a branch."""
+        times = self._begun.times
+        times[branch].append(seconds / rounds)
+        if not self.done and all(len(calls) >= REPEATS for calls in times.values()):
             self.costs, self.done = tuple(self._table()), True
             _remember(self._key, self.costs, self._method, self._batch)
 
     def _next(self) -> tuple[float, ...]:
-        """The costs for a call in the branch with the fewest calls; sets its rounds."""
+        """The costs for a call in the next branch with too few times; sets its rounds."""
         times = self._begun.times
-        branch = min(self.offered, key=lambda branch: len(times[branch]))
+        branch = min(self.offered, key=lambda branch: (len(times[branch]) >= REPEATS, self._taken[branch]))
         if times[branch]:
             self.rounds = max(1, min(MOST_ROUNDS, int(CALL_SECONDS / min(times[branch]))))
         return only(branch, self._count)
@@ -148,23 +152,31 @@ def run(loop: Loop, params: Params, s: DecodeState, until: int, costs: Trial | N
     loop: runs rounds until `round_index` reaches its last argument, or all sequences have ended.
     """
 
+    def call(s: DecodeState, until: int) -> tuple[DecodeState, float]:
+        """The state after a call, and its seconds."""
+        began = time.perf_counter()
+        s = jax.block_until_ready(loop(params, s, jnp.int32(until)))
+        return s, time.perf_counter() - began
+
     while costs is not None and not costs.done:
         first = _round_index(s)
         if first >= until:
             break
         s = jax.block_until_ready(with_costs(s, costs.costs))
-
-        def call(rounds: int, first: int = first) -> tuple[float, int]:
-            nonlocal s
-            began = time.perf_counter()
-            s = jax.block_until_ready(loop(params, s, jnp.int32(min(first + rounds, until))))
-            return time.perf_counter() - began, _round_index(s) - first
-
-        costs.time(call)
-        if _round_index(s) == first:  # every sequence has ended
+        if costs.branch not in costs.idle:
+            calls = []
+            for _ in range(3):  # a GPU captures its graphs in the first one
+                s, seconds = call(s, first)
+                calls.append(seconds)
+            costs.idle[costs.branch] = min(calls)
+        s, seconds = call(s, min(first + costs.rounds, until))
+        ran = _round_index(s) - first
+        if ran == 0:  # every sequence has ended
             return s
+        costs.record(costs.branch, max(seconds - costs.idle[costs.branch], 1e-7), ran)
+        costs.turn()
         s = with_costs(s, costs.costs)
-    return jax.block_until_ready(loop(params, s, jnp.int32(until)))
+    return call(s, until)[0]
 
 
 def _round_index(s: DecodeState) -> int:

@@ -15,6 +15,7 @@ from jspec.core.method import Method
 from jspec.core.pieces import Pieces
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Params, RowSampling, TopTokens
+from jspec.generation.costs import Trial
 from jspec.generation.embeds import embeds_dtype, embeds_of
 from jspec.generation.options import MAX_SUPPORT, MAX_TOP_LOGPROBS
 from jspec.generation.result import top_pairs
@@ -68,12 +69,14 @@ class InFlight:
     """A dispatched program, whose report is being copied to the host.
 
     places: the row of each request in the report.
+    timed: the costs to measure by its rounds, and their branch.
     """
 
     plan: Read | Burst
     report: Report | Future[Report]
     places: dict[Request, int]
     vocab_size: int
+    timed: tuple[Trial, int] | None = None
 
     def wait(self) -> "dict[Request, Output]":
         """Waits for the report; returns the output of each request."""
@@ -108,8 +111,7 @@ class Device:
         self.stops, self.grammars = StopPool(model), GrammarPool(model)
         parts = method.target, method.drafter
         self.packs = only is None and method.watch is None and all(map(optional.packs, parts))
-        self._last_sampling: tuple[object, object] = (None, None)
-        self._last_automata: dict[str, object] = {}
+        self._last_sampling, self._last_automata = (None, None), dict[str, object]()
         self.runner, self._adapts = Runner(model.params, method, sizes, greedy_rule), is_adapted(model.params)
         self._buckets = self._admissions = [sizes.slots]
         if only is None:
@@ -139,9 +141,9 @@ class Device:
         except Exception:
             self.stops.free(request.stop_set)
             raise
-        least = max(int(self.sizes.samples), 0 if self._only is None else self._only.option_set)
+        least = 0 if self._only is None else self._only.option_set
         request.needs = Needs(
-            max(least, option_set_of(request.sampling)),
+            max(least, int(self.sizes.samples), option_set_of(request.sampling)),
             request.grammar is not None,
             next(size for size in TOP_SIZES if size >= request.top_logprobs) if request.logprobs else -1,
             self.stops.level(request.start_state),
@@ -249,7 +251,8 @@ class Device:
         places = {request: row for index, (request, row) in rows if plan.max_tokens(index)}
         if places and not isinstance(report, Future):
             jax.tree.map(lambda x: x.copy_to_host_async(), report)
-        return InFlight(plan, report, places, self.method.target.vocab_size)
+        timed = None if isinstance(plan, Read) else self.runner.turn(layout.size)
+        return InFlight(plan, report, places, self.method.target.vocab_size, timed)
 
     def _arguments(self, plan: Read | Burst, layout: "Layout", needs: Needs) -> tuple[Any, ...]:
         """The arguments of the runner's call for a plan."""
@@ -286,8 +289,8 @@ class Device:
         elif kind == "admit":
             self.runner.compile("admit", self._admitted([], rows))
         else:
-            inputs: dict[str, Any] = {name: pool.at(level) for name, pool, level in self._pools(needs)}
-            inputs["sampling"] = self._columns([None] * rows, needs)
+            automata = {name: pool.at(level) for name, pool, level in self._pools(needs)}
+            inputs = {**automata, "sampling": self._columns([None] * rows, needs)}
             arguments = self._arguments(_nothing(program), self._layout([], program), needs)
             self.runner.compile(kind, *arguments, inputs=inputs)
 

@@ -184,25 +184,7 @@ class Runner:
         self, view: View, needs: Needs, row_limit: Int[Array, " R"], rounds: np.int32, stop_early: np.bool_
     ) -> Report | Future[Report]:
         """`programs.burst`."""
-        trial, report = self._trial(len(view.table)), None
-
-        def call(rounds: int | np.int32) -> Report:
-            run = self._program("burst", view, needs, row_limit, np.int32(rounds), stop_early)
-            self.state, report = run()
-            return report
-
-        if trial is None or trial.done:
-            return call(rounds)
-
-        # Costs are measured by the first bursts of this many slots.
-        def timed(most: int) -> tuple[float, int]:
-            nonlocal report
-            first, began = int(self.state.round_index), time.perf_counter()
-            report = jax.block_until_ready(call(rounds if most else 0))
-            return time.perf_counter() - began, int(self.state.round_index) - first
-
-        trial.time(timed)
-        assert report is not None
+        self.state, report = self._program("burst", view, needs, row_limit, rounds, stop_early)()
         return report
 
     def _program(self, name: str, *arguments: Any, inputs: dict[str, Any] | None = None) -> "partial[Any]":
@@ -246,12 +228,17 @@ class Runner:
         """Whether some devices belong to other processes."""
         return self._placement is not None and self._placement.spans_processes
 
-    def _trial(self, rows: int) -> costs.Trial | None:
+    def trial(self, rows: int) -> costs.Trial | None:
         """The costs of bursts of this many slots; None: the drafter wants none."""
         if rows not in self._trials:
             method = dataclasses.replace(self.method, accept=self._greedy_rule)
             self._trials.setdefault(rows, costs.trial(self.params, method, rows))
         return self._trials[rows]
+
+    def turn(self, rows: int) -> tuple[costs.Trial, int] | None:
+        """`Trial.turn` after a burst of this many slots."""
+        trial = self.trial(rows)
+        return None if trial is None else trial.turn()
 
     @call
     def score(self, chunk: Chunk) -> TokenScores:
@@ -260,7 +247,7 @@ class Runner:
 
     def _fill(self, view: View, needs: Needs, inputs: dict[str, Any]) -> tuple[Method, View]:
         """The method of a program, and its view of the slots with the inputs on the devices."""
-        trial = self._trial(len(view.table))
+        trial = self.trial(len(view.table))
         view = dataclasses.replace(
             view,
             stop=inputs["stop"],

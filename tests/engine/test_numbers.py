@@ -15,6 +15,7 @@ from jspec.engine.pages import Pages, Snapshots
 from jspec.engine.schedule import Scheduler
 from jspec.engine.victims import victims
 from jspec.generation.result import Piece
+from jspec.runner.plan import Burst
 from jspec.runner.request import Phase, Request
 from jspec.serve.answer import Answer
 from jspec.serve.openai import Limits, read_completion
@@ -101,6 +102,23 @@ def test_requests_are_counted_once_while_the_threads_run(monkeypatch):
         fake.group.load = load
         metrics = fake.group.metrics()
         assert (metrics.running, metrics.waiting) == (min(load, 2), load - min(load, 2))
+
+
+def test_costs_are_measured_by_bursts_that_follow_a_burst(monkeypatch):
+    """From report to report: the first burst follows a read, as does that after another request's prompt."""
+    records = []
+    fake = FakeGroup(monkeypatch, 0, burst_seconds=4 * ROUND)
+    fake.device.trial = lambda *record: records.append(record)
+    fake.submit([1, 2, 3], 40)
+    fake.turn(5)
+    fake.submit([4, 5, 6], 8)
+    fake.run()
+    programs = fake.device.programs
+    kinds = [isinstance(program, Burst) for program in programs]
+    assert kinds.count(False) == 2 and kinds[0] is False and kinds[1:].index(False) > 2
+    follows = [sum(kinds[: i + 1]) for i in range(1, len(kinds)) if kinds[i] and kinds[i - 1]]
+    assert [burst for burst, *_ in records] == follows[:-1], "the last one has no rounds left"
+    assert all(seconds == pytest.approx(ROUND * rounds) and rounds > 0 for _, seconds, rounds in records)
 
 
 def rounds_of_bursts(monkeypatch, before_turn=lambda fake, turn: None):

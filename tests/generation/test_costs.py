@@ -61,7 +61,7 @@ def planted(monkeypatch, *table):
     """Makes every measurement find these costs; returns the list of measurements."""
     measured = []
 
-    def record(trial, seconds, rounds):
+    def record(trial, branch, seconds, rounds):
         measured.append(trial._batch)
         trial.costs, trial.done = tuple(map(float, table)), True
         costs._remember(trial._key, trial.costs, trial._method, trial._batch)
@@ -268,28 +268,12 @@ def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, mo
     assert not measured and int(out.stats.branch_counts[0, 2].sum()) > 0
 
 
-def test_a_call_counts_what_it_takes_beyond_one_without_rounds(directory):
-    trial, calls = costs.Trial(model().params, Method(toy.TARGET, DRAFTER.bind(toy.TARGET, None), accept.greedy), 1), []
-
-    def call(rounds):
-        branch = trial.costs.index(1.0)
-        calls.append((branch, rounds))
-        ran = 0 if len(calls) == 3 else min(rounds, 1)  # all sequences may have ended
-        return 0.5 * len(calls) + (1 + branch) * ran, ran
-
-    while not trial.done:
-        trial.time(call)
-    # A call without rounds before each one, which takes half a second less, and another one before the first.
-    assert [rounds for _, rounds in calls[:6]] == [0, 0, 1, 0, 0, 1]
-    assert trial.costs[0] == 1500 and trial.costs[2] == 3500
-
-
 @pytest.mark.slow
 def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory):
     def run():
         with jspec.Engine(model(), slots=1, context=128, page_size=8, prefix_cache=False) as engine:
             out = [engine.generate([prompt], max_new_tokens=60) for prompt in (REPEATED, DISTINCT, REPEATED)]
-            return [one.tokens for one in out], engine.groups[0].device.runner._trial(1)
+            return [one.tokens for one in out], engine.groups[0].device.runner.trial(1)
 
     tokens, trial = run()
     assert tokens == [
@@ -307,10 +291,11 @@ def test_a_trial_takes_the_median_call_of_each_branch(directory):
     trial = costs.Trial(model().params, method, 1)
     order = []
     while not trial.done:
-        branch = trial.costs.index(1.0)
+        branch = trial.branch
         order.append(branch)
-        assert trial.rounds == 1
-        trial.record((9.0 if len(order) < 3 else 5.0 - len(order) / 10) * (1 + branch), 2)
+        assert trial.rounds == 1 and trial.costs == costs.only(branch, 3)
+        trial.record(branch, (9.0 if len(order) < 3 else 5.0 - len(order) / 10) * (1 + branch), 2)
+        trial.turn()
     assert order == [0, 2] * costs.REPEATS
     assert trial.costs == (2250.0, costs.UNAFFORDABLE, 6600.0)
     # Fast rounds are timed together; another generation goes on with the measurement.
@@ -318,7 +303,8 @@ def test_a_trial_takes_the_median_call_of_each_branch(directory):
     lengths = []
     for seconds in (0.001, 0.002, 0.0001, 0.002):
         lengths.append(fast.rounds)
-        fast.record(seconds * fast.rounds, fast.rounds)
+        fast.record(fast.branch, seconds * fast.rounds, fast.rounds)
+        fast.turn()
     assert lengths == [1, 1, 10, 5] and costs.Trial(model().params, method, 2).rounds == costs.MOST_ROUNDS
 
 

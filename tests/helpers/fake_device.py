@@ -35,6 +35,7 @@ class Flight:
     outputs: dict
     device: "FakeDevice"
     seconds: float
+    timed: object = None
 
     def wait(self):
         self.device.now += self.seconds
@@ -42,7 +43,12 @@ class Flight:
 
 
 class FakeDevice(device_model.Device):
-    """Has the time `now`; `branch`, that of all rounds if the drafter has several; and the dispatched `programs`."""
+    """Has the time `now`; `branch`, that of all rounds if the drafter has several; and the dispatched `programs`.
+
+    trial: called with what a `Trial` would record of a burst: the number of the burst, its seconds and its rounds.
+    """
+
+    trial = None
 
     def __init__(self, accepted, drafter, pages, slots):
         sizes = dict(slots=slots, count=pages.count, size=pages.size, depth=drafter.depth)
@@ -63,7 +69,9 @@ class FakeDevice(device_model.Device):
         before = [self.slots[slot].rounds for slot in plan.slots]
         outputs = super().burst(plan, Output)
         rounds = max(self.slots[slot].rounds - begin for slot, begin in zip(plan.slots, before, strict=True))
-        return Flight(plan, outputs, self, rounds * ROUND)
+        bursts = sum(isinstance(program, Burst) for program in self.programs)
+        timed = self.trial and (SimpleNamespace(record=self.trial), bursts)
+        return Flight(plan, outputs, self, rounds * ROUND, timed)
 
     def report(self, slot, output):
         result = super().report(slot, output)
