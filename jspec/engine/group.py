@@ -30,6 +30,8 @@ from jspec.runner.slot_state import MAX_ROUNDS
 T = TypeVar("T")
 MAX_IN_FLIGHT = 2
 """Bursts, and reads, dispatched before the first one has reported, so that the device never waits for the host."""
+TIMED_ROUNDS = 4
+"""Least rounds of a timed burst: they must take longer than the host's work for it."""
 
 
 class Group:
@@ -64,7 +66,7 @@ class Group:
         self._versions, self._version = versions, 0
         self._reported_at: float | None = None
         self._read_last = False
-        """Whether the last report was that of a read."""
+        """Whether a read reported last."""
         self._handles: dict[Request, Handle] = {}
         self._counters = Counters(scheduler.depth)
         self._calls: deque[Callable[[], None]] = deque()
@@ -260,6 +262,8 @@ class Group:
         began = self._work_clock()
         if rounds is None:
             rounds = max(1, min(MAX_ROUNDS, round(self._burst_seconds / self._round_seconds)))
+            if any(program.timed for _, program in self._in_flight):
+                rounds = max(rounds, TIMED_ROUNDS)
         plan = self.scheduler.plan(rounds)
         self._dispatch(plan)
         results = self._collect(news=bool(plan))

@@ -10,6 +10,7 @@ from fake_device import READ, ROUND, FakeGroup
 import jspec
 from jspec.bench.traffic import _gaps
 from jspec.drafters import Adaptive, Ngram
+from jspec.engine.group import TIMED_ROUNDS
 from jspec.engine.metrics import SECONDS, TOKENS, Histogram, Metrics
 from jspec.engine.pages import Pages, Snapshots
 from jspec.engine.schedule import Scheduler
@@ -107,7 +108,7 @@ def test_requests_are_counted_once_while_the_threads_run(monkeypatch):
 def test_costs_are_measured_by_bursts_that_follow_a_burst(monkeypatch):
     """From report to report: the first burst follows a read, as does that after another request's prompt."""
     records = []
-    fake = FakeGroup(monkeypatch, 0, burst_seconds=4 * ROUND)
+    fake = FakeGroup(monkeypatch, 0)
     fake.device.trial = lambda *record: records.append(record)
     fake.submit([1, 2, 3], 40)
     fake.turn(5)
@@ -119,6 +120,8 @@ def test_costs_are_measured_by_bursts_that_follow_a_burst(monkeypatch):
     follows = [sum(kinds[: i + 1]) for i in range(1, len(kinds)) if kinds[i] and kinds[i - 1]]
     assert [burst for burst, *_ in records] == follows[:-1], "the last one has no rounds left"
     assert all(seconds == pytest.approx(ROUND * rounds) and rounds > 0 for _, seconds, rounds in records)
+    # They have enough rounds to take longer than the host's work, whatever the target duration.
+    assert fake.bursts[0].rounds == 1 and {burst.rounds for burst in fake.bursts[1:]} == {TIMED_ROUNDS}
 
 
 def rounds_of_bursts(monkeypatch, before_turn=lambda fake, turn: None):
