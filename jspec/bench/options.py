@@ -79,9 +79,7 @@ class SubjectOptions(DraftOptions):
 
     preset: str | None = option(None, "the shapes of this model, with random weights", choices=tuple(PRESETS))
     drafter: str | None = option(
-        None,
-        "default: that of --draft, or the first of these with a draft in the preset",
-        choices=tuple(DRAFTS),
+        None, "default: that of --draft, or the first of these with a draft in the preset", choices=tuple(DRAFTS)
     )
     mode: tuple[str, ...] = option(MODES, "how rounds run (default: plain chain tree)", choices=MODES)
     tokens_per_round: float | None = option(None, "imposed accept length, bonus token included (default: 3)")

@@ -200,8 +200,7 @@ def _presets() -> dict[str, Preset]:
         "gemma-4-31b": Preset(gemma, assistant=gemma4_assistant(gemma, hidden_size=1024, intermediate_size=8192)),
         # The width of E4B's assistant is published; its MLP is assumed to have the proportions of 31B's.
         "gemma-4-e4b": Preset(
-            edge,
-            assistant=gemma4_assistant(edge, hidden_size=256, intermediate_size=2048, clusters=wide_clusters),
+            edge, assistant=gemma4_assistant(edge, hidden_size=256, intermediate_size=2048, clusters=wide_clusters)
         ),
         "tiny-gemma-4": Preset(
             tiny_gemma,

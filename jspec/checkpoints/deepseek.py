@@ -117,10 +117,7 @@ def parse_latent(config: Fields) -> Latent:
     rope_dim = config.read_int("qk_rope_head_dim")
     if rope_dim % 2:
         raise config.wrong("qk_rope_head_dim", rope_dim, "must be even")
-    return Latent(
-        q_rank=config.read_int("q_lora_rank", None),
-        **config.read_sizes(_LATENT),
-    )
+    return Latent(q_rank=config.read_int("q_lora_rank", None), **config.read_sizes(_LATENT))
 
 
 def describe_latent(latent: Latent) -> dict[str, Any]:

@@ -161,11 +161,7 @@ class LossyThresholds:
         check_options(self, "LossyThresholds")
 
     def __call__(
-        self,
-        key: Key[Array, " B"],
-        draft_tree: DraftTree,
-        logits: Float[Array, "B N V"],
-        position: Int[Array, " B"],
+        self, key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
     ) -> Acceptance:
         """Accept drafts by the processed logits after each node."""
         p = jax.nn.softmax(logits, axis=-1)
@@ -205,11 +201,7 @@ class Imposed:
         check_options(self, "Imposed")
 
     def __call__(
-        self,
-        key: Key[Array, " B"],
-        draft_tree: DraftTree,
-        logits: Float[Array, "B N V"],
-        position: Int[Array, " B"],
+        self, key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
     ) -> Acceptance:
         """Accept the path to the first node of the imposed depth, or the greatest; the target's argmax follows."""
         del key

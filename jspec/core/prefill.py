@@ -20,17 +20,7 @@ from jspec.core.pieces import Pieces
 from jspec.core.returned import check_output
 from jspec.core.round import accept_drafts, append, extend
 from jspec.core.struct import struct
-from jspec.core.types import (
-    Committed,
-    DecodeState,
-    Params,
-    Prompts,
-    Recorded,
-    RowSampling,
-    Stats,
-    Support,
-    TopTokens,
-)
+from jspec.core.types import Committed, DecodeState, Params, Prompts, Recorded, RowSampling, Stats, Support, TopTokens
 
 
 def prefill(
@@ -122,10 +112,7 @@ def empty_record(shape: tuple[int, int], sampling: RowSampling | None, record: R
     support = Support(jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, record.support), jnp.int32))
     samples = sampling is not None and sampling.temperature is not None
     return Recorded(
-        zeros,
-        top if record.top else None,
-        zeros if samples else None,
-        support if samples and record.support else None,
+        zeros, top if record.top else None, zeros if samples else None, support if samples and record.support else None
     )
 
 

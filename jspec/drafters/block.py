@@ -11,17 +11,7 @@ from jaxtyping import Array, Float, Int
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow, take_parents
 from jspec.core.struct import struct
-from jspec.core.types import (
-    Cache,
-    Committed,
-    DecodeState,
-    Drafter,
-    DraftTree,
-    Frontier,
-    Params,
-    Proposal,
-    Target,
-)
+from jspec.core.types import Cache, Committed, DecodeState, Drafter, DraftTree, Frontier, Params, Proposal, Target
 from jspec.drafters.at_once import propose_for_all
 from jspec.drafters.base import WindowedDrafter
 from jspec.models.block_head import BlockHead, BlockParams

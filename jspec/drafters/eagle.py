@@ -13,17 +13,7 @@ from jspec.core.grow import grow, take_parents
 from jspec.core.options import option
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
-from jspec.core.types import (
-    Cache,
-    Committed,
-    DecodeState,
-    DraftTree,
-    Frontier,
-    Params,
-    Proposal,
-    Rows,
-    Target,
-)
+from jspec.core.types import Cache, Committed, DecodeState, DraftTree, Frontier, Params, Proposal, Rows, Target
 from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
 from jspec.models.eagle_head import EagleHead, EagleParams
@@ -96,13 +86,7 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
             return (out.rows, out.feature), self.propose(s, out.logits, frontier.path, self._model.ids(params.draft))
 
         draft_tree = grow(
-            s.root[:, 0],
-            state.proposal,
-            expand,
-            (None, state.feature),
-            self.shape,
-            exact=self.exact,
-            growth=s.growth,
+            s.root[:, 0], state.proposal, expand, (None, state.feature), self.shape, exact=self.exact, growth=s.growth
         )
         return draft_tree, state
 
@@ -128,13 +112,7 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
         path = jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32)
         proposal = self.propose(s, out.logits, path, self._model.ids(params.draft))
         cache = commit_rows(
-            state.cache,
-            out.rows,
-            committed.start,
-            None,
-            committed.length,
-            after=out.logits,
-            pieces=committed.pieces,
+            state.cache, out.rows, committed.start, None, committed.length, after=out.logits, pieces=committed.pieces
         )
         new = out.feature, proposal
         if not committed.first:  # Sequences that read nothing keep theirs.

@@ -13,16 +13,7 @@ from jaxtyping import Array, Float
 from jspec.core.grow import grow, take_parents
 from jspec.core.options import option
 from jspec.core.tree import where_sequences
-from jspec.core.types import (
-    Committed,
-    DecodeState,
-    Drafter,
-    DraftTree,
-    Frontier,
-    Params,
-    Proposal,
-    Target,
-)
+from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Frontier, Params, Proposal, Target
 from jspec.drafters.base import ModelDrafter, bound
 from jspec.models import Assistant
 from jspec.models.decoder import Decoder

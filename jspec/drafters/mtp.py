@@ -11,17 +11,7 @@ from jspec.core.grow import Shape, grow
 from jspec.core.options import option
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
-from jspec.core.types import (
-    Cache,
-    Committed,
-    DecodeState,
-    Drafter,
-    DraftTree,
-    Frontier,
-    Params,
-    Proposal,
-    Target,
-)
+from jspec.core.types import Cache, Committed, DecodeState, Drafter, DraftTree, Frontier, Params, Proposal, Target
 from jspec.drafters.base import ModelDrafter, check_made_for
 from jspec.drafters.eagle import Eagle
 from jspec.models import MtpHead, MtpHeads, layers

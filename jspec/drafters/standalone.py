@@ -12,17 +12,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.grow import grow
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
-from jspec.core.types import (
-    Cache,
-    Committed,
-    DecodeState,
-    DraftTree,
-    Frontier,
-    Params,
-    Proposal,
-    Rows,
-    Target,
-)
+from jspec.core.types import Cache, Committed, DecodeState, DraftTree, Frontier, Params, Proposal, Rows, Target
 from jspec.drafters.at_once import append_masks, grow_at_once, take_predictions
 from jspec.drafters.base import WindowedDrafter
 from jspec.models.decoder import Decoder

@@ -80,11 +80,7 @@ def score(model: Model, prompts: Sequence[Prompt], *, top_k: int = ..., page_siz
 
 
 def score(
-    model: Model,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    top_k: int = 0,
-    page_size: int = DEFAULT_PAGE_SIZE,
+    model: Model, prompts: Prompt | Sequence[Prompt], *, top_k: int = 0, page_size: int = DEFAULT_PAGE_SIZE
 ) -> Scores | list[Scores]:
     """Compute the log-probability of each token of the prompts, given the tokens before it.
 

@@ -139,12 +139,7 @@ def attention_weights(
 
 
 def empty_cache(
-    config: LayerShape,
-    batch: int,
-    capacity: int,
-    page_size: int,
-    dtype: DTypeLike,
-    windows: Sequence[int | None] = (),
+    config: LayerShape, batch: int, capacity: int, page_size: int, dtype: DTypeLike, windows: Sequence[int | None] = ()
 ) -> Cache:
     """An empty cache for the layers of a model: the part of one device, if it is split.
 
@@ -295,11 +290,7 @@ def decoder_layer(
 
 
 def attention_branch(
-    config: LayerShape,
-    layer: PyTree,
-    normed: Float[Array, "B N X"],
-    rotation: layers.Rotation,
-    reading: layers.Reading,
+    config: LayerShape, layer: PyTree, normed: Float[Array, "B N X"], rotation: layers.Rotation, reading: layers.Reading
 ) -> tuple[Branch, tuple[Array, Array]]:
     """The output of the attention over `normed`, and the keys and values of this round: as in `decoder_layer`.
 
