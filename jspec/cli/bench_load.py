@@ -121,6 +121,23 @@ def _settings(options: Options, subject: subjects.Subject, page_size: int) -> di
     return settings
 
 
+def _report(
+    options: Options, subject: subjects.Subject, model: Model, page_size: int, loads: dict[float | None, list[Chat]]
+) -> LoadReport:
+    """The report, without results."""
+    turns = [turn for chat in loads.get(None, []) for turn in chat.turns]
+    return LoadReport(
+        model=model.name,
+        dtype=str(model.params.target.embed.dtype),
+        command=options.command,
+        environment=machine.environment(options.tensor * options.data),
+        settings=_settings(options, subject, page_size),
+        parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
+        tokens=(sum(len(prompt) for prompt, _ in turns), sum(new for _, new in turns)) if turns else None,
+        requests=len(turns) or None,
+    )
+
+
 def run(options: Options) -> int:
     """Measures each mode and number of slots; returns the exit status."""
     assert options.tokens_per_round is not None
@@ -133,18 +150,8 @@ def run(options: Options) -> int:
     # The same requests for every mode.
     loads = options.loads(subject.target.vocab_size)
     model = Model(subject.name, subject.target, subject.make(), None, (), subject.draft, subject.placement)
-    turns = [turn for chat in loads.get(None, []) for turn in chat.turns]
     page_size = fit_page_size(options.page_size, options.context)
-    out = LoadReport(
-        model=model.name,
-        dtype=str(model.params.target.embed.dtype),
-        command=options.command,
-        environment=machine.environment(options.tensor * options.data),
-        settings=_settings(options, subject, page_size),
-        parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
-        tokens=(sum(len(prompt) for prompt, _ in turns), sum(new for _, new in turns)) if turns else None,
-        requests=len(turns) or None,
-    )
+    out = _report(options, subject, model, page_size, loads)
     objective = Objective(options.slo_first_token, options.slo_inter_token / 1e3)
     # A run for each mode and number of slots.
     cases = [(mode, slots) for slots in options.slots for mode in options.mode]

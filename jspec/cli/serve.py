@@ -129,11 +129,10 @@ def add_command(commands: Commands) -> None:
 
 def run(options: Options) -> int:
     """Runs the command; returns its exit status."""
-    try:
-        from jspec.serve import openai, server  # require the extra "serve"
-        from jspec.serve.app import Service
-    except ModuleNotFoundError as error:
-        raise ValueError(f"jspec serve requires {error.name}: {package.install('serve')}") from None
+    _require_extra()
+    from jspec.serve import openai, server
+    from jspec.serve.app import Service
+
     # Everything about clients is checked before a model is loaded, which can take minutes.
     files = options.ssl_certfile, options.ssl_keyfile
     surface = server.Surface(options.allowed_origin, *files, access_log=options.access_log)
@@ -164,10 +163,9 @@ def run(options: Options) -> int:
                 defaults=options.generation_config and model.sampling or Sampling(),
                 ignore_unknown=options.ignore_unknown_fields,
             )
-            name = options.name or options.model
             service = Service(
                 engine,
-                name=name,
+                name=options.name or options.model,
                 limits=limits,
                 api_keys=keys,
                 guard_all=options.guard_all,
@@ -181,6 +179,14 @@ def run(options: Options) -> int:
             with interrupt.first_to(running.handle_exit):
                 running.run(sockets=[bound])
     return interrupt.STATUS if running.interrupted else 0
+
+
+def _require_extra() -> None:
+    """Checks that the packages of the extra "serve" are installed."""
+    try:
+        import jspec.serve.app  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"jspec serve requires {error.name}: {package.install('serve')}") from None
 
 
 def api_keys(options: Options, environment: Mapping[str, str]) -> tuple[str, ...]:
