@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -75,6 +76,14 @@ def test_no_place_after_the_block_is_no_error():
         return next(places)
 
     assert addresses.bound(allocate, lambda place: place) == []
+
+
+def test_without_memory_for_the_block_nothing_is_kept_apart(monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00MiB.")
+
+    monkeypatch.setattr(jax, "device_put", full)
+    assert addresses.keep_apart(SimpleNamespace(platform="gpu")) == []
 
 
 def test_only_gpus_keep_a_block_apart():
