@@ -68,11 +68,7 @@ def run_cases(function: str, name: str, cases: Iterable[Case], disable: bool | N
 
 
 def hidden(progress: object) -> bool | None:
-    """The option `disable` of tqdm from `progress` of a checker, a bool, or None for progress in a terminal.
-
-    Raises:
-      TypeError: another value.
-    """
+    """The option `disable` of tqdm, from `progress` of a checker; None: in a terminal. TypeError if it is no bool."""
     return None if progress is None else not check_flag("progress", progress)
 
 
@@ -103,11 +99,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def check_hashed(value: object, what: str) -> None:
-    """Check a static argument.
-
-    Raises:
-      AssertionError: it has no hash.
-    """
+    """Raises AssertionError if a static argument has no hash."""
     try:
         hash(value)
     except TypeError as error:

@@ -51,11 +51,7 @@ def read_records(path: str | Path, *, conversations: bool = False) -> list[dict[
 
 
 def read_standard_input() -> str:
-    """Read standard input.
-
-    Raises:
-      ValueError: it cannot be read, or is not UTF-8.
-    """
+    """Read standard input; ValueError if it cannot be read, or is not UTF-8."""
     if sys.stdin is None:
         raise ValueError("standard input: is closed")
     try:
@@ -66,11 +62,7 @@ def read_standard_input() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises:
-      ValueError: it cannot be read, or is not UTF-8.
-    """
+    """Read a text file; ValueError if it cannot be read, or is not UTF-8."""
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte

@@ -42,10 +42,7 @@ def _read(
 
 @dataclasses.dataclass
 class TargetCase:
-    """A target and its texts.
-
-    differences: the largest of each comparison, relative to `scale`.
-    """
+    """A target and its texts. differences: the largest of each comparison, relative to `scale`."""
 
     model: Model
     seed: int

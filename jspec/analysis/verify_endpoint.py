@@ -50,11 +50,7 @@ class Server:
         return self.url
 
     def request(self, path: str, fields: Mapping[str, Any] | None = None) -> bytes:
-        """The body of an answer.
-
-        Raises:
-          ValueError: the server cannot be reached, or refuses the request; with its sentence.
-        """
+        """The body of an answer; ValueError if the server cannot be reached, or, with its sentence, if it refuses."""
         base = self.url.rstrip("/").removesuffix("/v1")
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {self.key}"} if self.key else {})}
         body = None if fields is None else json.dumps(fields).encode()
@@ -127,11 +123,7 @@ class Pair:
 
 
 def _part(answer: Mapping[str, Any], name: str) -> Any:
-    """A part of an answer, which some servers leave out.
-
-    Raises:
-      ValueError: it is not there.
-    """
+    """A part of an answer, which some servers leave out; ValueError if it is not there."""
     if not answer.get(name):
         raise ValueError(f"not checked: the server does not return {name}")
     return answer[name]

@@ -80,11 +80,7 @@ def detectable(total: int, freedom: int) -> float:
 
 
 def _three_tokens(subject: Subject, prompt: list[int]) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """All texts of three tokens that `top_k` allows, and their probabilities.
-
-    Raises:
-      ValueError: too many tokens have equal probabilities.
-    """
+    """All texts of three tokens that `top_k` allows, with their probabilities; ValueError if too many are equal."""
     texts, most = {(): 0.0}, min(MOST_BRANCHES, subject.model.target.vocab_size)
     for size in range(3):
         longer, shorter = {}, list(texts)

@@ -38,10 +38,7 @@ Texts = Sequence[Sequence[int]]
 
 @dataclasses.dataclass
 class Subject:
-    """A model with a drafter, prompts as ids, and the options of all generations.
-
-    sampling: of each prompt; None: greedy.
-    """
+    """A model with a drafter, prompts as ids, and the options of all generations. sampling: of each; None: greedy."""
 
     model: Model
     drafter: Any

@@ -56,11 +56,7 @@ class Varied:
 
 
 def until_a_miss(draft_tree: DraftTree, logits: Float[Array, "B N V"], hits: Bool[Array, "B D"]) -> Acceptance:
-    """Accepts the drafts of a chain before the first miss; the target's argmax follows.
-
-    Raises:
-      ValueError: the drafts are a tree.
-    """
+    """Accepts the drafts of a chain before the first miss; the target's argmax follows. ValueError for a tree."""
     if draft_tree.parents is not None:
         raise ValueError("acceptance at random judges chains only")
     choice, drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32), draft_tree.tokens[:, 1:]

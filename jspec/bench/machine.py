@@ -93,10 +93,7 @@ def seconds_of(function: Callable, *arguments: object, repeats: int, burst: floa
 
 
 def environment(device_count: int = 1) -> Environment:
-    """The machine, the versions and the time.
-
-    device_count: devices in use.
-    """
+    """The machine, the versions and the time. device_count: devices in use."""
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=commit(),

@@ -115,10 +115,7 @@ class CompiledCase:
 
 
 def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context: int, report: Progress) -> CaseResult:
-    """Measures a case; if it cannot run, `problem` of the result has the reason.
-
-    drafter: bound to the target and the draft.
-    """
+    """Measures a case; if it cannot run, `problem` of the result has the reason. drafter: already bound."""
     result = new_case(setup, mode, drafter, batch, context)
     if result.problem:
         return result

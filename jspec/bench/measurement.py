@@ -61,11 +61,7 @@ def machine_name(device: str, count: int) -> str:
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Writes a file of one measurement per line.
-
-    Raises:
-      ValueError: it cannot be written.
-    """
+    """Writes a file of one measurement per line; ValueError if it cannot be written."""
     text = "".join(measurement.to_json() + "\n" for measurement in measurements)
     try:
         path.write_text(text, encoding="utf-8")

@@ -209,10 +209,7 @@ def devices_of(options: SubjectOptions) -> dict[str, int]:
 
 
 def drafter_of(mode: str, name: str, options: SubjectOptions) -> Drafter | None:
-    """The drafter of a mode in the requested shape, not bound yet; None: plain decoding.
-
-    name: in `DRAFTS`.
-    """
+    """The drafter of a mode in the requested shape, not bound yet; None: plain decoding. name: in `DRAFTS`."""
     if mode in ("plain", "adaptive"):
         return None if mode == "plain" else Adaptive()
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
@@ -220,11 +217,7 @@ def drafter_of(mode: str, name: str, options: SubjectOptions) -> Drafter | None:
 
 
 def window_of(drafter: str, options: SubjectOptions) -> dict[str, int]:
-    """The options of the draft's window that are not None, by name.
-
-    Raises:
-      ValueError: the drafter has no window.
-    """
+    """The options of the draft's window that are not None, by name; ValueError if the drafter has no window."""
     values = {name: value for name in WINDOW if (value := getattr(options, name)) is not None}
     fields = {field.name for field in dataclasses.fields(DRAFTERS[drafter])}  # pyright: ignore[reportArgumentType]
     for name in values:

@@ -158,10 +158,7 @@ def headline(report: Report) -> str:
 def describe(
     model: str, parameters: Mapping[str, int], drafter: object, dtype: str, acceptance: str = "imposed"
 ) -> str:
-    """The model, its draft and how drafts are accepted, in words.
-
-    parameters: as in `Report`.
-    """
+    """The model, its draft and how drafts are accepted, in words. parameters: as in `Report`."""
     draft = f" + {drafter} draft of {_count(parameters['draft'])}" if parameters["draft"] else ""
     return f"{model}: {_count(parameters['target'])} parameters{draft}, {dtype}, {acceptance} acceptance"
 

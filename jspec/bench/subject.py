@@ -44,13 +44,7 @@ class Subject:
 
 
 def of(options: SubjectOptions, model: Model | None = None) -> Subject:
-    """The model of these options.
-
-    model: their checkpoint, loaded; None: a preset.
-
-    Raises:
-      ValueError: the model does not suit them.
-    """
+    """The model of these options, from a loaded checkpoint or (None) a preset; ValueError if it does not suit them."""
     subject = _shaped(options) if model is None else _loaded(options, model)
     exact = bool(options.exact) if model is None or options.exact is not None else subject.target.exact
     kv = None if subject.target.kv == options.kv else options.kv
@@ -61,11 +55,7 @@ def of(options: SubjectOptions, model: Model | None = None) -> Subject:
 
 
 def drafters_of(options: SubjectOptions, subject: Subject) -> dict[str, Drafter]:
-    """Mode -> its bound drafter.
-
-    Raises:
-      ValueError: the shape of the draft, or a mode, does not suit the drafter.
-    """
+    """Mode -> its bound drafter; ValueError if the shape of the draft, or a mode, does not suit it."""
     return {mode: _drafter(mode, options, subject) for mode in options.mode}
 
 

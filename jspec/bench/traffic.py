@@ -44,10 +44,7 @@ Sample = tuple[float, int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A chat: each turn adds ids to the text so far, once the one before it has ended.
-
-    start: seconds from the beginning of the load.
-    """
+    """A chat: each turn adds ids to the text so far, once the one before it has ended. start: in seconds."""
 
     start: float
     turns: list[Request]
@@ -200,7 +197,7 @@ def run(engine: Engine, load: Sequence[Chat], objective: Objective = Objective()
     after = engine.metrics()
     last = max(handle.times.ended or began for handle, _ in ended)
     samples.append((last - began, 0, 0, 0))
-    # From when it was due: the host may have been late, which a user would notice.
+    # From when it was due: the host may have been late, as a user would notice.
     firsts = [handle.times.arrivals[0][0] - due for handle, due in ended]
     gaps = [_gaps(handle) for handle, _ in ended]
     high = [float(np.percentile(times, 99)) if times else 0.0 for times in gaps]

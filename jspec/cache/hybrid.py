@@ -69,11 +69,7 @@ class LayerKeys:
     def empty(
         self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: DTypeLike
     ) -> MhaCache | SlidingCache:
-        """The pages of this number of layers.
-
-        Raises:
-          ValueError: `page_size` or the window below 1.
-        """
+        """The pages of this number of layers; ValueError if `page_size` or the window is below 1."""
         size, dtype = (batch, capacity, page_size), stored_dtype(self.kv, dtype)
         heads, dim, window = self.kv_heads, self.head_dim, self.window
         if window is None:

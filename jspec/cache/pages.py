@@ -16,11 +16,7 @@ def fit_page_size(page_size: int, capacity: int) -> int:
 
 
 def pages_for(rows: int, page_size: int) -> int:
-    """Pages that hold `rows` rows, rounded up.
-
-    Raises:
-      ValueError: `page_size` below 1.
-    """
+    """Pages that hold `rows` rows, rounded up; ValueError if `page_size` is below 1."""
     if page_size < 1:
         raise ValueError(f"page_size={page_size}: must be at least 1")
     return -(-rows // page_size)

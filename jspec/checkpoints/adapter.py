@@ -323,10 +323,7 @@ class AdaptedFiles(DerivedFiles):
         self.embedding = next((name for name in files.names() if _tail(name) == "embed_tokens.weight"), None)
 
     def unties(self) -> str | None:
-        """Give a tied LM head a tensor of its own if it or the embedding is changed; None: neither is.
-
-        Returns the changed one.
-        """
+        """Give a tied LM head its own tensor if it or the embedding is changed; returns the changed one or None."""
         changed = next((name for name in (self.embedding, HEAD) if name is not None and name in self.derived), None)
         if changed is not None and self.adapter.config.ties:
             raise CheckpointError(

@@ -115,11 +115,7 @@ def _shown(names: tuple[str, ...] | re.Pattern[str] | str) -> str:
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:
-    """Read the options of an adapter.
-
-    Raises:
-      CheckpointError: the file is missing or damaged, or an option is not supported; it names its value.
-    """
+    """Read the options of an adapter; CheckpointError if the file is missing or damaged, or one is not supported."""
     fields = read_fields(path)
     _refuse_options(fields)
     text = isinstance(fields.value("target_modules"), str)

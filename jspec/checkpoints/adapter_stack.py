@@ -56,11 +56,7 @@ class AdapterStack:
         self._factors = {name: self._arranged(change) for name, change in changes.items()}
 
     def index(self, name: str | None) -> int:
-        """The number of an adapter; None: -1.
-
-        Raises:
-          ValueError: there is none of this name.
-        """
+        """The number of an adapter; None: -1. ValueError if there is none of this name."""
         if name is None:
             return -1
         if name not in self._adapters:

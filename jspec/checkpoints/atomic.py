@@ -108,11 +108,7 @@ def _move_in(stage: Path, directory: Path, key: str, replaced: tuple[str, ...]) 
 
 
 def require_directory(directory: str | Path) -> Path:
-    """Check that a directory exists or can be created.
-
-    Raises:
-      NotADirectoryError: it, or one of its parents, is a file.
-    """
+    """Check that a directory exists or can be created; NotADirectoryError if it, or a parent, is a file."""
     directory = Path(directory)
     for path in (directory, *directory.parents):
         if path.exists():

@@ -51,11 +51,7 @@ def unknown_family(config: Fields, architectures: Iterable[str], owner: str = "s
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Add the file to errors about contradictory values.
-
-    Raises:
-      CheckpointError: instead of a ValueError.
-    """
+    """Add the file to errors about contradictory values: a ValueError becomes a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -70,10 +66,7 @@ def read_layer_count(config: Fields) -> int:
 
 
 def read_shape(config: Fields, rope: Rope | None = None) -> dict[str, Any]:
-    """Read the fields of every family.
-
-    rope: the rotation, which may limit the context.
-    """
+    """Read the fields of every family. rope: the rotation, which may limit the context."""
     length = config.read_int("max_position_embeddings", most=MOST_LENGTH)
     return {
         **config.read_sizes(_SIZES),

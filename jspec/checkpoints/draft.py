@@ -254,10 +254,7 @@ def _counts_inputs(
 def _check_captured(
     fields: Fields, key: str, ids: Sequence[int], shift: int, target: Decoder, remark: str = ""
 ) -> tuple[int, ...]:
-    """Translate ids of the target's layers to `capture_layers`.
-
-    shift: 0 if an id means what enters a layer, 1 if what leaves it.
-    """
+    """Translate ids of the target's layers to `capture_layers`. shift: 1 if an id means what leaves a layer, or 0."""
     count = target.num_layers
     if list(ids) != sorted(set(ids)) or not -shift <= ids[0] <= ids[-1] <= count - shift:
         problem = f"must ascend, from {-shift} to at most {count - shift}, as the target has {count} layers"

@@ -87,10 +87,7 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 
 
 def read_fields(config: Fields, names: set[str]) -> Fields:
-    """Read the fields of a head. vLLM's converted EAGLE-1 heads have their config.json in a section.
-
-    names: of its tensors.
-    """
+    """Read the fields of a head; vLLM's converted EAGLE-1 heads have theirs in a section. names: of its tensors."""
     spellings = _WITH_MASKS if "mask_hidden" in names else SPELLINGS
     # DeepSeek's keys, beside those of all heads.
     if is_latent(names):

@@ -279,13 +279,7 @@ def read_fields(path: Path) -> Fields:
 
 
 def refuse(where: str, options: list[str], owner: str = "") -> None:
-    """Refuse unsupported options.
-
-    owner: the kind of model without them.
-
-    Raises:
-      CheckpointError: names all of them.
-    """
+    """Raises CheckpointError with all unsupported options, if there are any. owner: the kind of model without them."""
     if options:
         context = f" in {owner}" if owner else ""
         raise CheckpointError(f"{where}: not supported{context}: {', '.join(dict.fromkeys(options))}")

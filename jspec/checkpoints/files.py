@@ -39,11 +39,7 @@ def on_device(values: np.ndarray | LiveArray) -> jax.Array:
 
 
 def resolve_dtype(dtype: str | None) -> Any:
-    """The numpy dtype of a name; None: the platform's default.
-
-    Raises:
-      ValueError: an unknown name.
-    """
+    """The numpy dtype of a name; None: the platform's default. ValueError if it is unknown."""
     if dtype is None:
         return DTYPES["float32" if platform.platform() == "cpu" else "bfloat16"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -75,11 +71,7 @@ def require_file(path: Path) -> None:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The contents of a file of at most `most` bytes.
-
-    Raises:
-      CheckpointError: it is missing, larger, not a file, or not readable.
-    """
+    """The contents of a file; CheckpointError if it is missing, larger than `most`, no file or not readable."""
     require_file(path)
     # Read one byte more than is allowed, in place of trusting the size.
     try:
@@ -101,11 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-      CheckpointError: not JSON in UTF-8, nested too deeply, or an object with two values of a key.
-    """
+    """The value of JSON in UTF-8; CheckpointError if it is none, nested too deeply, or has two values of a key."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

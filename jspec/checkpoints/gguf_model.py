@@ -338,11 +338,7 @@ def _read_scaling(file: GgufFile, keys: Mapping[str, str]) -> dict[str, Any] | N
 
 
 def _read_frequencies(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope_scaling of Llama 3, whose factors are stored as a tensor.
-
-    Raises:
-      CheckpointError: the factors are those of another scaling.
-    """
+    """The rope_scaling of Llama 3, whose factors are a tensor; CheckpointError if they are of another scaling."""
     factors = file.rows(_FREQUENCIES, slice(0, 1))[0]
     wavelengths = 2 * np.pi * np.power(config["rope_theta"], np.arange(0, config["head_dim"], 2) / config["head_dim"])
     low, high, length = _LLAMA_3.values()

@@ -35,10 +35,7 @@ def is_known(scheme: Fields) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class KvScales:
-    """The entry of a layer's scales in a table of weights; in float32.
-
-    prefix: of the names of the layer's attention.
-    """
+    """The entry of a layer's scales in a table of weights; in float32. prefix: of its attention's names."""
 
     prefix: str
 

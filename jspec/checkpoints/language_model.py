@@ -171,11 +171,7 @@ def _family_of(config: Fields) -> Family[Any]:
 
 
 def family_by_config(config: Decoder) -> Family[Any]:
-    """The family of a configuration, with its readers and writers.
-
-    Raises:
-      ValueError: it is of no family in `FAMILIES`.
-    """
+    """The family of a configuration, with its readers and writers; ValueError if `FAMILIES` lacks it."""
     for family in FAMILIES:
         if type(config) is family.config:
             return family

@@ -52,11 +52,7 @@ class Plan(Generic[C]):
     as_stored: Callable[[C, Tensors], C] = lambda config, tensors: config
 
     def over(self, placement: Placement) -> "Plan[C]":
-        """Split the weights over devices. Only these are then read onto the right devices.
-
-        Raises:
-          ValueError: they cannot be split.
-        """
+        """Split the weights over devices, and read only the parts of each; ValueError if they cannot be split."""
         tensors = copy.copy(self.tensors)
         tensors.placement, tensors.fits = placement, partial(can_split, self.config)
         config = self.config if placement.size == 1 else self.config.split(placement.size)
@@ -101,9 +97,7 @@ def splits_draft(config: Draft, dtype: DTypeLike, devices: int, weights: str | N
 
 
 def refuse_split(config: object) -> None:
-    """Raises ValueError if weights of this configuration are split, as the columns of fused ones are then sorted by
-    device.
-    """
+    """Raises ValueError if weights are split: the columns of fused ones are then sorted by device."""
     if (devices := getattr(config, "tensor", 1)) > 1:
         raise ValueError(
             f"the weights are split over {devices} devices: load them without tensor or mesh to write them"

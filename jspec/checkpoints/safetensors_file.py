@@ -168,11 +168,7 @@ def _values(name: str, entry: _Entry, begin: int, end: int, *, mapped: bool = Fa
 
 
 def by_name(names: Iterable[str], spelling: Callable[[str], str], directory: Path) -> dict[str, str]:
-    """New names of tensors -> names.
-
-    Raises:
-      CheckpointError: two have one new name.
-    """
+    """New names of tensors -> names; CheckpointError if two have one new name."""
     stored: dict[str, str] = {}
     for name in names:
         if (other := stored.setdefault(spelling(name), name)) != name:

@@ -272,11 +272,7 @@ class Tensors:
         return self.quantized and self.weights is None
 
     def stored_shape(self, options: Leaf, shape: jax.ShapeDtypeStruct) -> Any:
-        """The shape of a weight in the format of the files.
-
-        Raises:
-          ValueError: devices would have parts of groups.
-        """
+        """The shape of a weight in the format of the files; ValueError if devices would have parts of groups."""
         return shape
 
     def held(self, shapes: PyTree) -> PyTree:
@@ -285,10 +281,7 @@ class Tensors:
         return stored if self.placement is None else self.placement.local(stored)
 
     def memory(self, shapes: PyTree) -> PyTree:
-        """Needs of one device while weights are read: its weights, and a matrix to be quantized.
-
-        shapes: as those of `shapes`.
-        """
+        """Needs of one device while weights are read: them, and a matrix to quantize. shapes: as those of `shapes`."""
         held = self.held(shapes)
         return held if self.keeps_stored else (held, largest_matrix(held))
 

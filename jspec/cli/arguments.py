@@ -190,10 +190,7 @@ def check_plot(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming_models(sources: Mapping[str, str | None]) -> Generator[None, None, None]:
-    """Adds the option with the name of a model to errors of the `with` block, where models are loaded.
-
-    given: option -> its value.
-    """
+    """Adds the option with the name of a model to errors of the `with` block. given: option -> its value."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -93,11 +93,7 @@ class Options(RunOptions):
         return self.prefix_cache and (self.turns > 1 or self.shared_prefix > 0)
 
     def loads(self, vocab_size: int) -> dict[float | None, list[Chat]]:
-        """The chats of each rate; None: all at once.
-
-        Raises:
-          ValueError: nothing arrives at some rate.
-        """
+        """The chats of each rate; None: all at once. ValueError if nothing arrives at some rate."""
         starts: dict[float | None, list[float]] = {rate: traffic.poisson(rate, self.seconds) for rate in self.rate}
         if lacking := [rate for rate, times in starts.items() if not times]:
             raise ValueError(f"--rate {lacking[0]:g}: no request arrives within --seconds {self.seconds:g}; raise one")

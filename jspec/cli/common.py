@@ -97,10 +97,7 @@ class SamplingOptions:
         return self.accept in REPEATING or sampling is None or sampling.temperature == 0
 
     def sampling(self, **others: Any) -> Sampling | None:
-        """The sampling parameters; None if none of them has an effect.
-
-        others: further parameters that are set.
-        """
+        """The sampling parameters; None if none of them has an effect. others: further parameters that are set."""
         values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         sampling = Sampling(**(values or {"temperature": 0.0}), **others)
         return None if sampling == Sampling(temperature=0.0) else sampling
@@ -171,10 +168,7 @@ def load_model(
 
 
 def read_corpus(options: ModelOptions, names: Sequence[str]) -> list[str]:
-    """The texts of --corpus; none without it.
-
-    names: of the drafters.
-    """
+    """The texts of --corpus; none without it. names: of the drafters."""
     if options.corpus and "suffix" not in names:
         raise ValueError(f"--corpus {options.corpus[0]}: requires --drafter suffix")
     texts: list[str] = []
@@ -207,10 +201,7 @@ def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
 
 
 def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Checks every prompt before the first of them runs.
-
-    names: what an error calls each of them.
-    """
+    """Checks every prompt before the first of them runs. names: what an error calls each of them."""
     for name, prompt in zip(names, prompts, strict=True):
         _, (ids,) = encode_prompts(model, prompt, name)
         try:

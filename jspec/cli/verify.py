@@ -29,11 +29,7 @@ _OF_MODELS = ("drafter", "accept", "seed", "draft", "corpus", "depth", "width", 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """The options of `jspec verify`.
-
-    Raises:
-      ValueError, TypeError: a value out of bounds, or options that contradict each other.
-    """
+    """The options of `jspec verify`; ValueError or TypeError if one is out of bounds or contradicts another."""
 
     drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
     accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
@@ -90,11 +86,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: Options) -> int:
-    """Verifies, prints and writes; returns the exit status.
-
-    Raises:
-      ValueError, TypeError, OSError: invalid input.
-    """
+    """Verifies, prints and writes; returns the exit status. ValueError, TypeError or OSError for invalid input."""
     certificate = _verified(options, os.environ)
     print(certificate)
     if options.json is not None:

@@ -98,10 +98,7 @@ def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> 
 
 
 def check_each(name: str, value: object, check: Callable[[str, Any], T]) -> T | tuple[T, ...]:
-    """Check one value for all sequences, or a list with one per sequence.
-
-    check: checks a value of this name, and returns the plain one.
-    """
+    """Check one value for all sequences, or a list with one per sequence, by `check(name, value)`."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
@@ -132,23 +129,14 @@ def entries_of(name: str, value: T | Sequence[T], batch: int, of: str = "sequenc
 
 
 def check_flag(name: str, value: object, *, owner: str = "") -> bool:
-    """Check a bool.
-
-    Raises:
-      TypeError: neither Python's nor NumPy's bool.
-    """
+    """Check a bool, Python's or NumPy's; TypeError for anything else."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{shown(name, value, owner)}: must be True or False")
     return bool(value)
 
 
 def check_text(name: str, value: object, *, owner: str = "") -> str:
-    """Check a str that UTF-8 can encode.
-
-    Raises:
-      TypeError: not a str.
-      ValueError: it has lone surrogates.
-    """
+    """Check a str that UTF-8 can encode; TypeError, or ValueError for lone surrogates."""
     if not isinstance(value, str):
         raise TypeError(f"{shown(name, value, owner)}: must be a str")
     try:

@@ -239,10 +239,7 @@ def forbid(
 def leave(
     grammar: Automaton, logits: Float[Array, "B M V"], path: Int[Array, "B M g"], late: Bool[Array, "B M"]
 ) -> Float[Array, "B M V"]:
-    """Force the way out of a free text at late nodes: its next token alone is possible.
-
-    path: as of `forbid`.
-    """
+    """Force the way out of a free text at late nodes: its next token alone is possible. path: as of `forbid`."""
     if grammar.exit is None:
         return logits
     state = after_path(grammar, path)

@@ -18,10 +18,7 @@ def check_choice(s: DecodeState, branch: Int[Array, ""], branches: int) -> None:
 def check_round(
     s: DecodeState, draft_tree: DraftTree, logits: Float[Array, "B N V"], accepted: Acceptance, vocab_size: int
 ) -> None:
-    """Check the invariants of a round with `checkify`: indices in range, parents before children, no NaN.
-
-    s: the state before the round.
-    """
+    """Check a round after the state `s` with `checkify`: indices in range, parents before children, no NaN."""
 
     def check(holds: Bool[Array, "..."], broken: str) -> None:
         checkify.check(jnp.all(holds), "round {s}: " + broken, s=s.round_index)

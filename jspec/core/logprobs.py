@@ -21,10 +21,7 @@ def of_tokens(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Float
 
 
 def most_probable(logits: Float[Array, "B M V"], k: int) -> TopTokens:
-    """The k most probable tokens at each of M nodes, [B, M, k]; equally probable ones in order of their ids.
-
-    k: at most V.
-    """
+    """The k most probable tokens at each of M nodes, [B, M, k], k <= V; equally probable ones in order of ids."""
     # The normalizer is that of `of_tokens`, so that a token has the same log-probability in both.
     values, ids, _ = topk(logits, k)
     return TopTokens(ids, values - sums.logsumexp(logits))

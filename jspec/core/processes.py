@@ -43,11 +43,7 @@ def least(placement: Placement | None, value: int) -> int:
 
 
 def announced(text: str) -> str:
-    """Broadcasts the text of process 0; all processes must call this.
-
-    Raises:
-      ValueError: it has more than 4,096 bytes.
-    """
+    """Broadcasts the text of process 0 (ValueError beyond 4,096 bytes); all processes must call this."""
     data = text.encode()
     if len(data) > _MOST_ANNOUNCED:
         raise ValueError(f"text: has {len(data)} bytes; must have at most {_MOST_ANNOUNCED}")

@@ -13,11 +13,7 @@ from jspec.core.types import Acceptance, DraftTree, ForwardOutput
 
 
 def check_draft(drafter: object, result: object, batch: int, depth: int) -> tuple[DraftTree, PyTree]:
-    """Check the result of `drafter.draft`, a tree and a state.
-
-    Raises:
-      TypeError, ValueError: another type, shape or dtype.
-    """
+    """Check the tree and the state of `drafter.draft`; TypeError or ValueError for another type, shape or dtype."""
     name = f"{_name(drafter)}.draft"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], DraftTree):
         raise TypeError(f"{name}: returns {_kinds(result)}; must return (jspec.core.types.DraftTree, state)")
@@ -34,11 +30,7 @@ def check_draft(drafter: object, result: object, batch: int, depth: int) -> tupl
 
 
 def check_output(target: Any, out: object, tokens: int) -> ForwardOutput:
-    """Check the result of `target.forward`, whose logits have `tokens` rows per sequence.
-
-    Raises:
-      TypeError, ValueError: another type, shape or dtype.
-    """
+    """Check the result of `target.forward`, with `tokens` rows of logits per sequence; TypeError or ValueError."""
     name = f"{_name(target)}.forward"
     if not isinstance(out, ForwardOutput):
         raise TypeError(f"{name}: returns {_kinds(out)}; must return a jspec.core.types.ForwardOutput")
@@ -51,11 +43,7 @@ def check_output(target: Any, out: object, tokens: int) -> ForwardOutput:
 
 
 def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acceptance:
-    """Check the result of an acceptance rule.
-
-    Raises:
-      TypeError, ValueError: another type, shape or dtype.
-    """
+    """Check the result of an acceptance rule; TypeError or ValueError for another type, shape or dtype."""
     name = getattr(rule, "__name__", type(rule).__name__)
     if not isinstance(result, Acceptance):
         raise TypeError(f"accept={name}: returns {_kinds(result)}; must return a jspec.core.types.Acceptance")
@@ -100,11 +88,7 @@ def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
 
 
 def check_unchanged(drafter: object, before: PyTree, after: PyTree) -> None:
-    """Check that `draft` of a branch returns its state unchanged.
-
-    Raises:
-      ValueError: it returns another state, which would be lost.
-    """
+    """Raises ValueError if `draft` of a branch returns another state, which would be lost."""
     old, new = (jax.tree.leaves(state) for state in (before, after))
     if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
         raise ValueError(f"{_name(drafter)}.draft: returns another state; a branch of a drafter must return s.draft")

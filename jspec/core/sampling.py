@@ -133,11 +133,7 @@ def per_row(
 
 
 def each_of(sampling: Sampling | Sequence[Sampling | None] | None, batch: int) -> list[Sampling | None]:
-    """List the parameters of each sequence.
-
-    Raises:
-      TypeError, ValueError: another type, or a list whose length is not `batch`.
-    """
+    """List the parameters of each sequence; TypeError or ValueError for another type, or not `batch` of them."""
     check = partial(check_kind, kind=Sampling, otherwise="None (greedy)")
     return entries_of("sampling", check_each("sampling", sampling, check), batch)
 
@@ -157,11 +153,7 @@ def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
 
 
 def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
-    """Check shapes and dtypes of parameters in arrays, which may be traced.
-
-    Raises:
-      TypeError, ValueError: an array of another dtype or shape.
-    """
+    """Check shapes and dtypes of parameters in arrays, maybe traced; TypeError or ValueError for others."""
     for field in dataclasses.fields(RowSampling):
         column = getattr(rows, field.name)
         if column is None:

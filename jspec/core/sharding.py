@@ -113,10 +113,7 @@ class Placement:
         return jax.tree.map(take, params)
 
     def specs(self, tree: PyTree, *, stacked: bool = False) -> PyTree:
-        """The split of each leaf of `Params`, of a state, or of anything whole.
-
-        stacked: they have a first axis of groups.
-        """
+        """The split of each leaf of `Params`, of a state, or of anything. stacked: they have a first axis of groups."""
 
         def spec(options: Leaf, array: Array) -> PartitionSpec:
             return _spec(self.axis_of(options, array.shape[stacked:]), stacked=stacked)

@@ -24,11 +24,7 @@ class FixedPoint:
 
     @classmethod
     def of(cls, x: Float[Array, "*shape n"]) -> "FixedPoint":
-        """The digits of terms from 0 to 1; every step is exact.
-
-        Raises:
-          ValueError: more than 2^19 terms.
-        """
+        """The digits of terms from 0 to 1; every step is exact. ValueError for more than 2^19 terms."""
         if x.shape[-1] > MOST_TERMS:
             raise ValueError(f"x {x.shape}: must have at most {MOST_TERMS:,} columns")
         digits = []

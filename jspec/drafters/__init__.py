@@ -83,12 +83,7 @@ def _is_drafter(value: object) -> bool:
 
 
 def resolve(drafter: str | Drafter | None) -> Drafter:
-    """The drafter of a name, an object or None (plain decoding).
-
-    Raises:
-      ValueError: an unknown name.
-      TypeError: an object that is not a drafter.
-    """
+    """The drafter of a name, an object or None (plain decoding); ValueError or TypeError for anything else."""
     if drafter is None:
         return Plain()
     if isinstance(drafter, str):

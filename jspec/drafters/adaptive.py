@@ -105,20 +105,12 @@ class Adaptive:
 
     @property
     def depth(self) -> int:
-        """That of the deepest drafter.
-
-        Raises:
-          ValueError: before `bind`.
-        """
+        """That of the deepest drafter; ValueError before `bind`."""
         return max(branch.depth for branch in self.branches)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Layers read by the drafters with a draft model.
-
-        Raises:
-          ValueError: before `bind`.
-        """
+        """Layers read by the drafters with a draft model; ValueError before `bind`."""
         return next((branch.capture_layers for branch in self.branches if branch.capture_layers), ())
 
     @property
@@ -355,11 +347,7 @@ def _defaults(target: Target, draft: object) -> list[Drafter]:
 
 
 def _check_drafters(drafters: object) -> tuple[Drafter, ...]:
-    """The drafters as a tuple, plain decoding in place of None.
-
-    Raises:
-      TypeError, ValueError: not a list of different drafters.
-    """
+    """The drafters as a tuple, plain decoding in place of None; TypeError or ValueError unless they differ."""
     if not isinstance(drafters, Sequence) or isinstance(drafters, str):
         raise TypeError(f"Adaptive(drafters={shorten(drafters)}): must be a list of drafters, or None")
     checked = tuple(Plain() if drafter is None else drafter for drafter in drafters)

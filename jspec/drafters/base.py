@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 def bound(drafter: object, part: T | None) -> T:
-    """A field set by `bind`.
-
-    Raises:
-      ValueError: the drafter is not bound.
-    """
+    """A field set by `bind`; ValueError before."""
     if part is None:
         raise ValueError(f"this {type(drafter).__name__} is not bound: use what its bind(target, draft) returns")
     return part
@@ -40,11 +36,7 @@ def check_drafter(name: str, drafter: object) -> None:
 
 
 def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
-    """Checks the width of trees against an acceptance rule.
-
-    Raises:
-      ValueError: the rule needs chains.
-    """
+    """Raises ValueError if an acceptance rule needs chains, and trees are wider."""
     if needs.chains and width > 1:
         name = type(drafter).__name__
         raise ValueError(f"accept='block' judges chains only: give {name} width=1, or use another rule")
@@ -116,11 +108,7 @@ class ModelDrafter(Generic[M]):
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Layers of the target read by the draft: the hidden state after the final norm.
-
-        Raises:
-          ValueError: before `bind`.
-        """
+        """The hidden state after the target's final norm, read by the draft; ValueError before `bind`."""
         return (self._target.num_layers + 1,)
 
     def adapt(self, needs: DraftNeeds) -> Self:
@@ -230,11 +218,7 @@ class WindowedDrafter(ModelDrafter[M]):
         self.check_windowed(draft)
 
     def check_windowed(self, draft: Any) -> None:
-        """Checks the layers of a draft model against the window.
-
-        Raises:
-          ValueError: they cannot have one.
-        """
+        """Raises ValueError if the layers of a draft model cannot have the window."""
         if self.window is None:
             return
         name, kind = type(self).__name__, type(draft).__name__

@@ -1,6 +1,4 @@
-"""EAGLE: a head that drafts from the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840; with masks,
-P-EAGLE, 2602.01469).
-"""
+"""EAGLE: a head that drafts from hidden states (arXiv 2401.15077, 2406.16858, 2503.01840; P-EAGLE, 2602.01469)."""
 
 import dataclasses
 from typing import ClassVar

@@ -380,11 +380,7 @@ class Pruned:
 
 
 def _check_sizes(sizes: object) -> tuple[float, ...]:
-    """The sizes as a tuple.
-
-    Raises:
-      TypeError, ValueError: not ascending ints or floats from 1.
-    """
+    """The sizes as a tuple; TypeError or ValueError unless they are ascending ints or floats from 1."""
     if not isinstance(sizes, list | tuple):
         raise TypeError(f"Pruned(sizes={shorten(sizes)}): must be a list of ints or floats")
     floats = [check_number("sizes", size, least=1.0, owner="Pruned") for size in sizes]

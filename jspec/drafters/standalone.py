@@ -1,6 +1,4 @@
-"""A small language model as the draft (Leviathan, Kalman and Matias, arXiv 2211.17192; with masks, PARD, arXiv
-2504.18583).
-"""
+"""A small language model as the draft (Leviathan et al., arXiv 2211.17192; with masks, PARD, arXiv 2504.18583)."""
 
 import dataclasses
 from typing import ClassVar
@@ -124,11 +122,7 @@ class Standalone(WindowedDrafter[Decoder]):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the draft's context.
-
-        Raises:
-          ValueError: before `bind`.
-        """
+        """Tokens of the draft's context; ValueError before `bind`."""
         return self._model.max_length
 
     def resume(self, state: StandaloneState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> StandaloneState:

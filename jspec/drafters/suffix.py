@@ -68,11 +68,7 @@ class Suffix(TokenDrafter):
         return 1 + self.depth * self.width
 
     def adapt(self, needs: DraftNeeds) -> "Suffix":
-        """Itself: its drafts are not sampled.
-
-        Raises:
-          ValueError: the rule needs chains.
-        """
+        """Itself: its drafts are not sampled. ValueError if the rule needs chains."""
         check_needs(self, self.width, needs)
         return self
 

@@ -64,11 +64,7 @@ class PromptEmbeds(Sequence[int]):
         return f"PromptEmbeds({len(self.embeds)} of {len(self)} tokens, {self.digest[:16]})"
 
     def check_fits(self, name: str, target: Target) -> None:
-        """Checks it against the target.
-
-        Raises:
-          ValueError: another width, or a target without support for embeddings.
-        """
+        """Checks it against the target: ValueError for another width, or without support for embeddings."""
         refusal = target.refuses_embeds if isinstance(target, Decoder) else "has a forward of its own"
         if refusal is not None:
             raise ValueError(

@@ -97,11 +97,7 @@ def choose_method(
 
 
 def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
-    """The drafter bound to these models.
-
-    Raises:
-      ValueError, TypeError: it does not work with them, or drafts longer chains than can be recorded.
-    """
+    """The drafter bound to these models; ValueError or TypeError if they do not fit, or chains are too long."""
     bound = drafter.bind(target, draft)
     kind, bound_kind = type(drafter).__name__, type(bound).__name__
     # A drafter of one's own may lack a part, or have one of another type.

@@ -80,19 +80,11 @@ class RequestOptions:
             raise ValueError(f"logprobs={self.logprobs}: must be at most {size}, the vocabulary of the model")
 
     def limits(self, batch: int) -> list[int]:
-        """The maximum number of new tokens of each of `batch` sequences.
-
-        Raises:
-          ValueError: neither one for all nor one per sequence.
-        """
+        """The maximum number of new tokens of each of `batch` sequences; ValueError for another number of entries."""
         return entries_of("max_new_tokens", self.max_new_tokens, batch)
 
     def entries(self, batch: int) -> dict[str, list[Any]]:
-        """The options that may differ, each with an entry for each of `batch` sequences.
-
-        Raises:
-          ValueError: neither one for all nor one per sequence.
-        """
+        """The options that may differ, by sequence of a batch; ValueError for another number of entries."""
         values = {name: getattr(self, name) for name in ("sampling", "speculation")}
         lists = {name: entries_of(name, value, batch) for name, value in values.items()}
         return {"seed": self.seeds(batch), "max_new_tokens": self.limits(batch), **lists}
@@ -168,11 +160,7 @@ class EngineOptions:
             raise TypeError(f"learn={shorten(self.learn)}: must be a jspec.train.online.Learn, or None")
 
     def for_model(self, model: Model) -> "EngineOptions":
-        """Fills in the context and the share of the memory for a model, where they are None.
-
-        Raises:
-          ValueError: the context is longer than the model's.
-        """
+        """Fills in context and share of the memory where they are None; ValueError for a context beyond the model's."""
         longest = model.target.max_length
         context = min(longest, DEFAULT_CONTEXT) if self.context is None else self.context
         check_int("context", context, least=2, most=longest)
@@ -276,11 +264,7 @@ def grammars_of(
     *,
     ignore_eos: bool = False,
 ) -> list[TokenGrammar | None]:
-    """The grammar of each of `batch` sequences.
-
-    Raises:
-      ValueError: another option is in conflict with a grammar.
-    """
+    """The grammar of each of `batch` sequences; ValueError if another option is in conflict with one."""
     grammars = [None if one is None else one.grammar for one in each_of(sampling, batch)]
     if any(one is not None for one in grammars):
         check_grammar_options(accept, ignore_eos=ignore_eos)
@@ -296,11 +280,7 @@ def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> N
 
 
 def check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
-    """Checks the longest prompt and its new tokens against the context of the model.
-
-    Raises:
-      ValueError: they do not.
-    """
+    """Raises ValueError if the longest prompt and its new tokens exceed the context of the model."""
     if longest >= target.max_length:
         raise ValueError(
             f"the longest prompt has {longest} tokens, which leaves no space for new ones in the model's context of "

@@ -367,11 +367,7 @@ def encode_prompts(
 
 
 def _on_host(name: str, prompt: object) -> object:
-    """An array of JAX as one of NumPy; everything else as it is.
-
-    Raises:
-      TypeError: a traced array.
-    """
+    """An array of JAX as one of NumPy; everything else as it is. TypeError for a traced array."""
     if isinstance(prompt, Tracer):
         raise TypeError(f"{name} is traced: prompts must be known; inside jax.jit use jspec.generate_ids")
     return np.asarray(prompt) if isinstance(prompt, jax.Array) else prompt

@@ -58,11 +58,7 @@ def draft_limits(speculation: Speculation | None, drafter: Drafter) -> tuple[int
 def limits_of_batch(
     speculation: Speculation | Sequence[Speculation | None] | None, batch: int, drafter: Drafter
 ) -> Int[np.ndarray, "B K"] | None:
-    """The limits of each of `batch` sequences; None: there are none.
-
-    Raises:
-      ValueError: as `draft_limits` and `entries_of`.
-    """
+    """The limits of each of `batch` sequences; None: there are none. Errors as of `draft_limits` and `entries_of`."""
     entries = entries_of("speculation", speculation, batch)
     if all(entry is None for entry in entries):
         return None

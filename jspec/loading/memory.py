@@ -66,10 +66,7 @@ class Need:
 def need(
     params: Params, target: Target, drafter: Drafter, batch: int, capacity: int, page_size: int, options: int = 0
 ) -> Need:
-    """What the caches of a generation need, and the logits of whole texts. Allocates nothing.
-
-    options: as in `Need`.
-    """
+    """What the caches of a generation need, and the logits of whole texts. Allocates nothing. options: as in `Need`."""
     asked = _need(shapes_of(params), target, drafter, batch, capacity, fit_page_size(page_size, capacity))
     return dataclasses.replace(asked, options=options)
 
@@ -90,10 +87,7 @@ def logit_bytes(target: Target, drafter: Drafter, batch: int, capacity: int) -> 
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:
-    """Bytes free for JAX on a device, and its limit; None if they are unknown.
-
-    device: None: the default device.
-    """
+    """Bytes free for JAX on a device (None: the default one), and its limit; None if they are unknown."""
     device = device or jax.local_devices()[0]
     if device.platform == "cpu":
         return host_memory.free_bytes()

@@ -79,11 +79,7 @@ class Model:
         return dataclasses.replace(self, params=params)
 
     def check_replacement(self, params: Any) -> None:
-        """Check whether weights can replace this model's without compiling anything.
-
-        Raises:
-          ValueError: as `with_params`.
-        """
+        """Raises ValueError if weights cannot replace this model's without compiling; see `with_params`."""
         check_same_shapes(self.params, params)
         if self.placement is not None:
             check_same_devices(self.params, params)

@@ -274,11 +274,7 @@ def _check_eos(eos: object, vocab_size: int) -> tuple[int, ...]:
 
 
 def _check_result(function: Function, params: PyTree, name: str, length: int) -> int:
-    """The vocabulary of a function's logits.
-
-    Raises:
-      TypeError, ValueError: its result is not an array of logits, or it cannot be called.
-    """
+    """The vocabulary of a function's logits; TypeError or ValueError if it does not return them."""
     tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
     # Trace it.
     try:

@@ -10,11 +10,7 @@ from jspec.core.types import Params
 
 
 def check_same_shapes(old: Any, new: Any) -> None:
-    """Check that weights can replace others without compiling anything.
-
-    Raises:
-      ValueError: another structure, shape or dtype, with the path of the leaf.
-    """
+    """Raises ValueError, with the path of the leaf, unless weights have the structure, shapes and dtypes of others."""
     if isinstance(old, Params) and not isinstance(new, Params):
         kind = type(new).__name__
         raise ValueError(
@@ -67,11 +63,7 @@ def check_alive(params: Any, where: str = "params") -> None:
 
 
 def check_same_devices(old: Params, new: Params) -> None:
-    """Check that weights are split over devices as the old ones: others have another order of columns.
-
-    Raises:
-      ValueError: they are not, with the path of the leaf.
-    """
+    """Raises ValueError, with the path, if weights are split in another way: the order of columns would differ."""
     # Each leaf must lie where the program expects it.
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if isinstance(x, Tracer) or isinstance(y, Tracer):

@@ -174,11 +174,7 @@ class Assistant(Draft):
             raise ValueError(f"clusters={self.clusters}: chosen must be between 1 and count={count}")
 
     def check_target(self, target: Decoder) -> None:
-        """Checks the vocabulary, the width and the keys of a target against those this assistant reads.
-
-        Raises:
-          ValueError: names what differs.
-        """
+        """Raises ValueError if a target has another vocabulary, width or keys than those this assistant reads."""
         # Vocabulary and width.
         pairs = (self.vocab_size, target.vocab_size), (self.target_hidden_size, target.hidden_size)
         for field, (expected, actual) in zip(("vocabulary", "hidden size"), pairs, strict=True):

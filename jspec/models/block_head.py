@@ -242,9 +242,7 @@ class BlockHead(DraftShape):
         return tree_bytes((draft.layers, draft.convs, draft.norm, markov, gate)) + self.head_bytes(params)
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights read after a round: the fusion of hidden states, and of each layer's projection
-        the keys and values.
-        """
+        """Bytes of weights read after a round: the fusion of hidden states, and each layer's keys and values."""
         draft: BlockParams = params.draft
         share = 1 - self._queries / draft.layers[0].qkv.shape[1]
         return int(share * tree_bytes([layer.qkv for layer in draft.layers])) + tree_bytes(

@@ -211,11 +211,7 @@ class Decoder(LayerShape, Draft):
         return params.ids if isinstance(params, ModelParams) else None
 
     def mtp_layer(self) -> "Decoder":
-        """The layer of an MTP head as a decoder of its own.
-
-        Raises:
-          ValueError: checkpoints of this family have no MTP heads.
-        """
+        """The layer of an MTP head as a decoder of its own; ValueError if the family has no MTP heads."""
         raise ValueError(f"{type(self).__name__} checkpoints have no MTP heads")
 
     # Bytes

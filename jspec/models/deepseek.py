@@ -246,10 +246,7 @@ class Deepseek(Decoder):
     def run_layer(
         self, layer: DeepseekLayerParams, x: Float[Array, "B N E"], rotation: layers.Rotation, reading: Reading
     ) -> tuple[Float[Array, "B M E"], tuple[Float[Array, "B R _"], ...]]:
-        """Attention, then the MLP, each added to the residual stream `x`.
-
-        Rows are followed by the keys of the indexer, if there is one.
-        """
+        """Attention, then the MLP, each added to the stream `x`. Rows end with the keys of the indexer, if any."""
         return self.run_normed(layer, x, self.norm(x, layer.attention_norm), rotation, reading)
 
     def run_normed(

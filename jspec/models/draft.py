@@ -48,11 +48,7 @@ class Draft(abc.ABC):
         return weights.shapes(self.weights(), dtype)
 
     def split(self, devices: int) -> Self:
-        """The configuration with weights and caches split over devices, see `jspec.core.sharding`.
-
-        Raises:
-          ValueError: they cannot be.
-        """
+        """The configuration split over devices, see `jspec.core.sharding`; ValueError if it cannot be."""
         raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
 
     def layer_windows(self) -> Sequence[int | None]:
@@ -73,7 +69,4 @@ class Draft(abc.ABC):
 
     @abc.abstractmethod
     def kv_bytes(self, context: int, itemsize: int, target: Any) -> int:
-        """Bytes of keys and values read by one forward on a device for a sequence of `context` tokens.
-
-        target: the target's configuration.
-        """
+        """Bytes of keys and values read by one forward on a device for a sequence of `context` tokens."""

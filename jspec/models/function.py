@@ -152,11 +152,7 @@ class FunctionModel(Decoder):
 
 
 def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) -> bool:
-    """Whether a change of all tokens from any position on leaves the logits before it as they are, up to rounding.
-
-    Raises:
-      ValueError: a logit is NaN or +inf.
-    """
+    """Whether no logit depends on later tokens, up to rounding; ValueError if one is NaN or +inf."""
     index = jnp.arange(length, dtype=jnp.int32)
     changed = index[None] >= jnp.where(index == 0, length, index)[:, None]
     tokens = jnp.where(changed, index[None] + 1, index[None]) % vocab_size

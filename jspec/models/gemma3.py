@@ -10,10 +10,7 @@ from jspec.models.weights import centered
 
 @dataclasses.dataclass(frozen=True)
 class Gemma3(Gemma4):
-    """The configuration of a model; static, hashable by value.
-
-    query_scalar: scores are divided by its square root.
-    """
+    """The configuration of a model; static, hashable by value. query_scalar: scores are divided by its square root."""
 
     query_scalar: int = 256
 

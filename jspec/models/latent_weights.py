@@ -48,10 +48,7 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class UpWeights:
-    """The entry of both up-projections, which are one tensor: of each head the key, then the value.
-
-    name: of the tensor.
-    """
+    """The entry of both up-projections, of one tensor `name`: of each head the key, then the value."""
 
     name: str
     heads: int

@@ -133,11 +133,7 @@ class Llama(Decoder):
 
 
 def require_llama(config: Decoder, user: str) -> Llama:
-    """`config`, if it has this shape.
-
-    Raises:
-      ValueError: it is of another family, not supported by `user`.
-    """
+    """`config`, if it has this shape; ValueError if it is of another family, not supported by `user`."""
     if isinstance(config, Llama):
         return config
     raise ValueError(

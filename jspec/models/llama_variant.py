@@ -66,11 +66,7 @@ class LlamaVariant(Llama):
     logit_divisor: float = 1.0
 
     def split(self, devices: int) -> Self:
-        """As in `Llama`.
-
-        Raises:
-          ValueError: the number does not divide the heads or the MLP, or norms read the heads of all devices.
-        """
+        """As in `Llama`; ValueError also if norms read the heads of all devices."""
         if self.wide_qk_norm and devices > 1:
             raise ValueError(f"tensor={devices}: norms over all heads cannot be split over devices yet")
         return super().split(devices)

@@ -228,11 +228,7 @@ class ExactOps(Ops):
 
 
 def _wide(weight: Weight) -> Float[Array, "*stack in out"]:
-    """The weight of an exact product.
-
-    Raises:
-      ValueError: it is quantized.
-    """
+    """The weight of an exact product; ValueError if it is quantized."""
     if isinstance(weight, Quantized):
         raise ValueError("exact=True: no exact products of quantized weights yet; load the model with weights='wide'")
     return weight

@@ -232,11 +232,7 @@ class Qwen3Next(Decoder):
         return [self.layer_keys(layer) if full else self.state for layer, full in enumerate(self.is_full_attention)]
 
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values of a layer.
-
-        Raises:
-          ValueError: the layer has none.
-        """
+        """The keys and values of a layer; ValueError if it has none."""
         if not self.is_full_attention[layer]:
             raise ValueError(f"layer {layer} keeps a state and has no keys")
         return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)

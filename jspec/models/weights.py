@@ -224,11 +224,7 @@ def shapes(table: PyTree, dtype: DTypeLike) -> Any:
 
 
 def read(table: PyTree, tensors: Stored) -> Any:
-    """Checks the shapes of all tensors, then reads the weights.
-
-    Raises:
-      CheckpointError: a tensor is missing, has an unexpected shape or is damaged.
-    """
+    """Checks the shapes of all tensors, then reads them; CheckpointError if one is missing, misshapen or damaged."""
     for entry in jax.tree.leaves(table):
         entry.check(tensors)
     return map_leaves(lambda options, entry: entry.read(tensors, options), table)

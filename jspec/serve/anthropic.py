@@ -71,10 +71,7 @@ _NAMES = {
 
 
 class Messages(Translation):
-    """A request for a message.
-
-    counts: it only counts tokens, without a limit for new ones.
-    """
+    """A request for a message. counts: it only counts tokens, without a limit for new ones."""
 
     def __init__(self, body: Json, *, counts: bool = False):
         values, others = take_fields("", body, _FIELDS)

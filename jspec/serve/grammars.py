@@ -35,11 +35,7 @@ class GrammarRequest:
     whitespace: str | None = None
 
     def compile(self) -> TokenGrammar:
-        """The grammar.
-
-        Raises:
-          ApiError: it is invalid, or not supported.
-        """
+        """The grammar; ApiError if it is invalid, or not supported."""
         options = {} if self.whitespace is None else {"whitespace": self.whitespace}
         try:
             if self.kind in _MASKS:
@@ -53,11 +49,7 @@ class GrammarRequest:
 
 
 def find_grammar(fields: Mapping[str, Any]) -> GrammarRequest | None:
-    """The grammar that a request asks for; None if it asks for none.
-
-    Raises:
-      ApiError: several fields ask for one.
-    """
+    """The grammar that a request asks for; None if it asks for none. ApiError if several fields ask for one."""
     requests = [fields[name] for name in ("response_format", "structured_outputs") if fields[name] is not None]
     whitespace, of_json = fields["guided_whitespace_pattern"], fields["guided_json"] is not None
     for name, kind in KINDS.items():

@@ -268,11 +268,7 @@ def constrained(call: Call, dialect: Dialect, prompt_end: str) -> Sampling | Non
 
 
 def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
-    """The body of /v1/completions.
-
-    Raises:
-      ApiError: a field is unknown, not supported or invalid.
-    """
+    """The body of /v1/completions; ApiError if a field is unknown, not supported or invalid."""
     fields = _read(body, _COMPLETION, vocab_size, limits)
     # Embeddings have no text and no log-probabilities.
     if fields["prompt_embeds"] is not None:

@@ -25,11 +25,7 @@ CLIENT_SECONDS = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for `serve`, bound before a model is loaded, to find an address in use at once.
-
-    Raises:
-      ValueError: the address is unknown or in use.
-    """
+    """A socket for `serve`, bound before a model is loaded; ValueError if the address is unknown or in use."""
     # Resolve the host.
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -73,10 +73,7 @@ async def _pieces(handle: Handle) -> AsyncGenerator[Piece]:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`; None if the client disconnects first and cancels it.
-
-    receive: of a request after its body.
-    """
+    """The result of `work`; None if the client disconnects first and cancels it. receive: after the body."""
     tasks = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

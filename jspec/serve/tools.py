@@ -52,11 +52,7 @@ class Tools:
         return self.choice == "required" or self.budget is not None
 
     def grammar(self, form: ToolFormat) -> Grammar:
-        """The texts of the allowed calls.
-
-        Raises:
-          ApiError: a schema is not supported.
-        """
+        """The texts of the allowed calls; ApiError if a schema is not supported."""
         functions = self.functions if self.named is None else {self.named: self.functions[self.named]}
         try:
             return form.grammar(functions, several=self.parallel and self.named is None)
@@ -152,11 +148,7 @@ class Dialect:
 
     @staticmethod
     def of(tokenizer: Tokenizer, tools: str | None = None, thinking: str | None = None) -> "Dialect":
-        """The dialect of a tokenizer's chat template, or the formats of these names.
-
-        Raises:
-          ValueError: a format is unknown.
-        """
+        """The dialect of a tokenizer's chat template, or the formats of these names; ValueError if one is unknown."""
         for option, name, known in (
             ("tool_format", tools, FORMATS),
             ("thinking_format", thinking, (*THINKING, "none")),
@@ -174,11 +166,7 @@ class Dialect:
         return Dialect(form, thought, shown, stops, known is not None or not any(map(uses_tools, templates)))
 
     def check(self, tools: Tools) -> None:
-        """Refuses calls whose format is not known.
-
-        Raises:
-          ApiError: as said.
-        """
+        """Raises ApiError for calls whose format is not known."""
         if tools.choice != "none" and not self.is_known:
             raise ApiError(
                 "tools: the chat template tells no known format of calls: the server needs --tool-format, "
@@ -263,10 +251,7 @@ def _either(first: Grammar, second: Grammar) -> Grammar:
 
 
 class Reply:
-    """One choice of a chat, with thinking and calls apart from its content.
-
-    prompt_end: as `Dialect.prompt_end`.
-    """
+    """One choice of a chat, with thinking and calls apart from its content. prompt_end: as of `Dialect`."""
 
     def __init__(self, dialect: Dialect, tools: Tools, prompt_end: str):
         form = None if tools.choice == "none" else dialect.tools

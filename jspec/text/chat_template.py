@@ -37,10 +37,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A template.
-
-    where: its file, for messages.
-    """
+    """A template. where: its file, for messages."""
 
     source: str
     where: str

@@ -78,11 +78,7 @@ Parts: TypeAlias = tuple[tokenizers.Tokenizer, dict[str, tuple[str, str]], dict[
 
 
 def read_gguf_tokenizer(path: Path) -> Parts | None:
-    """Read the tokenizer of a file; None if it has none.
-
-    Raises:
-      CheckpointError: the file is damaged, or the tokenizer of an unknown kind.
-    """
+    """Read the tokenizer of a file; None if it has none. CheckpointError if it is damaged, or of an unknown kind."""
     metadata = GgufFile(path).metadata
     kind = metadata.read_text("tokenizer.ggml.model", "no_vocab")
     if kind == "no_vocab":

@@ -70,11 +70,7 @@ class TextStream:
         self.stopped_by: str | int | None = None
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add ids; returns the text that has become final. Ids after the end of the text are ignored.
-
-        Raises:
-          ValueError: a negative id.
-        """
+        """Add ids; returns the text that has become final, nothing after its end. ValueError for a negative id."""
         final = bytearray()
         for token in ids:
             if self.stopped_by is not None:

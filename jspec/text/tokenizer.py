@@ -117,10 +117,7 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def least_tokens(self, text: str, most: int) -> int:
-        """A lower bound of the tokens of a text, without tokenizing it; 0 if none is known.
-
-        most: where to stop counting.
-        """
+        """A lower bound of the tokens of a text, without tokenizing it, up to `most`; 0 if none is known."""
         return 0 if self._length_bound is None else self._length_bound.least_tokens(text, most)
 
     @cached_property
@@ -214,11 +211,7 @@ class Tokenizer:
 
 
 def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of the decoder in tokenizer.json, for `_spell`.
-
-    Raises:
-      ValueError: an unknown step, or one with a dependence on neighboring tokens.
-    """
+    """The steps of the decoder in tokenizer.json; ValueError if one is unknown or depends on other tokens."""
     # One step or several.
     decoder = decoder or {"type": None}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

@@ -31,11 +31,7 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
-        """The arguments at an index of the text, and the index after them.
-
-        Raises:
-          ValueError: it has none there.
-        """
+        """The arguments at an index of the text, and the index after them; ValueError if it has none there."""
 
     @abc.abstractmethod
     def expression(self, schema: Schema) -> Expression:
@@ -154,10 +150,7 @@ class Dsml(_Pairs):
 
 
 class Gemma(_Pairs):
-    """Gemma's: strings between two marks, names without quotes.
-
-    quote: the mark.
-    """
+    """Gemma's: strings between two marks, names without quotes. quote: the mark."""
 
     between, separator = ":", ","
     sorts = True  # as the templates do

@@ -58,10 +58,7 @@ class Source:
 
 
 def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
-    """Token ids as an array.
-
-    axes: how many axes are valid; with two, they are [sequences, T].
-    """
+    """Token ids as an array. axes: how many axes are valid; with two, they are [sequences, T]."""
     try:
         array = np.asarray(tokens)
     except ValueError:
@@ -102,10 +99,7 @@ def check_ids(name: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def check_sources(sources: Sequence[Source], *, length: int, vocab_size: int) -> None:
-    """Check for a batch at each step, so no run ends in the middle.
-
-    length: tokens of a sequence, cut from a text.
-    """
+    """Check for a batch at each step, so no run ends in the middle. length: tokens of a sequence of a text."""
     if not sources or not all(isinstance(source, Source) for source in sources):
         raise ValueError(f"sources: {len(sources)} given; must be a tuple of at least one Source")
     if not sum(source.share for source in sources):

@@ -269,10 +269,7 @@ class BlockLearner(Learner):
     def forward(
         self, params: Params, tokens: Int[Array, "B T"], hidden: Float[Array, "B T C"], anchors: Int[Array, "B A"]
     ) -> Predicted:
-        """The predictions of the blocks after these anchors.
-
-        hidden: the target's captured hidden states of the text.
-        """
+        """The predictions of the blocks after these anchors. hidden: the target's captured states of the text."""
         config, draft = self.config, params.draft
         batch, blocks = anchors.shape
         size, depth = config.block_size, config.depth

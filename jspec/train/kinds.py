@@ -80,11 +80,7 @@ class Kind:
         return _HELP.format(first=self.first, name=self.name, cost=self.cost)
 
     def load(self) -> "type[Learner]":
-        """The learner's class.
-
-        Raises:
-          ModuleNotFoundError: a package of the extra `train` is missing.
-        """
+        """The learner's class; ModuleNotFoundError without the packages of the extra `train`."""
         module, name = self.learner
         return getattr(importlib.import_module(f"jspec.train.{module}"), name)
 

@@ -108,10 +108,7 @@ class Learner(Setup):
     @classmethod
     @abc.abstractmethod
     def configure(cls, target: Any, shape: Any) -> Any:
-        """The configuration of a draft of a shape; sizes default to those of the target.
-
-        shape: of the dataclass in the table of kinds.
-        """
+        """The configuration of a draft of a shape, from the table of kinds; sizes default to those of the target."""
 
     @abc.abstractmethod
     def describe(self, target: str) -> tuple[str, str]:

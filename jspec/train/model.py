@@ -107,10 +107,7 @@ def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0
 
 
 def check_capture(layers: tuple[int, ...] | None, default: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The captured layers of a target with `count` layers, ascending; `count` is the output of the last.
-
-    default: if `layers` is None.
-    """
+    """The captured layers of a target of `count` layers, ascending; `count` is the output of the last."""
     layers = default if layers is None else layers
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= count:
         raise ValueError(f"capture_layers={layers}: must be ascending, each between 0 and {count}")

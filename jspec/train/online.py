@@ -68,11 +68,7 @@ class Learn(Options):
     recipe: Recipe | None = None
 
     def begin(self, model: Model) -> "Learning":
-        """The learning of a model's draft.
-
-        Raises:
-          ValueError: the model is split over devices, or its draft cannot learn in this way.
-        """
+        """The learning of a model's draft; ValueError if it cannot learn, or the model is split over devices."""
         refuse_split(model, "learning in an engine")
         kind = next((kind for kind in KINDS.values() if isinstance(model.draft, kind.config)), None)
         if kind is None or not kind.load().replays:

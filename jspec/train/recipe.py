@@ -15,11 +15,7 @@ _SIZE = {"least": 1, "most": 2**20}
 
 
 class Options:
-    """Base of dataclasses of options.
-
-    Raises:
-      TypeError, ValueError: a value of another type, or out of bounds.
-    """
+    """Base of dataclasses of options; TypeError or ValueError for values of another type, or out of bounds."""
 
     def __post_init__(self):
         check_options(self)

@@ -88,10 +88,7 @@ class DataOptions(FileOptions):
 
 @dataclasses.dataclass
 class Dropped:
-    """Counts what is dropped, by reason.
-
-    skip_bad: whether to drop invalid records, too; otherwise they are errors.
-    """
+    """Counts what is dropped, by reason. skip_bad: whether to drop invalid records, too."""
 
     skip_bad: bool = False
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -146,10 +143,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(paths: Sequence[Path], dropped: Dropped) -> Iterator[tuple[str, Any]]:
-    """The values of all files, each with its place: `chats.jsonl, line 3`. Shows a progress bar of bytes.
-
-    Empty lines are skipped.
-    """
+    """The values of all files, each with its place, `chats.jsonl, line 3`; empty lines are skipped. Shows a bar."""
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None, mininterval=1) as bar:
         for path in paths:

@@ -59,12 +59,7 @@ class RunDirectory:
         self.started, self.before = time.monotonic(), 0.0
 
     def begin(self, record: Record) -> None:
-        """Starts a new run.
-
-        Raises:
-          FileExistsError: there are checkpoints.
-          OSError: the directory cannot be written.
-        """
+        """Starts a new run; FileExistsError if there are checkpoints, OSError if it cannot be written."""
         if steps := self._steps():
             raise FileExistsError(
                 f"{self.path}: has a checkpoint of step {steps[0]}; resume from it, or use another directory"
@@ -126,11 +121,7 @@ class RunDirectory:
         return state
 
     def log(self, **values: float | list[float]) -> None:
-        """Appends a line to the metrics, with the seconds trained so far, earlier runs included; prints evaluations.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Appends a line to the metrics, with the seconds of all runs so far; prints evaluations. May raise OSError."""
         line = json.dumps({**values, "seconds": round(self._seconds(), 1)})
         try:
             with (self.path / _METRICS).open("a") as file:

@@ -21,10 +21,7 @@ _TRAIN_PROMPTS, _MIN_TOKENS, _MAX_TOKENS = 65536, 4, 400
 
 
 def read(files: FileOptions, dropped: Dropped) -> list[str]:
-    """All texts, without empty ones and duplicates.
-
-    dropped: gets the counts of what is dropped, and prints them.
-    """
+    """All texts, without empty ones and duplicates. dropped: gets the counts of what is dropped, and prints them."""
     records.check_files(f"--{files.kind}", files.paths)
     documents, total = [], 0
     for document in _read_texts(files, dropped):
@@ -104,10 +101,7 @@ def split(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]
 
 
 def tokenize(documents: list[str], command: DataOptions, bpe: Tokenizer) -> tuple[Half, Half]:
-    """The texts to train on and the held-out texts, see `split`.
-
-    bpe: a tokenizer, checked by `tokenizer.check`.
-    """
+    """The texts to train on and the held-out texts, see `split`. bpe: checked by `tokenizer.check`."""
     train, heldout = split(documents, command.heldout_share)
     heldout_prompts = _cut_prompts(heldout, bpe, command.heldout_prompts)
     if not heldout_prompts:

@@ -103,10 +103,7 @@ def _static_fields(setup: Setup) -> tuple[Callable[..., PyTree], optax.GradientT
 
 
 def begin(kind: type[S], setup: Setup, params: PyTree, **fields: PyTree) -> S:
-    """The state before the first step.
-
-    kind: `State`, or a subclass of it with further `fields`.
-    """
+    """The state before the first step. kind: `State`, or a subclass of it with further `fields`."""
     apply_fn, tx = _static_fields(timeless(setup))
     step, opt_state = jnp.zeros((), jnp.int32), tx.init(params)
     return kind(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **fields)

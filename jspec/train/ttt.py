@@ -49,10 +49,7 @@ class UnrolledLearner(Learner):
 
     @abc.abstractmethod
     def begin(self, params: Params, observed: Any) -> PyTree:
-        """The carry into step 0.
-
-        observed: what the draft reads of the target.
-        """
+        """The carry into step 0. observed: what the draft reads of the target."""
 
     @abc.abstractmethod
     def forward(
@@ -128,10 +125,7 @@ class UnrolledLearner(Learner):
 
 
 def make_targets(logits: Float[Array, "B T V"], ids: Int[Array, " Vd"] | None) -> Targets:
-    """Targets from the logits of the target model.
-
-    ids: the draft's vocabulary, as target ids; None: all.
-    """
+    """Targets from the logits of the target model. ids: the draft's vocabulary, as target ids; None: all."""
     if ids is None:
         return Targets(jax.nn.softmax(logits), jnp.ones(logits.shape[:2], bool), jnp.array(True))
     inside = jnp.zeros(logits.shape[-1], bool).at[ids].set(True)

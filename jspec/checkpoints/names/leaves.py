@@ -115,11 +115,7 @@ class _Required:
 
 
 def read(leaves: Leaves, layout: Layout) -> Named:
-    """The arrays of a model.
-
-    Raises:
-      CheckpointError: a leaf is missing, of another shape, or without a name.
-    """
+    """The arrays of a model; CheckpointError if a leaf is missing, of another shape, or without a name."""
     # The tensors of the model, and the row of each of them.
     config, named, rows = leaves.config, {}, []
     layers = {-1: "", **{index: f"model.layers.{index}." for index in range(config.num_layers)}}

@@ -169,11 +169,7 @@ def _compiled(
 
 
 def compile_parsed(kind: str, source: str, parsed: Expression, shown: frozenset[str] = frozenset()) -> Grammar:
-    """The grammar of an expression; arguments as of `Grammar`.
-
-    Raises:
-      ValueError: it matches no text, or its automaton is too large.
-    """
+    """The grammar of an expression, as of `Grammar`; ValueError if it matches no text, or is too large."""
     try:
         dfa = compile_expression(parsed)
         return Grammar(kind=kind, source=source, shown=shown, expression=parsed, dfa=dfa)

@@ -51,11 +51,7 @@ class ByteDfa:
 
 
 def compile_expression(expression: Expression) -> ByteDfa:
-    """Compile an expression.
-
-    Raises:
-      ValueError: it matches no text, or the automaton is too large.
-    """
+    """Compile an expression; ValueError if it matches no text, or the automaton is too large."""
     nfa = _Nfa()
     try:
         begin = nfa.new()
@@ -258,11 +254,7 @@ def check_states(count: int) -> None:
 
 
 def _prune(table: np.ndarray, accepts: np.ndarray, exits: Sequence[bytes]) -> ByteDfa:
-    """Drop the states that reach no accepting state.
-
-    Raises:
-      ValueError: the start is one of them.
-    """
+    """Drop the states that reach no accepting state; ValueError if the start is one of them."""
     live = reaching(table, accepts)
     if not live[0]:
         raise ValueError("matches no text")

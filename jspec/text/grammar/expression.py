@@ -58,10 +58,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Until:
-    """Any bytes up to and with the first occurrence of `text`.
-
-    bounded: whether `Sampling.thinking_budget` ends it: it is thinking.
-    """
+    """Any bytes up to and with the first `text`. bounded: whether `Sampling.thinking_budget` ends it, as thinking."""
 
     text: str
     bounded: bool = False

@@ -396,11 +396,7 @@ class _Parser:
         return None if most is None else min(most, max(min(bound, self._most_characters), least))
 
     def _count(self, states: int, where: str) -> None:
-        """Add the states of strings of limited length.
-
-        Raises:
-          _TooLarge: there are too many.
-        """
+        """Add the states of strings of limited length; _TooLarge if there are too many."""
         self._states += states
         if self._states > _MOST_STATES:
             raise _TooLarge(

@@ -15,11 +15,7 @@ ANYTHING = e.repeat(e.characters([(0, e.MAX_CODE)]), 0, None)
 
 @functools.lru_cache(maxsize=64)
 def both(first: Expression, second: Expression, *, minus: bool = False) -> Expression:
-    """The texts of both expressions; `minus`: those of the first alone.
-
-    Raises:
-      ValueError: an automaton is too large.
-    """
+    """The texts of both expressions; `minus`: those of the first alone. ValueError if an automaton is too large."""
     if NOTHING in (first, second):
         return first if minus and second == NOTHING else NOTHING
     one, other = compile_expression(first), compile_expression(second)
