@@ -30,6 +30,7 @@ MORE = {
     "exact-bundled-eagle": {"draft": 1},
     "exact-bundled-eagle-tree": {"draft": 1},
     "sinks_plain": {"forwards": 99},
+    "recurrent_plain": {"batches": 1, "forwards": 99},
     "bundled-rejection": {"distributions": 1},
     "bundled-block-rule": {"distributions": 1},
 }

@@ -6,11 +6,10 @@ import re
 import hf
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import toy
-from parity import check_logits, check_unused, edit, torch, transformers
+from parity import check_logits, check_unused, transformers
 from safetensors.numpy import load_file, save_file
 
 import jspec
@@ -101,50 +100,6 @@ def test_a_part_of_an_mtp_head_is_an_error(tmp_path):
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"'model.layers.2.hnorm.weight' is missing"):
         language_model.load(tmp_path)
-
-
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24], "activation_scheme": "dynamic"}
-
-
-def test_block_scaled_matrices_are_dequantized(tmp_path):
-    """The blocks divide neither side of most matrices."""
-    oracle = hf.build("deepseek-v3")
-    hf.save(oracle, tmp_path)
-    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
-    tensors, stored = load_file(path), {}
-    for name, tensor in tensors.items():
-        if "proj.weight" not in name or name.endswith("weights_proj.weight"):
-            stored[name] = tensor
-            continue
-        scale = rng.uniform(0.01, 0.02, [-(-n // each) for n, each in zip(tensor.shape, (16, 24), strict=True)])
-        scale = scale.astype(np.float32)
-        whole = np.kron(scale, np.ones((16, 24), np.float32))[: tensor.shape[0], : tensor.shape[1]]
-        stored[name] = (tensor / whole).astype(ml_dtypes.float8_e4m3fn)
-        stored[name + "_scale_inv"] = scale
-        tensors[name] = stored[name].astype(np.float32) * whole
-    save_file(stored, path)
-    edit(tmp_path, lambda raw: raw.update(quantization_config=FP8))
-    oracle.load_state_dict(_fused(tensors), strict=False)
-    check_logits(oracle, tmp_path, "deepseek-v3")
-    with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv' is missing"):
-        save_file(
-            {name: x for name, x in stored.items() if not name.endswith("0.self_attn.o_proj.weight_scale_inv")}, path
-        )
-        language_model.load(tmp_path)
-
-
-def _fused(tensors):
-    """As in `transformers`: the experts of a layer are one tensor."""
-    own = {name: torch.tensor(x) for name, x in tensors.items() if ".experts." not in name}
-    for layer in (1,):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        parts = {
-            part: [torch.tensor(tensors[f"{prefix}{i}.{part}_proj.weight"]) for i in range(8)]
-            for part in ("gate", "up", "down")
-        }
-        own[prefix + "gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], 1)
-        own[prefix + "down_proj"] = torch.stack(parts["down"])
-    return own
 
 
 # The cache

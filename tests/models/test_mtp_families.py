@@ -142,13 +142,3 @@ def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
         out = jax.jit(head.apply, static_argnums=1)(model.params, model.target, batch, feature)
         np.testing.assert_allclose(out.logits[:, -1], logits[:, index].numpy(), atol=1e-4, rtol=0)
         feature = out.feature
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", (1, 2))
-def test_output_equals_that_of_transformers_with_the_same_heads(checkpoints, theirs, heads):
-    directory, _ = checkpoints("deepseek-v3", heads)
-    target, _ = theirs(heads)
-    prompt = np.random.default_rng(4).integers(0, 97, 20).tolist()
-    out = jspec.generate(jspec.load(directory, dtype="float32"), [prompt], max_new_tokens=NEW_TOKENS)
-    assert out.tokens == [hf.greedy(target, prompt, NEW_TOKENS, use_mtp=True)]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import hf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optional
@@ -17,34 +16,11 @@ from jspec.bench.presets import PRESETS
 from jspec.checkpoints import language_model
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
-from jspec.core import tree
 from jspec.core.types import DraftTree
 from jspec.models import MtpParams
 from jspec.models.rope import Rope
 
 LINEAR, FULL = "linear_attention", "full_attention"
-
-
-@pytest.mark.slow
-def test_a_rejected_branch_leaves_no_trace(pair):
-    """After a tree and the commit of one path, the cache and the next logits equal those of a plain run."""
-    model = pair("qwen3_5").model
-    target, params = model.target, model.params.target
-    rng, start = np.random.default_rng(5), jnp.array([6, 3], jnp.int32)
-    forward = jax.jit(target.forward)
-    commit = jax.jit(lambda cache, *given: cache.commit(*given))
-    empty = target.init_cache(params, 2, 32, 4)
-    prompt = tree.chain(jnp.asarray(rng.integers(0, 97, (2, 6)), jnp.int32))
-    cache = commit(empty, forward(params, prompt, empty, None).rows, jnp.zeros(2, jnp.int32), None, start)
-    tokens = jnp.asarray(rng.integers(0, 97, (2, 8)), jnp.int32)
-    drafted = DraftTree(tokens, jnp.array([[0, 0, 0, 1, 2, 3, 3, 6], [0, 0, 1, 2, 2, 3, 4, 4]], jnp.int32))
-    path, length = jnp.array([[0, 1, 3, 6], [0, 1, 2, 2]], jnp.int32), jnp.array([4, 3], jnp.int32)
-    after = commit(cache, forward(params, drafted, cache, start).rows, start, path, length)
-    for column in range(4):
-        one = tree.chain(jnp.take_along_axis(tokens, path[:, column, None], axis=1))
-        rows = forward(params, one, cache, start + column).rows
-        cache = commit(cache, rows, start + column, None, (column < length).astype(jnp.int32))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), after, cache)
 
 
 # Checkpoints

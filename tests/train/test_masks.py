@@ -16,9 +16,11 @@ from jspec.train.recipe import AssistantShape, DraftRecipe, HeadShape
 STEPS = 3
 RECIPE = DraftRecipe(steps=4, batch_tokens=24, length=LENGTH, warmup=1, ttt_steps=STEPS)
 LEARNERS = {
-    "eagle3": HeadLearner.make(TARGET, HeadShape(capture_layers=(1, 2)), RECIPE, "float32"),
+    "eagle3": HeadLearner.make(TARGET, HeadShape(capture_layers=(1, 2), draft_vocab_size=28), RECIPE, "float32"),
     "frozen-kv-mtp": AssistantLearner.make(TARGET, AssistantShape(num_layers=1), RECIPE, "float32"),
 }
+VOCABULARIES = {"eagle3": np.arange(3, 31, dtype=np.int32), "frozen-kv-mtp": None}
+"""The target's ids of the tokens of each draft; None: all."""
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +32,14 @@ def target():
 @pytest.mark.parametrize("kind", sorted(LEARNERS))
 def test_only_counted_tokens_teach_a_draft(target, kind):
     """The target's distribution of a token that does not count is unread, and so is text after the last that does."""
-    draft = LEARNERS[kind]
-    params = distill.init(draft, target, None).params
+    draft, ids = LEARNERS[kind], VOCABULARIES[kind]
+    params = distill.init(draft, target, ids).params
 
     @jax.jit
     def gradient(params, tokens, logits, rows):
         def total(params):
             observed = draft.observe(draft.run_target(target, tokens))
-            targets = ttt.make_targets(logits, None)
+            targets = ttt.make_targets(logits, ids)
             found = draft.unroll(Params(target, params), tokens, observed, targets, rows)
             return draft.total(found.loss), found
 
@@ -69,8 +71,9 @@ def test_heldout_metrics_do_not_depend_on_padding(target):
     """Sequences in a wider array, with any tokens after their ends, have the same metrics."""
     texts = widened(np.random.default_rng(0))
     learner = LEARNERS["eagle3"]
-    params = Params(target, distill.init(learner, target, None).params)
-    narrow, wider = (distill.agreement(params, batches.Source(x, mask=y), learner) for x, y in texts)
+    params = Params(target, distill.init(learner, target, VOCABULARIES["eagle3"]).params)
+    ids = VOCABULARIES["eagle3"]
+    narrow, wider = (distill.agreement(params, batches.Source(x, mask=y), learner, ids) for x, y in texts)
     for name, value in narrow.items():
         np.testing.assert_allclose(wider[name], value, rtol=1e-5)
 

@@ -272,35 +272,6 @@ def failing(function, point):
     return call
 
 
-@pytest.mark.slow
-def test_a_run_killed_between_two_operations(tmp_path, monkeypatch):
-    """The directory as it is before each call of the system that changes it."""
-    directory, moments = tmp_path / "run", []
-
-    def kept_before(function):
-        def call(*args, **kwargs):
-            if directory.exists():
-                moments.append(shutil.copytree(directory, tmp_path / f"moment-{len(moments)}"))
-            return function(*args, **kwargs)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in ("replace", "fsync"):
-            patch.setattr(os, name, kept_before(getattr(os, name)))
-        write(directory, (4, 8, 12))
-    steps = []
-    for moment in moments[::9]:
-        try:
-            state = resume(moment)[1]
-        except FileNotFoundError:
-            RunDirectory(moment).begin(RECORD)
-            continue
-        assert_same(state, int(state["step"]))
-        steps.append(int(state["step"]))
-    assert steps == sorted(steps) and {*steps} >= {4, 8}
-
-
 def test_what_is_not_a_run_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match=r"file: must be a directory, but is a file"):
