@@ -109,7 +109,7 @@ class Runner:
         self.state: DecodeState = empty(params, method=method, sizes=sizes)
         places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
-        local = jax.tree.leaves(params)[0].devices() if self._placement is None else self._placement.devices
+        local = self.state.length.devices() if self._placement is None else self._placement.devices
         self._guards = [guard for device in local for guard in addresses.keep_apart(device)]
         # Nodes of a round's tree. A sampling drafter reads the temperature, not part of the state of the slots.
         sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if sizes.samples else None
