@@ -40,14 +40,10 @@ Cases = Iterator[Case]
 
 
 def run_cases(function: str, name: str, cases: Iterable[Case], disable: bool | None) -> tuple[str, ...]:
-    """Run cases in order; returns their names, or their messages.
+    """Run cases in order; returns their names, or their messages. AssertionError if one has not passed.
 
-    function: the public function, for the notes of errors.
-    name: what is checked, for messages.
+    function, name: the public function, and what is checked, for messages.
     disable: the result of `hidden`.
-
-    Raises:
-      AssertionError: the first case that has not passed.
     """
     shown = []
     with tqdm(list(cases), unit="check", disable=disable) as bar:

@@ -57,15 +57,7 @@ class DsaCache(CompositeCache):
         dtype: DTypeLike,
         index_dtype: DTypeLike | None = None,
     ) -> "DsaCache":
-        """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
-
-        Args:
-          dtype: of latent rows.
-          index_dtype: of indexer keys; None: the same.
-
-        Raises:
-          ValueError: `page_size` or `top_k` below 1.
-        """
+        """As `MlaCache.empty`; also ValueError if `top_k` is below 1. index_dtype: of indexer keys; None: `dtype`."""
         if top_k < 1:
             raise ValueError(f"top_k={top_k}: must be at least 1")
         latent, index = (

@@ -135,10 +135,7 @@ class HybridCache(CompositeCache):
         length: Int[Array, " B"],
         **pieces: PyTree,
     ) -> Self:
-        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on.
-
-        rows: for each layer of the model, as its group's `commit` takes them; None for a layer with shared keys.
-        """
+        """As `PagedCache.commit`. rows: for each layer of the model; None for a layer with shared keys."""
         groups: list[Group] = []
         for index, group in enumerate(self.groups):
             # Rows of the layers of this group.

@@ -31,11 +31,7 @@ class MhaCache(PagedCache):
     def empty(
         cls, batch: int, capacity: int, page_size: int, *, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike
     ) -> "MhaCache":
-        """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
-
-        Raises:
-          ValueError: `page_size` below 1.
-        """
+        """An empty cache for `batch` sequences of `capacity` rows each, or ValueError for a `page_size` below 1."""
         per_sequence = pages.pages_for(capacity, page_size)
         pool = jnp.zeros((layers, 2, batch * per_sequence, page_size, kv_heads, platform.row_width(head_dim)), dtype)
         return cls(pool, pages.contiguous_table(batch, per_sequence))

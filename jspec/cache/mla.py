@@ -40,14 +40,7 @@ class MlaCache(PagedCache):
     def empty(
         cls, batch: int, capacity: int, page_size: int, *, layers: int, width: int, dtype: DTypeLike
     ) -> "MlaCache":
-        """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
-
-        Args:
-          width: W; a row of the pool is wider on some platforms (`platform.row_width`).
-
-        Raises:
-          ValueError: `page_size` below 1.
-        """
+        """As `MhaCache.empty`, with rows of `width` features, on some platforms wider (`platform.row_width`)."""
         per_sequence = pages.pages_for(capacity, page_size)
         pool = jnp.zeros((layers, 1, batch * per_sequence, page_size, platform.row_width(width)), dtype)
         return cls(pool, pages.contiguous_table(batch, per_sequence))

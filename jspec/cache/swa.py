@@ -42,13 +42,7 @@ class SlidingCache(MhaCache):
     def empty(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, batch: int, capacity: int, page_size: int, *, window: int, layers: int, **heads: Any
     ) -> "SlidingCache":
-        """An empty cache for `batch` sequences of at most `capacity` tokens each.
-
-        heads: as of `MhaCache.empty`.
-
-        Raises:
-          ValueError: `page_size` or `window` below 1.
-        """
+        """As `MhaCache.empty`, which takes `heads`; also ValueError if `window` is below 1."""
         if window < 1:
             raise ValueError(f"window={window}: must be at least 1, the token itself")
         per_sequence = pages.pages_for(capacity, page_size)

@@ -129,7 +129,7 @@ class Adapter:
     def over(self, files: TensorFiles, modalities: Collection[str] = ()) -> "AdaptedFiles":
         """The tensors of a checkpoint with this adapter in them.
 
-            modalities: beginnings of the names of tensors of other modalities.
+        modalities: beginnings of the names of tensors of other modalities.
 
         Raises:
           CheckpointError: a tensor of the adapter has no place in the checkpoint or another shape or rank than its

@@ -119,14 +119,11 @@ def _with_module(name: str) -> str:
 
 
 def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool | None = None) -> Plan[Draft]:
-    """Split a draft beside a target over devices, or leave it whole on each of them.
+    """Split a draft beside a target over devices, or leave it whole on each; ValueError if it cannot be so.
 
     name: the draft's, for messages.
     placement: the target's.
     draft_tensor: whether to split it; None: if it must be, or is faster so.
-
-    Raises:
-      ValueError: it cannot be split, or not be whole.
     """
     # A reader of the target's cache must be split with it.
     config, tensors, devices = plan.config, plan.tensors, placement.size

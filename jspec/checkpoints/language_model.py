@@ -60,10 +60,9 @@ MOST_PARAMETERS = 10**13
 def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint[Decoder]:
     """Loads a checkpoint of any family in `FAMILIES` onto the default device.
 
-    Args:
-      directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
-      dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
-      mtp: whether to read MTP heads, if there are any.
+    directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
+    dtype: as in `jspec.load`.
+    mtp: whether to read MTP heads, if there are any.
 
     Raises:
       CheckpointError: a file is missing or damaged, the architecture or an option is not supported, a tensor is missing

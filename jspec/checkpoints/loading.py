@@ -26,13 +26,10 @@ SEVERAL_DEVICES = "no exact forward of a model over several devices yet; omit te
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """How a model is held: its devices, its precision, and the format of its caches.
+    """How a model is held; TypeError or ValueError for invalid options, or two that do not go together.
 
     placement: the devices over which it is split; None: it is on the default device.
     dtype, exact, weights, kv, draft_tensor: as in `jspec.load`.
-
-    Raises:
-      TypeError, ValueError: an option of the wrong type or with an unknown value, or two that do not go together.
     """
 
     placement: Placement | None = None

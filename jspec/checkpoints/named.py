@@ -78,11 +78,7 @@ class LiveTensors(Tensors):
 def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tuple[int, ...]]:
     """Parse a configuration, and the ids that end a text.
 
-    config: what a config.json holds, its file or directory, or a configuration itself.
-
-    Raises:
-      CheckpointError: as `language_model.parse_config`.
-      TypeError: none of these.
+    config: what a config.json holds, its file or directory, or a configuration itself; otherwise TypeError.
     """
     # The configuration of a model.
     if isinstance(config, Decoder):

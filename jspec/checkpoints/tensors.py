@@ -308,14 +308,10 @@ class Tensors:
             )
 
     def refuse_unread(self, owner: str, spare: Callable[[str], bool] = lambda name: False) -> None:
-        """Refuse tensors that nothing has read.
+        """Raises CheckpointError with the names of tensors that nothing has read.
 
-        Args:
-          owner: the kind of model, for the error.
-          spare: whether a tensor may remain unread, by its name; tables of rotary positions always may.
-
-        Raises:
-          CheckpointError: names some of them.
+        owner: the kind of model, for the error.
+        spare: whether a tensor may remain unread, by its name; tables of rotary positions always may.
         """
         unread = sorted(name for name in self.names() - self.asked if not name.endswith(_DERIVED) and not spare(name))
         if unread:

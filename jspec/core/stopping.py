@@ -27,10 +27,8 @@ def build_table(
 ) -> TokenTable | None:
     """Build the automaton, or None if nothing ends a text. Its negative codes are ends.
 
-    Args:
-      eos: EOS ids.
-      strings: stop strings, as bytes; none may be empty.
-      token_bytes: the bytes of each id; required with `strings`. Ids beyond it add none.
+    strings: stop strings, as bytes; none may be empty.
+    token_bytes: the bytes of each id; required with `strings`. Ids beyond it add none.
 
     Raises:
       ValueError: an id outside the vocabulary, an empty string, strings of 32767 bytes or more in total, or

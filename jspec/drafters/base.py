@@ -237,14 +237,7 @@ class WindowedDrafter(ModelDrafter[M]):
 
 
 def check_made_for(name: str, target: Target, *, vocab_size: int, hidden_size: int) -> None:
-    """Checks a draft model against its target.
-
-    name: the kind of draft model, for the message.
-    vocab_size, hidden_size: of the target it was made for.
-
-    Raises:
-      ValueError: the target differs.
-    """
+    """Raises ValueError if a draft model, of the kind `name`, was made for a target with other sizes than these."""
     sizes = ("vocabulary", vocab_size, target.vocab_size), ("hidden size", hidden_size, target.hidden_size)
     for field, size, actual in sizes:
         if size != actual:

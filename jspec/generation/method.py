@@ -81,15 +81,9 @@ def choose_method(
     placement: Placement | None = None,
     record: Records | None = None,
 ) -> tuple[Method, RowSampling | None]:
-    """Binds a drafter to the models and chooses the rule for the sampling parameters of a batch.
+    """The method of a batch, with a bound drafter, and the sampling parameters as its rule needs them.
 
-    record: as of `Method`.
-
-    Returns:
-      The method, and the sampling parameters as its rule needs them.
-
-    Raises:
-      ValueError, TypeError: as `choose_rule` and `bind_drafter`.
+    record: as of `Method`. Errors are those of `choose_rule` and `bind_drafter`.
     """
     sampling = with_point_masses(accept, sampling, batch)
     rule, adapted = choose_rule(accept, sampling, drafter)

@@ -64,7 +64,6 @@ class SpecialIds(Protocol):
 class RolloutOutput:
     """Samples, with the fields of Tunix's class of this name.
 
-    text: of each sample.
     logits: None, as they never leave the device.
     tokens: ids of each sample, [length], without padding.
     left_padded_prompt_tokens: ids of the prompts, [B, max_prompt_length].

@@ -130,8 +130,7 @@ def from_target(
       target: a frozen dataclass with the attributes and methods of `jspec.core.types.Target`. Compiled programs are
         kept for equal ones.
       params: its weights, by reference: any pytree of arrays.
-      tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
-      eos: end-of-text ids.
+      tokenizer, eos: as in `from_function`.
       name: for messages; None: the name of its class.
 
     Raises:

@@ -274,13 +274,11 @@ class Assistant(Draft):
     ) -> AssistantOutput:
         """One step after N (token, hidden state) pairs per sequence, blind to each other; writes nothing.
 
-        Args:
-          params: the target's weights, whose embedding it reads, and in `params.draft` its own.
-          target: the target's configuration.
-          hidden: the target's hidden state after its final norm, or `hidden` of an earlier output.
-          cache: the target's cache.
-          length: committed rows of each sequence; sliding windows end at the last of them.
-          positions: rotation of the queries of each sequence.
+        params: the target's weights, whose embedding it reads, and in `params.draft` its own.
+        hidden: the target's hidden state after its final norm, or `hidden` of an earlier output.
+        cache: the target's cache.
+        length: committed rows of each sequence; sliding windows end at the last of them.
+        positions: rotation of the queries of each sequence.
         """
         draft: PyTree = params.draft
         # Join the token's embedding with the hidden state.

@@ -287,12 +287,10 @@ class BlockHead(DraftShape):
     ) -> Float[Array, "B N E"]:
         """The outputs of the rows of a block, after the final norm.
 
-        Args:
-          params: the draft's weights, and the target's, whose embedding and LM head it may share.
-          target: the target's configuration.
-          tokens: the last committed token, then masks.
-          positions: from `start` on.
-          start: committed rows in the cache. None: none.
+        params: the draft's weights, and the target's, whose embedding and LM head it may share.
+        tokens: the last committed token, then masks.
+        positions: from `start` on.
+        start: committed rows in the cache. None: none.
         """
         draft: BlockParams = params.draft
         # The block: embeddings, rotation and the mask of both directions.

@@ -110,13 +110,11 @@ class EagleHead(DraftShape):
     ) -> EagleParams:
         """The table of the weights, without the ids of the draft's vocabulary.
 
-        Args:
-          names: of tensors; optional weights are read if their names are among them.
-          embed: whether the head has its own embedding; None: if its width differs from the target's.
-          lm_head: whether an EAGLE-3 head has its own LM head.
-          fc: whether it projects captured states.
-          fc_norms: the tensors of norms of captured layers.
-          qk_norm: whether norms of heads are required.
+        names: of tensors; optional weights are read if their names are among them.
+        embed: whether the head has its own embedding; None: if its width differs from the target's.
+        lm_head, fc: whether an EAGLE-3 head has its own LM head, and whether it projects captured states.
+        fc_norms: the tensors of norms of captured layers.
+        qk_norm: whether norms of heads are required.
         """
         # Sizes, and the prefix of the first layer in this layout.
         width, outer, three = self.hidden_size, self.target_hidden_size, self.version == 3
@@ -190,11 +188,9 @@ class EagleHead(DraftShape):
     def apply(self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]) -> HeadOutput:
         """One forward over N (token, feature) pairs per sequence.
 
-        Args:
-          params: the head's weights, and the target's, whose embedding and LM head it may share.
-          target: the target's configuration.
-          batch: tokens, and the positions of the features; each token is one position later.
-          feature: the result of `fuse`, or the `feature` of an earlier output of this head.
+        params: the head's weights, and the target's, whose embedding and LM head it may share.
+        batch: tokens, and the positions of the features; each token is one position later.
+        feature: the result of `fuse`, or the `feature` of an earlier output of this head.
         """
         x, rows = self._run(params, target, batch, feature)
         normed = self._normed(params.draft, x)

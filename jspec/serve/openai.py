@@ -250,12 +250,9 @@ _SAME = {field.name for field in dataclasses.fields(Call)} - {"tools"}
 
 
 def constrained(call: Call, dialect: Dialect, prompt_end: str) -> Sampling | None:
-    """Compiles the grammar and adds it to the sampling parameters.
+    """Compiles the grammar and adds it to the sampling parameters; ApiError if it is not supported.
 
     prompt_end: of a chat, as `Dialect.prompt_end`.
-
-    Raises:
-      ApiError: it is invalid, or not supported.
     """
     grammar = None if call.grammar is None else call.grammar.compile()
     if call.tools is not None:

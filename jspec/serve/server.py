@@ -46,14 +46,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 @dataclasses.dataclass(frozen=True)
 class Surface:
-    """How a server meets its clients.
+    """How a server meets its clients; ValueError for an invalid origin, or a file that cannot be read.
 
     origins: of pages of other sites with access, "*": of all.
     certfile, keyfile: TLS, as PEM files; None: no TLS, or the key is beside the certificate.
     access_log: whether to print a line for each request.
-
-    Raises:
-      ValueError: an origin is invalid, or a file cannot be read.
     """
 
     origins: Sequence[str] = ()

@@ -20,11 +20,7 @@ Result = TypeVar("Result")
 
 
 async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of all handles with the index of their handle, as they arrive.
-
-    Raises:
-      ApiError: the engine failed, or a sequence was cancelled, as in a shutdown.
-    """
+    """The pieces of all handles, with its index, as they arrive; ApiError if the engine failed or one was cancelled."""
     # One sequence needs no task and no queue.
     if len(handles) == 1:
         async with contextlib.aclosing(_pieces(handles[0])) as pieces:

@@ -23,16 +23,11 @@ def compile_stops(
 ) -> TokenTable | None:
     """Compile EOS ids and stop strings to an automaton, see `stopping.build_table`.
 
-    Args:
-      tokenizer: required if there are stop strings.
-      vocab_size: the model's vocabulary size.
-      eos: ids that end a text.
-      stop: one or several stop strings, or ids. The content of a special token means its id.
+    tokenizer: required if there are stop strings.
+    stop: one or several stop strings, or ids. The content of a special token means its id.
 
     Raises:
-      TypeError: `stop` is neither a string nor a sequence of strings and ids.
-      ValueError: an empty string, too many strings, an id outside the vocabulary, or a missing or unsupported
-        tokenizer.
+      TypeError, ValueError: as `check_stop`; too many strings, an id outside the vocabulary, or no supported tokenizer.
     """
     stops = check_stop(stop)
     if tokenizer is None and any(isinstance(one, str) for one in stops):

@@ -73,9 +73,6 @@ class Rows:
 class Inputs:
     """What a run reads, as far as its card describes it; read before the run, so nothing is missing at its end.
 
-    manifest: the data.
-    rows: the files of --rows.
-    rows_share: the fraction of batches from --rows.
     num_prompts: held-out prompts in each evaluation.
     length: tokens of the sequences of the data; None: it is text, cut into the sequences of the recipe.
     """
@@ -131,15 +128,10 @@ def assemble(
 ) -> str:
     """A card in Markdown.
 
-    Args:
-      name: what the model is called.
-      architecture: a sentence about it.
-      training: items of the section on its training.
-      sections: further sections, after it.
-      commands: what makes the model again.
-      texts: what the data has for cards.
-      pipeline: the hub's name for what the model does; None: it does nothing by itself.
-      tags: for the hub, beyond the usual ones.
+    training: items of the section on its training, before the other `sections`.
+    commands: what makes the model again.
+    pipeline: the hub's name for what the model does; None: it does nothing by itself.
+    tags: for the hub, beyond the usual ones.
     """
     return _CARD.format(
         name=name,

@@ -53,9 +53,6 @@ class Learn(Options):
 
     recipe: hyperparameters of the draft's kind, as in `jspec.train.recipe`; length, steps and batch_tokens follow from
       the options here. None: the defaults, with `learning_rate`.
-
-    Raises:
-      ValueError, TypeError: an option out of bounds or of another type.
     """
 
     share: float = option(0.1, "largest share of the engine's time for steps", above=0.0, most=0.9)

@@ -40,12 +40,7 @@ _RECORD, _METRICS, _PROGRESS, _SUMS = "recipe.json", "metrics.jsonl", "progress.
 
 
 class RunDirectory:
-    """A run's files; `begin` or `resume` comes first.
-
-    Raises:
-      NotADirectoryError: `path` is a file.
-      CheckpointError: something else has the name of one of the files.
-    """
+    """A run's files; `begin` or `resume` comes first. NotADirectoryError or CheckpointError if names are taken."""
 
     def __init__(self, path: Path):
         self.path = atomic.require_directory(path)

@@ -82,12 +82,8 @@ class UnrolledLearner(Learner):
     ) -> StepMetrics:
         """Unrolls over the recipe's steps and compares each with the target; differentiable in `params.draft`.
 
-        Args:
-          params: weights of the draft and of its target, in the precision of the forward.
-          tokens: the text.
-          observed: what the draft reads of the target.
-          targets: the target's distribution after each token.
-          mask: 1 for counted text, 0 elsewhere. Row p of step k counts if the token at p + k does.
+        observed: what the draft reads of the target.
+        mask: 1 for counted text, 0 elsewhere. Row p of step k counts if the token at p + k does.
         """
         # The backward pass recomputes the inside of each step, above all its logits, so that only the carries are
         # stored. With XLA's schedule on CPU, recomputing costs time and saves no memory.

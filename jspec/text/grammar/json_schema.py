@@ -45,16 +45,9 @@ _MOST_CHOICES = 8
 
 
 def parse_schema(schema: object, *, whitespace: Expression, max_depth: int) -> Expression:
-    """Compile a JSON schema.
+    """Compile a JSON schema, as Python values, as `Grammar.json_schema`; errors have a JSON pointer and the name.
 
-    Args:
-      schema: a mapping, or True or False.
-      whitespace: allowed between two tokens; see `Layout`.
-      max_depth: nesting of objects and arrays in a value of any type, and of a definition within itself.
-
-    Raises:
-      TypeError: not a schema.
-      ValueError: an unsupported keyword or an invalid value; the message has its JSON pointer and name.
+    whitespace: allowed between two tokens; see `Layout`.
     """
     try:
         json.dumps(schema, allow_nan=False)

@@ -38,16 +38,9 @@ _REFUSED = {
 
 
 def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, bool, bool]:
-    """Compile a regex for full matches; also returns whether it begins with ^ and ends with $.
+    """Compile a regex as `Grammar.regex`; also returns whether it begins with ^ and ends with $.
 
-    Classes such as \\d and \\w have ASCII characters only, as with `re.ASCII`; "." is any character but a newline.
-
-    Args:
-      name: the argument, for messages.
-
-    Raises:
-      TypeError: not a str.
-      ValueError: not a regex, or one with unsupported features or flags.
+    name: the argument, for messages.
     """
     text = check_text(name, pattern)
     shown = f"{name}={shorten(text)}"
