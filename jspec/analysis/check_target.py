@@ -185,10 +185,6 @@ def _step(case: TargetCase, cache: Any, steps: int, how: str, text: np.ndarray |
     return cache
 
 
-def _check_steps(case: TargetCase) -> None:
-    _step(case, case.empty(), WIDTH + 4, "read token by token")
-
-
 def _prefill(case: TargetCase, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
     """Read texts in chunks; returns the cache."""
     lengths = np.array(lengths)
@@ -269,13 +265,8 @@ def _check_uncommitted(case: TargetCase) -> None:
     old = case.random(case.text.shape, 5)
     _, used = case.read(old, case.empty(), None, np.full(len(LENGTHS), WIDTH))
     _step(case, used, steps, "in a cache that held another text before (nothing is committed at start 0)")
-
-    _step(
-        case,
-        poison.fill(case.empty()),
-        steps,
-        "in a cache whose uncommitted rows are NaN (select with where; NaN times 0 is NaN)",
-    )
+    how = "in a cache whose uncommitted rows are NaN (select with where; NaN times 0 is NaN)"
+    _step(case, poison.fill(case.empty()), steps, how)
 
 
 def _check_pages(case: TargetCase) -> None:
@@ -340,7 +331,9 @@ _CHECKS = {
     "logits are finite or -inf, and depend on the text": _check_finite,
     "logits do not depend on later tokens": _check_causal,
     "a sequence does not depend on the others of its batch": _check_batch,
-    "token by token, with sequences at different positions": _check_steps,
+    "token by token, with sequences at different positions": lambda case: _step(
+        case, case.empty(), WIDTH + 4, "read token by token"
+    ),
     "in chunks, with sequences that end in earlier ones": _check_chunks,
     "in trees, of which a path is committed": _check_trees,
     "old contents of a cache do not matter, even NaN": _check_uncommitted,

@@ -33,6 +33,7 @@ class Evaluation:
     tokens_per_second: new tokens over the time of the rounds, without prefill and compilation.
     new_tokens: in total.
     repeated: share of the new tokens at the end of a repeated run of REPEAT_LENGTH tokens.
+    stats: the counters of all batches.
     generations: the output of each batch.
     """
 
@@ -43,18 +44,13 @@ class Evaluation:
     tokens_per_second: float
     new_tokens: int
     repeated: float
+    stats: GenerationStats = dataclasses.field(repr=False)
     generations: list[Generations] = dataclasses.field(repr=False)
 
     @property
     def tokens(self) -> list[list[int]]:
         """New ids of each prompt."""
         return [generation.tokens for batch in self.generations for generation in batch]
-
-    @property
-    def stats(self) -> GenerationStats:
-        """The counters of all batches."""
-        parts = [out.stats for out in self.generations]
-        return GenerationStats.total(parts, sum(part.seconds for part in parts))
 
     @classmethod
     def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
@@ -75,6 +71,7 @@ class Evaluation:
             tokens_per_second=stats.tokens_per_second,
             new_tokens=stats.new_tokens,
             repeated=repeated / stats.new_tokens,
+            stats=stats,
             generations=generations,
         )
 

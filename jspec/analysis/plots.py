@@ -260,9 +260,9 @@ def _heights(parents: Sequence[int]) -> list[float]:
     return heights
 
 
-def _label(tokenizer: Tokenizer | None, before: Sequence[int], token: int, max_length: int = 12) -> str:
-    """The text of a token on one line, with visible spaces."""
+def _label(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
+    """The text of a token on one line of at most 12 characters, with visible spaces."""
     (text,) = highlight.token_texts(tokenizer, before, [token])
     if tokenizer is not None:
         text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "→")
-    return text if len(text) <= max_length else text[: max_length - 1] + "…"
+    return text if len(text) <= 12 else text[:11] + "…"

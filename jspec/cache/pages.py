@@ -25,8 +25,3 @@ def pages_for(rows: int, page_size: int) -> int:
 def contiguous_table(batch: int, pages: int) -> Int[Array, "B pages"]:
     """The page table in which sequence b owns the pages b * pages, ..., (b + 1) * pages - 1."""
     return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
-
-
-def cyclic_table(batch: int, pages: int, ring: int) -> Int[Array, "B pages"]:
-    """The page table in which sequence b owns `ring` pages and reuses them cyclically."""
-    return contiguous_table(batch, ring)[:, jnp.arange(pages, dtype=jnp.int32) % max(ring, 1)]

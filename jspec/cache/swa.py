@@ -49,7 +49,9 @@ class SlidingCache(MhaCache):
         # Pages of a ring: those of the window, or of the whole context.
         ring = min(per_sequence, pages.pages_for(window, page_size))
         pool = MhaCache.empty(batch, ring * page_size, page_size, layers=layers, **heads).pool
-        return cls(pool, pages.cyclic_table(batch, per_sequence, ring), window)
+        # Sequence b owns `ring` pages and reuses them cyclically.
+        table = pages.contiguous_table(batch, ring)[:, jnp.arange(per_sequence, dtype=jnp.int32) % max(ring, 1)]
+        return cls(pool, table, window)
 
     def within(self, window: Window | None) -> Window:
         """The shorter of a draft's window and the layer's own; the ring has no first positions to keep."""

@@ -96,10 +96,6 @@ class Fields:
         """Whether the value is false."""
         return self._raw.get(key) is False
 
-    def is_object(self, key: str) -> bool:
-        """Whether the value is an object."""
-        return isinstance(self._raw.get(key), dict)
-
     def is_empty(self, key: str) -> bool:
         """Whether the value is an empty string, list or object."""
         return self._raw.get(key) in ("", [], {})
@@ -166,9 +162,9 @@ class Fields:
         """A list of at most `count` integers from `least` to `most`."""
         return self._read_list(key, default, partial(check_int, least=least, most=most), count)
 
-    def read_floats(self, key: str, *, above: float, most: float, count: int = MOST_SIZE) -> tuple[float, ...]:
-        """A list of at most `count` values above `above` and up to `most`."""
-        return self._read_list(key, _REQUIRED, partial(check_number, above=above, most=most), count)
+    def read_floats(self, key: str, *, above: float, most: float) -> tuple[float, ...]:
+        """A list of at most `MOST_SIZE` values above `above` and up to `most`."""
+        return self._read_list(key, _REQUIRED, partial(check_number, above=above, most=most), MOST_SIZE)
 
     def int_or_ints(self, key: str, *, least: int, most: int) -> tuple[int, ...]:
         """One integer or a list of them; empty if it is missing."""

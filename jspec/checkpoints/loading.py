@@ -45,18 +45,13 @@ class LoadOptions:
             check_text("dtype", self.dtype)
         check_weights(self.weights, WIDE)
         check_kv(self.kv)
-        if self.exact is not None and check_flag("exact", self.exact):
-            self.check_exact()
+        if self.exact is not None and check_flag("exact", self.exact) and (problem := self.not_exact()):
+            raise ValueError(f"exact=True: {problem}")
         # The split of the draft.
         if self.draft_tensor is not None:
             check_flag("draft_tensor", self.draft_tensor)
             if self.placement is None or self.placement.size == 1:
                 raise ValueError(f"draft_tensor={self.draft_tensor}: requires tensor or mesh")
-
-    def check_exact(self) -> None:
-        """Raise ValueError if there is no exact forward with the other options."""
-        if (problem := self.not_exact()) is not None:
-            raise ValueError(f"exact=True: {problem}")
 
     def not_exact(self) -> str | None:
         """Why there is no exact forward with the other options; None: there may be one."""

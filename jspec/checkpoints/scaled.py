@@ -70,7 +70,8 @@ def parse_scheme(config: Fields) -> Scheme | None:
     method = config.section("quantization_config")
     if not method.keys():
         return None
-    producer = method.section("producer").read_text("name", "") if method.is_object("producer") else ""
+    has_producer = isinstance(method.value("producer"), dict)
+    producer = method.section("producer").read_text("name", "") if has_producer else ""
     if method.has("quantization"):
         # What ModelOpt writes beside targets as hf_quant_config.json, it writes here for drafts.
         method = method.replaced(quantization=None).joined(method.section("quantization"))

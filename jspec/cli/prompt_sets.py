@@ -49,9 +49,10 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
     groups: dict[str, list[Entry]] = {}
     for path, records in files.items():
         where = path if not paths else f"--prompts {path}"
+        stem = "standard input" if path == STANDARD_INPUT else Path(path).stem
         for number, record in enumerate(records, 1):
             prompt = Entry(f"{where}, prompt {number}", record)
-            category = record.get("category", _stem(path) if len(files) > 1 else "")
+            category = record.get("category", stem if len(files) > 1 else "")
             if not isinstance(category, str):
                 raise ValueError(f"{prompt.name}: category={category!r}: must be a string")
             if len(prompt.turns) > 1 and not chat:
@@ -63,10 +64,6 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
     if len(groups) > 1 and "" in groups:
         groups["other"] = groups.get("other", []) + groups.pop("")
     return {category: group[:limit] for category, group in groups.items()}
-
-
-def _stem(path: str) -> str:
-    return "standard input" if path == STANDARD_INPUT else Path(path).stem
 
 
 @dataclasses.dataclass

@@ -430,9 +430,9 @@ def _displayed(generation: Generation, name: str = "") -> highlight.DisplayedSeq
     )
 
 
-def _beginning(generation: Generation, max_characters: int = 40, max_ids: int = 10) -> str:
-    """The first characters of the text, or the first ids if there is no text."""
+def _beginning(generation: Generation) -> str:
+    """The first 40 characters of the text, or the first 10 ids if there is no text."""
     text, tokens = generation.text, generation.tokens
     if text is not None:
-        return repr(text) if len(text) <= max_characters else f"{text[:max_characters]!r}..."
-    return repr(tokens) if len(tokens) <= max_ids else f"[{', '.join(map(str, tokens[:max_ids]))}, ...]"
+        return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
+    return repr(tokens) if len(tokens) <= 10 else f"[{', '.join(map(str, tokens[:10]))}, ...]"

@@ -194,6 +194,7 @@ class BlockHead(DraftShape):
             )
             for index in range(self.num_layers)
         ]
+        convs = width, self.conv_kernel_size, self.conv_group_size
         return BlockParams(
             embed=plain("embed_tokens.weight", self.vocab_size, width) if self.own_embed else None,
             mask_embed=None,
@@ -206,17 +207,13 @@ class BlockHead(DraftShape):
             markov=self._markov_weights(),
             confidence=linear(read, {"confidence_head.proj.weight": 1}) if self.confidence else None,
             confidence_bias=plain("confidence_head.proj.bias", 1) if self.confidence else None,
-            convs=self._conv_weights(),
+            convs=tuple(dflash2.conv_weights(f"layers.{index}.", *convs) for index in range(self.num_layers))
+            if self.conv_kernel_size
+            else None,
             selector=dflash2.selector_weights(self.vocab_size, width, self.selector_rank)
             if self.selector_rank
             else None,
         )
-
-    def _conv_weights(self) -> tuple[LayerConvs, ...] | None:
-        if not self.conv_kernel_size:
-            return None
-        sizes = self.hidden_size, self.conv_kernel_size, self.conv_group_size
-        return tuple(dflash2.conv_weights(f"layers.{index}.", *sizes) for index in range(self.num_layers))
 
     def _markov_weights(self) -> MarkovParams | None:
         if self.markov is None:

@@ -116,13 +116,6 @@ class Deepseek(Decoder):
             return "attention that reads what an indexer selects has no exact forward yet"
         return super().not_exact()
 
-    @property
-    def down_width(self) -> int:
-        """Width of the first projection of a layer, on one device."""
-        sizes = self.latent
-        queries = self.num_heads // self.tensor * (sizes.nope_dim + sizes.rope_dim)
-        return (sizes.q_rank or queries) + sizes.width
-
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; layers after the last are those of `mtp`."""
         return None if layer < self.dense_layers else self.experts
@@ -188,9 +181,9 @@ class Deepseek(Decoder):
         name = prefix + ("q_a_proj.weight" if two_steps else "q_proj.weight")
         outs = {name: latent.q_rank or self._query_width, prefix + "kv_a_proj_with_mqa.weight": latent.width}
         stored = {name: (out, width) for name, out in outs.items()}
-        joined = fused(
-            (width, self.down_width * self.tensor), stored, parts, lambda joined: np.split(joined.T, [-latent.width])
-        )
+        columns = latent.q_rank * self.tensor if latent.q_rank else self._query_width
+        shape = width, columns + latent.width * self.tensor
+        joined = fused(shape, stored, parts, lambda joined: np.split(joined.T, [-latent.width]))
         return reordered(joined, None if two_steps else self._query_order, latent.row_order(1, latent.width))
 
     @property

@@ -82,11 +82,6 @@ class LayerShape:
         return (ExactOps if self.exact else Ops)(self.tensor, self.kv)
 
 
-def held_kv_heads(config: LayerShape) -> int:
-    """Heads of keys and values on all devices."""
-    return held_heads(config.num_kv_heads, config.tensor)
-
-
 def layer_weights(
     config: LayerShape,
     prefix: str,
@@ -297,7 +292,8 @@ def attention_branch(
     layer: weights with the fields of `LayerParams` for the attention.
     """
     # Queries, keys and values; a norm of all heads reads them as one.
-    ops, heads, kv_heads = config.ops, config.num_heads // config.tensor, held_kv_heads(config) // config.tensor
+    ops, heads = config.ops, config.num_heads // config.tensor
+    kv_heads = held_heads(config.num_kv_heads, config.tensor) // config.tensor
     qkv, norms = ops.projection(normed, layer.qkv, layer.qkv_bias), (layer.q_norm, layer.k_norm)
     if layer.q_norm is not None and [norm.shape for norm in norms] != [(config.head_dim,)] * 2:
         qkv, norms = _norm_all_heads(ops.whole(qkv, normed), *norms, config), (None, None)

@@ -49,7 +49,7 @@ def read(command: DataOptions, tokenizer: Tokenizer, ends: frozenset[int], dropp
       ends: ids that end a reply.
       dropped: gets the counts of what is dropped, and prints them.
     """
-    width = command.most_tokens
+    width = command.width or records.WIDTH
     encoded = _encode_chats(command.paths, width, tokenizer, ends, dropped)
     dropped.say()
     if len(encoded) < 2:

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from tqdm import tqdm
 
 from jspec.checkpoints import atomic, drafts
+from jspec.checkpoints.files import read_json
 from jspec.core.checks import check_flag
 from jspec.core.options import options_of
 from jspec.core.types import Params
@@ -120,7 +121,9 @@ def main(kind: Kind, run: DraftRun, recipe: Recipe, shape: Any, output: Any | No
     task = Distillation(learner, target, sources, heldout, measure)
     distill.check_evaluation(model, learner.config, prompts, run.depth)
     if run.minutes is not None:
-        steps = run.recorded_steps() or task.fit_steps(run, began + 60 * run.minutes)
+        # A resumed run keeps its schedule.
+        steps = read_json(run.work / "recipe.json")["steps"] if run.resume else None
+        steps = int(steps or task.fit_steps(run, began + 60 * run.minutes))
         learner = dataclasses.replace(learner, recipe=dataclasses.replace(recipe, steps=steps))
         task = dataclasses.replace(task, learner=learner)
     # Try the layout and the card before the run, not after it.

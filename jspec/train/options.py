@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 from jspec.checkpoints import atomic
-from jspec.checkpoints.files import read_json
 from jspec.core.options import option, option_of, options_of, typed
 from jspec.train import batches
 from jspec.train.batches import Source
@@ -81,10 +80,6 @@ class DraftRun(Run):
     minutes: float | None = option(
         None, "end the run, with its schedule, after about this time, fewer steps than --steps if need be", above=0
     )
-
-    def recorded_steps(self) -> int | None:
-        """The steps of the run to resume, which its schedule needs; None: it begins."""
-        return int(read_json(self.work / "recipe.json")["steps"]) if self.resume else None
 
 
 def describe(values: object, *omitted: str) -> str:

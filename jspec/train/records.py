@@ -20,7 +20,7 @@ from jspec.train.recipe import Options
 
 T = TypeVar("T")
 
-_WIDTH = 2048
+WIDTH = 2048
 """Default of the most tokens of a chat."""
 MOST_FILE_BYTES = 2**30
 """Bound of a file to read as a whole: a text, or a JSON list."""
@@ -74,16 +74,11 @@ class DataOptions(FileOptions):
     heldout_share: float = option(0.05, "about how much of the text, or of the chats, to hold out", above=0, most=0.5)
     width: int | None = option(
         None,
-        f"with --chats: the most tokens of a sequence; replies beyond it are dropped (default: {_WIDTH})",
+        f"with --chats: the most tokens of a sequence; replies beyond it are dropped (default: {WIDTH})",
         least=4,
         most=2**24,
     )
     heldout_prompts: int = option(128, "held-out prompts to write", least=1)
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens of a chat."""
-        return self.width or _WIDTH
 
 
 @dataclasses.dataclass
