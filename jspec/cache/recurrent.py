@@ -103,13 +103,12 @@ class RecurrentCache(SlotCache):
     ) -> tuple[Float[Array, "B N Hv V"], RecurrentRows]:
         """The output of each of N nodes, along its own path, in float32, and the rows of the round.
 
-        Args:
-          inputs: inputs of the convolution: all queries, all keys, all values.
-          conv: weights of the convolution, the node's own last.
-          g, beta: decay and rate of each node, in float32.
-          start: committed tokens before the root; None: none.
-          mask: the node itself and its ancestors among the round's R rows; None: all up to its own.
-          earlier: R - N rows of this round from earlier forwards, before the new ones.
+        inputs: inputs of the convolution: all queries, all keys, all values.
+        conv: weights of the convolution, the node's own last.
+        g, beta: decay and rate of each node, in float32.
+        start: committed tokens before the root; None: none.
+        mask: the node itself and its ancestors among the round's R rows; None: all up to its own.
+        earlier: R - N rows of this round from earlier forwards, before the new ones.
         """
         # Rows of earlier forwards come first.
         state, window = self.layer_states[layer], self.windows[layer]

@@ -199,12 +199,9 @@ def _kind_of(config: Draft) -> DraftKind:
 
 
 def choose_layout(config: Draft, params: PyTree, layout: str | None = None) -> str:
-    """The layout of a draft's checkpoint: this one or, if None, the first of its kind to hold it.
+    """The layout of a draft's checkpoint: this one or, if None, the first of its kind; ValueError if it cannot hold it.
 
     params: weights or their shapes.
-
-    Raises:
-      ValueError: an unknown layout, or a draft beyond the layout.
     """
     kind = _kind_of(config)
     if layout is not None and layout not in kind.layouts:

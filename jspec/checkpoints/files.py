@@ -48,12 +48,9 @@ def resolve_dtype(dtype: str | None) -> Any:
 
 
 def find_file(directory: Path, name: str) -> Path | None:
-    """A file of a checkpoint; None if there is none of that name.
+    """A file of a checkpoint; None if there is none of its name. CheckpointError if it is no file, or elsewhere.
 
     name: of a file in the directory itself; an index of shards may name any path.
-
-    Raises:
-      CheckpointError: the name leads to another directory, or it is not a file.
     """
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise CheckpointError(f"{directory}: the file name {name!r} must name a file in this directory")
@@ -65,7 +62,7 @@ def find_file(directory: Path, name: str) -> Path | None:
 
 
 def require_file(path: Path) -> None:
-    """Raises CheckpointError, which names the path, unless it is a regular file."""
+    """Raises CheckpointError with the path unless it is a regular file."""
     if not path.is_file():
         raise CheckpointError(f"{path}: {'must be a regular file' if path.exists() else 'no such file'}")
 

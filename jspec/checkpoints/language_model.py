@@ -122,10 +122,7 @@ def _untied(config: Any, files: AdaptedFiles) -> Any:
 def _check_heads(source: Source, count: int) -> None:
     """Warn if a checkpoint without the tensors of MTP heads declares some, as what `transformers` writes does.
 
-    count: heads with tensors.
-
-    Raises:
-      CheckpointError: another number is declared.
+    count: heads with tensors; CheckpointError if another number is declared.
     """
     for fields in (source.config, source.config.section("text_config")):
         for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):

@@ -95,11 +95,7 @@ def _on_several_devices(leaf: object) -> bool:
 
 
 def place_model(tensor: object, data: object, mesh: Mesh | None, *, exact: object = False) -> Placement | None:
-    """Choose the devices by these arguments of `jspec.load`; None: the default device.
-
-    Raises:
-      TypeError, ValueError: as `make_placement`; several devices for an exact forward.
-    """
+    """Choose the devices, as `make_placement`; None: the default device. ValueError if several must be exact."""
     tensor, data = (
         None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
     )

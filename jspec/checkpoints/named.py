@@ -76,7 +76,7 @@ class LiveTensors(Tensors):
 
 
 def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tuple[int, ...]]:
-    """Parse a configuration, and the ids that end a text.
+    """Parse a configuration, and the ids that end a text; CheckpointError as `language_model.parse_config`.
 
     config: what a config.json holds, its file or directory, or a configuration itself; otherwise TypeError.
     """

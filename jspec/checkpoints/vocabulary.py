@@ -36,12 +36,9 @@ def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int
 
 
 def check_padding(where: str, stored: int, count: int) -> None:
-    """Compare the `vocab_size` of a draft with the tokens of the target: it may have some rows of padding more or less.
+    """Raises CheckpointError if the `vocab_size` of a draft differs from the target's by more than rows of padding.
 
     where: the file.
-
-    Raises:
-      CheckpointError: they differ by more than that.
     """
     message = f"{where}: vocab_size={stored}, but the target has {count} tokens"
     if not is_padded(stored, count):

@@ -83,12 +83,9 @@ def check_number(
 
 
 def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> Sequence[object]:
-    """Check a sequence; text and bytes are single values here.
+    """Check a list, a tuple, another sequence or an array with axes; text and bytes are single values here.
 
-    items: the valid values, for the message.
-
-    Raises:
-      TypeError: neither a list, a tuple, another sequence, nor an array with axes.
+    items: the valid values, for the message of the TypeError.
     """
     if isinstance(value, np.ndarray) and value.ndim:
         return value.tolist()
@@ -114,12 +111,9 @@ def check_kind(name: str, value: object, kind: type[T], otherwise: str = "None")
 
 
 def entries_of(name: str, value: T | Sequence[T], batch: int, of: str = "sequence") -> list[T]:
-    """List the value of each of `batch` sequences, of one value for all or of one per sequence.
+    """List the value of each of `batch` sequences, of one value for all or of a list of as many, or ValueError.
 
     of: the kind of the entries, for the message.
-
-    Raises:
-      ValueError: a list whose length is not `batch`.
     """
     if not isinstance(value, Sequence):
         return [value] * batch

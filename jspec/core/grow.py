@@ -49,12 +49,7 @@ class Shape:
 
     @classmethod
     def checked(cls, name: str, depth: Any, width: Any, num_nodes: Any) -> "Shape":
-        """The shape of the trees of a drafter called `name`.
-
-        Raises:
-          TypeError: not ints.
-          ValueError: no such tree exists, or it is too large to compile or to rank.
-        """
+        """The shape of the trees of a drafter called `name`; TypeError for no ints, ValueError if it is too large."""
         shape = cls(depth, width, num_nodes)
         check_options(shape, name)
         # Ranking compares all pairs of proposed nodes.

@@ -92,12 +92,9 @@ def kind_of(field: dataclasses.Field[Any]) -> Kind:
 
 
 def check_options(values: Any, owner: str = "") -> None:
-    """Checks the options of a dataclass instance, and makes each a plain value.
+    """Checks the options of a dataclass instance, and makes each a plain value; TypeError or ValueError names one.
 
     owner: as in `check_int`.
-
-    Raises:
-      TypeError, ValueError: a value of another type, or out of bounds; the message names it.
     """
     for name, (field, spec) in options_of(values).items():
         value, kind = getattr(values, name), kind_of(field)

@@ -73,9 +73,8 @@ def read_columns(
 ) -> DecodeState:
     """The state after each sequence has read a chunk.
 
-    Args:
-      size: columns of the program; at most this many tokens are read.
-      first: nothing is committed before these columns, in any sequence.
+    size: columns of the program; at most this many tokens are read.
+    first: nothing is committed before these columns, in any sequence.
     """
     begin, count = chunk.begin, chunk.count
     # The tokens of this chunk.

@@ -63,12 +63,9 @@ def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acc
 
 
 def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
-    """Check that a loop can carry a state.
+    """Raises ValueError if the structure of a state, or a shape or dtype in it, has changed, so no loop can carry it.
 
     name: the function that returns it.
-
-    Raises:
-      ValueError: its structure, or the shape or dtype of a leaf, has changed.
     """
     old, new = (
         {jax.tree_util.keystr(path): describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}

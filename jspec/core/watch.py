@@ -30,12 +30,9 @@ def observe(
     length: Int[Array, " B"],
     columns: int,
 ) -> Watched:
-    """Adds the states of committed tokens.
+    """Adds the states of committed tokens; hidden, start, length: as in `jspec.core.types.Committed`.
 
-    Args:
-      watched: None before the first tokens.
-      hidden, start, length: as in `jspec.core.types.Committed`.
-      columns: L.
+    watched: None before the first tokens. columns: L.
     """
     batch, width, size = hidden.shape
     if watched is None:

@@ -151,12 +151,9 @@ class ModelDrafter(Generic[M]):
     def check_kind(
         self, draft: object, kind: type[T] | tuple[type[T], ...], needs: str, hint: str = 'jspec.load(..., draft="...")'
     ) -> T:
-        """The configuration of the draft model, of this class or of one of these.
+        """The configuration of the draft model, of this class or of one of these; ValueError if it is another one.
 
         needs, hint: the kind of draft, and how to get one, for the message.
-
-        Raises:
-          ValueError: it is another one, or None.
         """
         if isinstance(draft, kind):
             return draft
@@ -203,12 +200,9 @@ class WindowedDrafter(ModelDrafter[M]):
         return within(cache, self.window, self.keep_first)
 
     def check_features(self, draft: Any, target: Target, name: str) -> None:
-        """Checks a draft model that reads hidden states of the target; it must have been made for such a target.
+        """Raises ValueError unless a draft model that reads hidden states suits the target and the options.
 
         name: the kind of draft model, for the message.
-
-        Raises:
-          ValueError: the target has other sizes, or no such layers; or it does not suit the options.
         """
         check_made_for(name, target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
         layers, last = draft.capture_layers, target.num_layers + 1

@@ -11,12 +11,9 @@ Costs = tuple[tuple[int, tuple[float, ...]], ...]
 
 
 def check_costs(owner: str, costs: object) -> Costs:
-    """The table of costs as a tuple: of the costs by batch, or of those for all batches.
+    """The table of costs as a tuple, by batch or for all batches; TypeError or ValueError if it is no such table.
 
     owner: the class whose option it is, for messages.
-
-    Raises:
-      TypeError, ValueError: not such a table.
     """
     # Rows of (batch, costs).
     if isinstance(costs, Mapping):

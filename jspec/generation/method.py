@@ -47,12 +47,7 @@ def with_point_masses(rule: str | Accept | None, sampling: RowSampling | None, b
 def choose_rule(
     rule: str | Accept | None, row_sampling: RowSampling | None, drafter: Drafter
 ) -> tuple[Accept, Drafter]:
-    """Chooses the acceptance rule for sampling parameters, and configures the drafter for it.
-
-    Raises:
-      ValueError: an unknown name, or a rule for other parameters or drafters.
-      TypeError: neither a name nor a callable.
-    """
+    """Chooses the rule for sampling parameters, and adapts the drafter; ValueError or TypeError for no such rule."""
     # The default: coupled sampling if any sequence samples.
     check_rule(rule)
     all_greedy = row_sampling is None or row_sampling.temperature is None

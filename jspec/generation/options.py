@@ -294,12 +294,9 @@ def check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
 
 
 def check_draft_fits(drafter: Drafter, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-    """Checks the shortest sequence against the context of a bound drafter's model.
+    """Raises ValueError if even the shortest sequence exceeds the context of a bound drafter's model.
 
     Longer ones cost a batch nothing: where a draft proposes nothing useful, they decode plainly.
-
-    Raises:
-      ValueError: every sequence exceeds it.
     """
     context = optional.max_length(drafter)
     length, new = min(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)

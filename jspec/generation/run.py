@@ -265,11 +265,7 @@ class Run:
 def check(
     model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions
 ) -> tuple[Method, RowSampling | None]:
-    """Checks the options of prompts, and chooses the method; returns it and the sampling parameters of each prompt.
-
-    Raises:
-      ValueError, TypeError: as `jspec.generate`.
-    """
+    """The method for prompts with these options, checked as `jspec.generate` does, and the sampling of each prompt."""
     batch, target = len(prompts), model.target
     limits = options.limits(batch)
     options.seeds(batch)

@@ -118,11 +118,7 @@ def score(
 
 
 def check_score(model: Model, prompts: Sequence[Sequence[int]], top_k: object, page_size: object) -> tuple[int, int]:
-    """Check `top_k` and `page_size`, and return them as plain ints.
-
-    Raises:
-      ValueError, TypeError: one of them is invalid, or a prompt does not fit in the model's context.
-    """
+    """Check `top_k`, `page_size` and the context; returns plain ints, or raises ValueError or TypeError."""
     longest = max(map(len, prompts))
     if longest > model.target.max_length:
         raise ValueError(

@@ -47,12 +47,9 @@ def _described(leaf: Any) -> str:
 
 
 def check_alive(params: Any, where: str = "params") -> None:
-    """Check that weights have not been deleted by a donation to a program of the user's.
+    """Raises ValueError, with the path of the leaf, if weights have been deleted by a donation to a user's program.
 
     where: what they are, for the message.
-
-    Raises:
-      ValueError: they have, with the path of the leaf.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():

@@ -132,12 +132,9 @@ def _compile_events() -> Counter[int]:
 
 
 def _check_private(directory: Path, writable_by_others: int) -> None:
-    """Makes a directory, and checks its owner.
+    """Makes a directory, and checks that it can be written and has this owner, or ValueError.
 
     writable_by_others: forbidden permissions.
-
-    Raises:
-      ValueError: it cannot be made or written, or has another owner or these permissions.
     """
     if not directory.is_absolute():
         raise ValueError(f"{directory}: there is no home directory")

@@ -256,8 +256,7 @@ class BlockHead(DraftShape):
     ) -> tuple[Float[Array, "B T E"], Rows]:
         """What the draft remembers of committed tokens: their fused features, and each layer's keys and values of them.
 
-        Args:
-          hidden: the target's captured hidden states at these positions, concatenated.
+        hidden: the target's captured hidden states at these positions, concatenated.
         """
         feature = self.norm(layers.linear(hidden, params.fc), params.hidden_norm)
         rotation = self.rotation(positions, feature.dtype)
@@ -360,11 +359,10 @@ class BlockHead(DraftShape):
     ) -> tuple[Float[Array, "B M C"], Float[Array, "B M R"] | None]:
         """Logits of one prediction after each of M paths, and the Markov head's state after it.
 
-        Args:
-          state: of each path; None: the head has none.
-          previous: the last token of each path, as a target id.
-          hidden: of the predicting row; the same for all paths, or one for each.
-          logits, ids: of its `candidates`, likewise.
+        state: of each path; None: the head has none.
+        previous: the last token of each path, as a target id.
+        hidden: of the predicting row; the same for all paths, or one for each.
+        logits, ids: of its `candidates`, likewise.
         """
         if params.selector is not None:
             assert ids is not None

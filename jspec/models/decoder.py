@@ -259,11 +259,7 @@ class Decoder(LayerShape, Draft):
     # As a draft: see `models.draft`
 
     def layer_windows(self) -> Sequence[int | None]:
-        """For each layer, the positions a token sees, its own included; None: all.
-
-        Raises:
-          ValueError: a layer keeps a state of fixed size, or latent keys.
-        """
+        """For each layer, the positions a token sees, its own included, or None: all; ValueError without such keys."""
         if len(self.attention_layers) < self.num_layers:
             raise ValueError("some of its layers keep a state of fixed size instead of a row for each position")
         keys = [self.layer_keys(layer) for layer in range(self.num_layers)]

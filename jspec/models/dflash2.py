@@ -93,9 +93,8 @@ def select(
 ) -> Float[Array, "B M k"]:
     """Logits of k candidates after each of M paths: their own, and how well they follow a path's last token.
 
-    Args:
-      previous: the last token of each path.
-      hidden, logits, ids: of the predicting row and its candidates; the same for all paths, or of each.
+    previous: the last token of each path.
+    hidden, logits, ids: of the predicting row and its candidates; the same for all paths, or of each.
     """
     before = jnp.take(params.previous, previous, axis=0, mode="clip") * layers.linear(hidden, params.gate)
     after = jnp.take(params.candidate, ids, axis=0, mode="clip").astype(jnp.float32)

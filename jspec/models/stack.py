@@ -178,11 +178,7 @@ class DraftShape(LayerShape, Draft):
     tensor: int = 1
 
     def split(self, devices: int) -> Self:
-        """The configuration with layers, LM head and cache split over devices.
-
-        Raises:
-          ValueError: the number does not divide the heads or the width of the MLP.
-        """
+        """The configuration with layers, LM head and cache split over devices; ValueError if a size is indivisible."""
         sizes = {"heads": self.num_heads, "columns of the MLP": self.intermediate_size}
         check_split(devices, sizes, {"heads of keys and values": self.num_kv_heads})
         return dataclasses.replace(self, tensor=devices)

@@ -33,12 +33,9 @@ _ITEMS = {
 
 
 def read_input(instructions: str | None, items: list[Any], names: dict[str, str]) -> list[Json]:
-    """The messages of a chat for instructions and items of the input.
+    """The messages of a chat for instructions and items of the input; ApiError if one is invalid or not supported.
 
     names: gets the paths of messages -> those of their items.
-
-    Raises:
-      ApiError: an item is invalid or not supported.
     """
     messages: list[Json] = []
 

@@ -106,11 +106,7 @@ class ChatTemplate:
         )
 
     def render_open(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
-        """As `render_whole`, up to the end of the content of the last message.
-
-        Raises:
-          CheckpointError, ValueError: as `render_whole`, or that message has no text.
-        """
+        """As `render_whole`, up to the end of the content of the last message; ValueError if it has no text."""
         content = messages[-1].get("content")
         if not isinstance(content, str) or not content:
             raise ValueError(f"messages[{len(messages) - 1}]: must have text for the model to continue")

@@ -83,11 +83,7 @@ def token_colors(origin: int, depth: int) -> tuple[str, str]:
 
 
 def to_html(sequences: Sequence[DisplayedSequence], depth: int) -> str:
-    """A legend and one block per sequence, as HTML; only the first MAX_SEQUENCES are shown.
-
-    Args:
-      depth: length of the longest draft, whose last token is the darkest.
-    """
+    """A legend and a block per sequence, as HTML, of the first MAX_SEQUENCES. depth: of the longest, darkest draft."""
     blocks = [_html_block(sequence, depth) for sequence in sequences[:MAX_SEQUENCES]]
     if len(sequences) > MAX_SEQUENCES:
         blocks.append(f"<div>and {len(sequences) - MAX_SEQUENCES} more sequences</div>")

@@ -136,12 +136,7 @@ def full_text(tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int
 
 
 def check_stop(stop: Stops) -> list[str | int]:
-    """The stop strings and ids as a list.
-
-    Raises:
-      TypeError: neither a string nor a sequence of strings and ids.
-      ValueError: an empty string, one with lone surrogates, or a negative id.
-    """
+    """The stop strings and ids as a list; TypeError, or ValueError for an empty string or a negative id."""
     several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
     strings: list[object] = list(stop) if several else [stop]
     if not all(isinstance(one, str) or several and hasattr(one, "__index__") for one in strings):

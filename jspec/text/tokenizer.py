@@ -174,12 +174,9 @@ class Tokenizer:
         return render(written, {**self._special, **values, **options})
 
     def token_bytes(self, shown: Collection[str] = ()) -> list[bytes]:
-        """The bytes of each id after other text; empty for special tokens and unused ids.
+        """The bytes of each id after other text; empty for special tokens and unused ids. ValueError if not known.
 
         shown: special tokens whose bytes are their names.
-
-        Raises:
-          ValueError: the decoder of tokenizer.json is not supported.
         """
         if not shown:
             return self._token_bytes
@@ -296,12 +293,9 @@ def _parse_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
 
 
 def check_same_tokens(target: Tokenizer | None, draft: Tokenizer | None, source: object, draft_source: object) -> None:
-    """Check that an id means the same token in a target and its draft, if both have a tokenizer.
+    """Raises ValueError if an id means different tokens in a target and its draft, and both have a tokenizer.
 
     source, draft_source: where they are from, for the message.
-
-    Raises:
-      ValueError: one means different tokens.
     """
     if target is not None and draft is not None and target.vocabulary() != draft.vocabulary():
         raise ValueError(

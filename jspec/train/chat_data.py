@@ -45,9 +45,7 @@ def read_ends(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
 def read(command: DataOptions, tokenizer: Tokenizer, ends: frozenset[int], dropped: Dropped) -> tuple[Half, Half]:
     """The chats to train on and the held-out ones, in a fixed random choice.
 
-    Args:
-      ends: ids that end a reply.
-      dropped: gets the counts of what is dropped, and prints them.
+    ends: ids that end a reply. dropped: gets the counts of what is dropped, and prints them.
     """
     width = command.width or records.WIDTH
     encoded = _encode_chats(command.paths, width, tokenizer, ends, dropped)

@@ -144,10 +144,9 @@ def encode(
 ) -> list[Encoded]:
     """The sequences of a chat, each up to its last token of the loss; none without such tokens.
 
-    Args:
-      ends: ids that end a reply. What the template writes after one does not count, since the model never writes it.
-      most: the most tokens of a sequence. Replies beyond it are dropped.
-      dropped: gets the counts of what is dropped.
+    ends: ids that end a reply. What the template writes after one does not count, since the model never writes it.
+    most: the most tokens of a sequence. Replies beyond it are dropped.
+    dropped: gets the counts of what is dropped.
     """
     done: list[tuple[list[int], list[int], str]] = []
     replies = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]

@@ -163,11 +163,9 @@ class Learning:
     def turn(self, target: PyTree, s: DecodeState, accept_counts: Sequence[int], seconds: float) -> PyTree | None:
         """Maybe a step. Returns weights to serve from now on, or None.
 
-        Args:
-          target: the target's weights.
-          s: the state of the engine; only waited for.
-          accept_counts: rounds of sequences so far, by accepted drafts.
-          seconds: work of the engine since the last turn, steps included.
+        s: the state of the engine; only waited for.
+        accept_counts: rounds of sequences so far, by accepted drafts.
+        seconds: work of the engine since the last turn, steps included.
         """
         # A step needs texts, its program, and time.
         self._seconds += seconds

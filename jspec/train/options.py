@@ -44,9 +44,7 @@ class Run(Intervals):
     def check(self, steps: int, **inputs: Path | None) -> None:
         """Check the directories for the files at the end of a run.
 
-        Args:
-          steps: of the recipe.
-          inputs: further directories to read, by option.
+        steps: of the recipe. inputs: further directories to read, by option.
         """
         if self.stop_after is not None and self.stop_after > steps:
             raise ValueError(f"--stop-after={self.stop_after}: must be at most {steps}, the --steps of the run")

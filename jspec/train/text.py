@@ -43,10 +43,9 @@ def complete(
     The ids have 16 bits, or 32 if the vocabulary needs them. Nothing stops a text early: after its end the model
     starts another one.
 
-    Args:
-      batch: prompts at a time.
-      sampled_share: the fraction of texts sampled at temperature 1, chosen by the seed; the others are greedy.
-      seed: of the choice, and of the sampling.
+    batch: prompts at a time.
+    sampled_share: the fraction of texts sampled at temperature 1, chosen by the seed; the others are greedy.
+    seed: of the choice, and of the sampling.
     """
     # Check everything before the first text is written.
     width, batch = check_int("width", width, least=2), check_int("batch", batch, least=1)

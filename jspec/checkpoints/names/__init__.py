@@ -20,12 +20,7 @@ LIBRARIES: dict[str, Library] = {"gemma": gemma.LIBRARY, "maxtext": maxtext.LIBR
 
 
 def check_names(names: object, config: Decoder) -> None:
-    """Checks that the names of a library are known for a model.
-
-    Raises:
-      ValueError: an unknown library.
-      CheckpointError: a library whose names for models of this family are not known.
-    """
+    """Raises ValueError for an unknown library, CheckpointError if it has no names for models of this family."""
     if names == TRANSFORMERS:
         return
     if not isinstance(names, str) or names not in LIBRARIES:

@@ -36,12 +36,9 @@ class Leaves:
         self.taken: set[str] = set()
 
     def take(self, path: str, *shape: int, pad: int | None = None) -> Array:
-        """One leaf of this shape.
+        """One leaf; CheckpointError if it is missing, or has another shape than this or no floating-point dtype.
 
         pad: an axis to cut if it is longer; None: there is none.
-
-        Raises:
-          CheckpointError: it is missing, or has another shape or no floating-point dtype.
         """
         if path not in self.arrays:
             raise CheckpointError(f"params: {path} is missing; must have the shape {shape}")
@@ -153,12 +150,9 @@ def _parts(leaves: Leaves, paths: list[str], axes: str, sizes: Mapping[str, int]
 
 
 def flatten(params: PyTree, roots: Iterable[str]) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, such as `layers.0.attn.q_proj.w`.
+    """The leaves of a pytree by their paths, such as `layers.0.attn.q_proj.w`; CheckpointError if two have one path.
 
     Keys may be paths themselves, with dots or slashes. Boxes around arrays, as those of flax, do not count.
-
-    Raises:
-      CheckpointError: two leaves have the same path.
     """
     leaves: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):

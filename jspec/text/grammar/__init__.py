@@ -148,11 +148,7 @@ class Spelling(Protocol):
 def compile_grammar(
     token_grammar: grammar.TokenGrammar | None, tokenizer: Spelling | None, vocab_size: int, eos: Sequence[int]
 ) -> TokenTable | None:
-    """Compile a grammar to an automaton over a model's vocabulary; None for None.
-
-    Raises:
-      ValueError: the checkpoint has no tokenizer, or as `jspec.core.grammar.build_table`.
-    """
+    """Compile a grammar for a vocabulary; None for None. ValueError without a tokenizer, or as `build_table`."""
     if token_grammar is None:
         return None
     if tokenizer is None:
