@@ -43,7 +43,7 @@ def paged(*row, page_size=4):
 def example(package):
     """Positional arguments and options of a call of an operation."""
     match package:
-        case "paged_attention":
+        case "paged_attention" | "exact_attention":
             own = normal(2, 3, 1, 64)
             return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
         case "mla_attention":
@@ -67,10 +67,8 @@ def example(package):
         case "group_rows":
             return (jnp.array([[1, 0], [2, 1], [0, 2]]), 3, 1), {}
         case "split_heads":
-            return (normal(1, 2, 4, 8), normal(1, 2, 4), normal(1, 2, 4), None, None), {"kv_heads": 1, "eps": 1e-5}
-        case "exact_attention":
-            own = normal(2, 3, 1, 64)
-            return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
+            norms, options = (normal(8), 1 + normal(8)), {"kv_heads": 1, "eps": 1e-5}
+            return (normal(1, 2, 4, 8), normal(1, 2, 4), normal(1, 2, 4), *norms), options
         case "exact_matmul":
             # Sums and products of whole numbers are exact, however they are rounded.
             return tuple(jnp.round(array).astype(jnp.float16) for array in (normal(6, 1088), normal(1088, 64))), {}
@@ -83,7 +81,8 @@ def example(package):
             words = (1e9 * normal(64, 8)).astype(jnp.int32)
             return (normal(6, 512), words, normal(4, 8) / 64), {"group": 128}
         case "residual_norm":
-            return (normal(1, 2, 8), normal(1, 2, 8), (normal(8), normal(8)), None), {"eps": 1e-5}
+            norms, options = (normal(8), 1 + normal(8)), {"eps": 1e-5, "wide": True}
+            return (normal(1, 2, 8), normal(1, 2, 8), norms, normal(1)[0]), options
     raise NotImplementedError(package)
 
 
@@ -175,7 +174,7 @@ def test_every_backend_equals_the_reference(package, monkeypatch):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=backend)
 
 
-@pytest.mark.slow(unless="residual_norm")
+@pytest.mark.slow(unless=("residual_norm", "split_heads"))
 @operations
 def test_every_backend_has_the_gradients_of_plain_jax(package):
     operation = OPERATIONS[package]

@@ -185,14 +185,9 @@ def test_the_backend_of_a_platform(where, k, kernel, monkeypatch):
     assert ("pallas_call" in str(jax.make_jaxpr(partial(topk, k=k))(jnp.zeros(160)))) == kernel
 
 
-def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
-    with pytest.raises(ValueError, match="topk: backend='cray': must be one of mosaic_tpu, triton, xla"):
-        topk(jnp.zeros(4), 2, backend="cray")
+def test_a_backend_that_cannot_run_is_an_error():
     with pytest.raises(ValueError, match="backend='triton' cannot run: k=65: must be at most 64"):
         topk(jnp.zeros(80), 65, backend="triton")
-    monkeypatch.setattr(platform, "platform", lambda: "tpu")
-    with pytest.raises(ValueError, match="backend='triton' requires a gpu, but this program targets tpu"):
-        topk(jnp.zeros(4), 2, backend="triton")
 
 
 @pytest.mark.parametrize("k", (0, -1, 5))
