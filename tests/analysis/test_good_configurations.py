@@ -12,15 +12,15 @@ import loops
 import oss
 import pytest
 import toy
+from random_models import arrays_of
 
 import jspec
 from jspec.analysis import verify
 from jspec.analysis.verify_subject import Subject, default_prompts
-from jspec.checkpoints.language_model import family_by_config
 from jspec.core.types import Params
 from jspec.drafters import Eagle, Ngram, Pruned, Standalone, Suffix
 
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 ONCE = ("pages", "batches", "chunks", "log-probabilities", "proposals", "trees", "sampling", "engine", "forwards")
 IN_TURN = {"ends of texts": 3, "rounds": 2, **dict.fromkeys(ONCE, 1)}
 """Checks, and how many of their cases."""
@@ -66,9 +66,7 @@ def of_toy(drafter=None, weights=None, draft=toy.NEAR, target=toy.TARGET):
 
 def named(config, params, **options):
     """A subject whose weights are loaded by name, with options."""
-    family = family_by_config(config)
-    model = jspec.from_named(config, dict(family.named_tensors(config, params)), **options)
-    model = dataclasses.replace(model, eos=(60,))
+    model = dataclasses.replace(jspec.from_named(config, arrays_of(config, params), **options), eos=(60,))
     return Subject(model, "ngram", PROMPTS, None, 24, 0)
 
 

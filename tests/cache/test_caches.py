@@ -7,15 +7,11 @@ import functools
 import itertools
 from typing import Any
 
-import deepseek
 import families
-import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oss
 import pytest
-import qwen
 import toy
 from planted import RandomTree
 
@@ -27,15 +23,8 @@ from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
 from jspec.models.decoder import Decoder
 
-KINDS = {
-    "mha": (toy.TARGET, functools.cache(lambda seed: toy.random_params(toy.TARGET, seed))),
-    "sliding": (gemma.KINDS["shared"], lambda seed: gemma.params("shared", seed)),
-    "mla": (deepseek.KINDS["mla"], lambda seed: deepseek.params("mla", seed)),
-    "dsa": (deepseek.KINDS["dsa"], lambda seed: deepseek.params("dsa", seed)),
-    "recurrent": (qwen.KINDS["dense"], lambda seed: qwen.params("dense", seed)),
-    "sinks": (oss.KINDS["sinks"], lambda seed: oss.params("sinks", seed)),
-    **{kind: (target, functools.partial(families.params, kind)) for kind, target in families.KINDS.items()},
-}
+NAMES = "llama", "gemma4 shared", "deepseek mla", "deepseek dsa", "qwen3_next dense", "gpt_oss sinks"
+KINDS = {name: families.MODELS[name] for name in (*NAMES, *families.KINDS)}
 """A target, and a function from a seed to weights. All but the first and the third have two kinds of layers."""
 NARROW = {f"{kind} fp8": (target.with_kv("fp8"), weights) for kind, (target, weights) in KINDS.items()}
 """The same targets with keys and values of 8 bits."""
@@ -49,13 +38,13 @@ DRAFTERS = {
 PAGE_SIZES = (1, 4, 16)
 CHUNKS = (None, 5, 2)
 ALWAYS = [
-    ("mha", "chain", 16, None),
-    ("sliding", "tree", 4, None),
-    ("mla", "random_tree", 1, None),
-    ("dsa", "tree", 4, None),
-    ("recurrent", "tree", 16, 5),
-    ("mha fp8", "tree", 4, 5),
-    ("mla fp8", "chain", 16, None),
+    ("llama", "chain", 16, None),
+    ("gemma4 shared", "tree", 4, None),
+    ("deepseek mla", "random_tree", 1, None),
+    ("deepseek dsa", "tree", 4, None),
+    ("qwen3_next dense", "tree", 16, 5),
+    ("llama fp8", "tree", 4, 5),
+    ("deepseek mla fp8", "chain", 16, None),
 ]
 """Kind, drafter, page size and columns of a chunk."""
 SLOW_POINTS = [
@@ -64,10 +53,10 @@ SLOW_POINTS = [
     for j, drafter in enumerate(DRAFTERS)
     if (i + j) % 2
 ] + [
-    ("sliding fp8", "chain", 1, 2),
-    ("dsa fp8", "random_tree", 4, None),
-    ("recurrent fp8", "tree", 4, 2),
-    ("sinks fp8", "tree", 16, None),
+    ("gemma4 shared fp8", "chain", 1, 2),
+    ("deepseek dsa fp8", "random_tree", 4, None),
+    ("qwen3_next dense fp8", "tree", 4, 2),
+    ("gpt_oss sinks fp8", "tree", 16, None),
 ]
 """Half of the pairs of a wide kind and a drafter, and each narrow kind."""
 CAPACITY = 40
@@ -103,7 +92,7 @@ def weights_of(kind: str, drafter: Any) -> Params:
     return Params(weights(0), off)
 
 
-@pytest.mark.slow(unless="mla-random_tree")
+@pytest.mark.slow(unless="deepseek mla-random_tree")
 @pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
 def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
     """Both caches are NaN before the first token, and their unused parts are NaN between rounds."""
@@ -112,8 +101,7 @@ def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypat
     monkeypatch.setattr(Decoder, "init_cache", lambda *given: poison.fill(empty(*given)))
     params, draft = weights_of(kind, DRAFTERS[drafter]), target if drafter in ("chain", "tree") else None
     model = jspec.Model(kind, target, params, None, (), draft)
-    prompts = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-    subject = Subject(model, DRAFTERS[drafter], prompts, None, max(NEW), 0)
+    subject = Subject(model, DRAFTERS[drafter], toy.PROMPTS, None, max(NEW), 0)
     out = verify_checks.poisoned(subject, chunk=chunk, spare=5, page_size=page_size, max_new_tokens=NEW.tolist())
     ends = zip(wanted, toy.LENGTHS, NEW, strict=True)
     assert out.tokens == [row[length : length + new].tolist() for row, length, new in ends]

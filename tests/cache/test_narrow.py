@@ -1,40 +1,28 @@
 """Keys and values of 8 bits: how they are rounded, that every reader sees the same values, and what can have them."""
 
 import dataclasses
-from functools import partial
 
-import deepseek
 import families
-import gemma
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import oss
 import pytest
-import qwen
 import toy
+from random_models import arrays_of
 
 import jspec
 from jspec.cache import DsaCache, LayerKeys
 from jspec.cache.narrow import KV_FORMATS, as_stored, narrowed
-from jspec.checkpoints import language_model
 from jspec.core import tree
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain, Suffix
 from jspec.loading import memory
 
 FP8 = KV_FORMATS["fp8"]
-FAMILIES = {
-    "llama": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
-    "gemma": (gemma.KINDS["shared"], lambda: gemma.params("shared")),
-    "deepseek": (deepseek.KINDS["mla"], lambda: deepseek.params("mla")),
-    "deepseek-indexer": (deepseek.KINDS["dsa"], lambda: deepseek.params("dsa")),
-    "qwen-next": (qwen.KINDS["dense"], lambda: qwen.params("dense")),
-    "gpt-oss": (oss.KINDS["sinks"], lambda: oss.params("sinks")),
-    **{kind: (target, partial(families.params, kind)) for kind, target in families.KINDS.items()},
-}
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+NAMES = "llama", "gemma4 shared", "deepseek mla", "deepseek dsa", "qwen3_next dense", "gpt_oss sinks"
+FAMILIES = {name: families.MODELS[name] for name in (*NAMES, *families.KINDS)}
+PROMPTS = toy.PROMPTS
 
 
 # Rounding
@@ -95,9 +83,7 @@ def test_a_token_is_read_alike_in_its_own_round_and_later(name):
 
 def model_of(name, **options):
     config, make = FAMILIES[name]
-    family = language_model.family_by_config(config)
-    arrays = {key: jnp.array(array) for key, array in family.named_tensors(config, make())}
-    return jspec.from_named(config, arrays, **options)
+    return jspec.from_named(config, arrays_of(config, make()), **options)
 
 
 @pytest.mark.slow
@@ -129,7 +115,7 @@ def test_keys_and_values_take_a_byte_each(name):
     pools = [pool_bytes(target, params) for target in (config, config.with_kv("fp8"))]
     assert pools[0] == 4 * pools[1] > 0
     wide, narrow = (target.kv_bytes(10, 4) for target in (config, config.with_kv("fp8")))
-    index = 10 * 4 * config.num_layers * config.indexer.size if name == "deepseek-indexer" else 0
+    index = 10 * 4 * config.num_layers * config.indexer.size if name == "deepseek dsa" else 0
     assert wide - index == 4 * (narrow - index)
 
 

@@ -5,15 +5,16 @@ import struct
 from functools import partial
 
 import families
-import gemma
 import gguf
 import gguf_files
 import jax
 import numpy as np
 import pytest
+import tiny_targets
 import toy
 from gguf import GGMLQuantizationType as Kind
-from scaled_files import EXPERTS, PROMPTS, assert_same_values, equal, expert_weights, values
+from random_models import random_weights
+from scaled_files import EXPERTS, PROMPTS, assert_same_values, equal, values
 
 import jspec
 from jspec.checkpoints import language_model
@@ -42,21 +43,17 @@ NAMES = {"olmo3": "olmo2", "phi3 window": "phi3"}
 """Models -> their architectures, where the names differ."""
 
 
-def random_params(config):
-    return language_model.family_by_config(config).read_params(config, gemma.RandomTensors(0))
-
-
 MODELS = {
     "llama": (LLAMA, lambda: toy.random_params(LLAMA)),
     "qwen3": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
     "qwen3moe": (dataclasses.replace(EXPERTS, dense_layers=()), None),
     "gemma3": (GEMMA3, lambda: families.params("gemma3")),
-    **{kind: (config, partial(random_params, config)) for kind, config in VARIANTS.items()},
+    **{kind: (config, partial(random_weights, config)) for kind, config in VARIANTS.items()},
 }
 
 
 def all_experts():
-    weights = expert_weights()
+    weights = tiny_targets.weights(EXPERTS)
     return dataclasses.replace(weights, layers=(weights.layers[0],) * 2)
 
 

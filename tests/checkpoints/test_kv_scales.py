@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import planted
 import pytest
+import tiny_targets
 import toy
 from safetensors.numpy import load_file, save_file
 
@@ -20,7 +21,7 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.drafters import FrozenKvMtp, Ngram, Suffix
 
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 CONFIG = dataclasses.replace(toy.TARGET, qk_norm=False, attention_bias=True)
 SCALES = [(0.25, 2.0), (4.0, 0.125)]
 """For each layer, that of the keys and that of the values. Products with powers of two are exact."""
@@ -35,17 +36,7 @@ CACHE_ONLY = {"quant_method": "compressed-tensors", "format": "dense", "config_g
 
 def save(path, names=NAMES["compressed-tensors"], changes=(), method=CACHE_ONLY):
     """A checkpoint with scales. changes: tensors that are replaced, or removed by None."""
-    made = toy.random_params(CONFIG)
-    rng = np.random.default_rng(0)
-    biased = [
-        dataclasses.replace(
-            layer,
-            qkv_bias=rng.normal(size=layer.qkv.shape[1]).astype(np.float32) / 4,
-            o_bias=rng.normal(size=CONFIG.hidden_size).astype(np.float32) / 4,
-        )
-        for layer in made.layers
-    ]
-    language_model.save(path, CONFIG, dataclasses.replace(made, layers=tuple(biased)), dtype="float32")
+    language_model.save(path, CONFIG, tiny_targets.weights(CONFIG), dtype="float32")
     stored = load_file(path / "model.safetensors")
     for index, pair in enumerate(SCALES):
         for name, scale in zip(names, pair, strict=True):

@@ -8,6 +8,7 @@ import numpy as np
 import optional
 import oss
 import pytest
+from random_models import arrays_of, random_weights
 from safetensors.numpy import load_file, save_file
 from scaled_files import assert_same_logits, assert_same_rounds, assert_same_values, damaged
 
@@ -47,7 +48,7 @@ def encoded(rng, count, out, width):
 def stored(tmp_path_factory):
     """A checkpoint in MXFP4, and one with its values in float32."""
     root, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(0)
-    made = oss.gpt_oss.FAMILY.read_params(CONFIG, oss.gemma.RandomTensors(0))
+    made = random_weights(CONFIG)
     for kind in ("narrow", "wide"):
         language_model.save(root / kind, CONFIG, made, dtype="float32")
     narrow, wide = {}, {}
@@ -124,7 +125,7 @@ def test_transformers_reads_the_same_weights(stored):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         stored / "narrow", dtype=torch.float32, quantization_config=method
     ).state_dict()
-    ours = dict(oss.gpt_oss.FAMILY.named_tensors(CONFIG, language_model.load(stored / "wide", dtype="float32").params))
+    ours = arrays_of(CONFIG, language_model.load(stored / "wide", dtype="float32").params)
     names = [name for name in ours if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(names) == 2 * CONFIG.num_layers
     for name in names:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from random_models import arrays_of
 
 import jspec
-from jspec.checkpoints import language_model
 from jspec.checkpoints import named as named_arrays
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.names import LIBRARIES
@@ -53,8 +53,8 @@ def weights_of(config, seed=0):
 
 
 def hugging_face(config, seed=0):
-    named = language_model.family_by_config(config).named_tensors(config, weights_of(config, seed))
-    return {name.removesuffix(".weight"): np.asarray(array) for name, array in named}
+    named = arrays_of(config, weights_of(config, seed))
+    return {name.removesuffix(".weight"): np.asarray(array) for name, array in named.items()}
 
 
 def llama_parts(config, held):
@@ -248,26 +248,20 @@ CASES = {
 }
 
 
-def assert_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.mark.slow(unless=("tunix-qwen3", "maxtext-llama", "gemma-gemma-shared"))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_under_hugging_face_names(case):
     names, config, convert = CASES[case]
     arrays = convert(config, hugging_face(config))
-    assert_same(jspec.from_named(config, arrays, names=names).params.target, weights_of(config))
+    toy.assert_same(jspec.from_named(config, arrays, names=names).params.target, weights_of(config))
     tree = nested(arrays)
     count = named_arrays._fuse._cache_size()
-    assert_same(jspec.from_named(config, tree, names=names).params.target, weights_of(config))
+    toy.assert_same(jspec.from_named(config, tree, names=names).params.target, weights_of(config))
     other = nested(convert(config, hugging_face(config, seed=1)))
-    assert_same(jspec.from_named(config, other, names=names).params.target, weights_of(config, seed=1))
+    toy.assert_same(jspec.from_named(config, other, names=names).params.target, weights_of(config, seed=1))
     assert named_arrays._fuse._cache_size() == count, "other weights compile nothing"
     traced = jax.jit(lambda tree: jspec.from_named(config, tree, names=names).params.target)(tree)
-    assert_same(traced, weights_of(config))
+    toy.assert_same(traced, weights_of(config))
 
 
 def test_states_of_modules_are_taken(needs):
@@ -276,7 +270,7 @@ def test_states_of_modules_are_taken(needs):
 
     arrays = to_tunix_llama(TIED, hugging_face(TIED))
     state = nnx.State(jax.tree.map(lambda x: nnx.Param(jnp.asarray(x)), nested(arrays)))
-    assert_same(jspec.from_named(TIED, state, names="tunix").params.target, weights_of(TIED))
+    toy.assert_same(jspec.from_named(TIED, state, names="tunix").params.target, weights_of(TIED))
 
 
 def test_libraries_know_the_documented_models():

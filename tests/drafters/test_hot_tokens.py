@@ -21,7 +21,7 @@ from jspec.loading.model import Model, probe_draft
 from jspec.models import MtpHeads
 
 TARGET = dataclasses.replace(toy.TARGET, vocab_size=97)
-IDS = [row[:length].tolist() for row, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+IDS = toy.PROMPTS
 HOT = np.flatnonzero(np.random.default_rng(0).random(97) < 0.8)
 SAMPLED = jspec.Sampling(temperature=0.7)
 EVERY = np.arange(97, dtype=np.int32)

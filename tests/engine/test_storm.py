@@ -19,8 +19,8 @@ import pytest
 import qwen
 import toy
 from engine_storm import EOS, Setup, Storm
+from random_models import random_weights
 
-from jspec.checkpoints import qwen3_next
 from jspec.core.accept import block, rejection
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
@@ -47,7 +47,7 @@ def hybrid(drafter, weights, sampling=None) -> Setup:
 
 @functools.cache
 def recurrent_params() -> Params:
-    return Params(qwen3_next.FAMILY.read_params(RECURRENT, gemma.RandomTensors(0)))
+    return Params(random_weights(RECURRENT))
 
 
 def suffix_params() -> Params:

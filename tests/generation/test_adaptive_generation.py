@@ -18,7 +18,7 @@ from jspec.generation.result import Branches
 DRAFTER = jspec.Adaptive(
     (None, jspec.Eagle(depth=2), jspec.Suffix(n=4, depth=4, width=3, num_nodes=12)), (1, 1, 1), probe=2
 )
-PROMPTS = [row[:length].tolist() for row, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 SAMPLING = [None, jspec.Sampling(temperature=1.0), jspec.Sampling(temperature=0.7, top_k=20)]
 NEW = 24
 

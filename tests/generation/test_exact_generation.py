@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import deepseek
 import gemma
-import jax.numpy as jnp
 import numpy as np
 import oss
 import pytest
 import qwen
 import toy
+from random_models import arrays_of
 
 import jspec
 from jspec.checkpoints.language_model import family_by_config
@@ -147,8 +147,3 @@ def test_drafted_text_of_other_families_is_plain_text(family):
             handle = engine.submit(given[index], sampling=sampling[index], seed=seeds[index], **options)
             assert list(handle.result().tokens) == alone[index], index
         assert engine.metrics().prefix_hits > 0
-
-
-def arrays_of(config, params):
-    """The weights as `transformers` would hold them, on the device."""
-    return {name: jnp.array(array) for name, array in family_by_config(config).named_tensors(config, params)}

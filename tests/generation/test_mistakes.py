@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from random_models import arrays_of
 
 import jspec
-from jspec.checkpoints import language_model
 from jspec.core import accept, tree
 from jspec.core.types import Acceptance, DraftTree, ForwardOutput, Params
 from jspec.drafters import Ngram
@@ -251,12 +251,6 @@ def test_weights(call, message):
 # Leaves of other families than Llama
 
 
-def gemma_arrays(kind):
-    config = gemma.KINDS[kind]
-    family = language_model.family_by_config(config)
-    return config, {name: jnp.asarray(x) for name, x in family.named_tensors(config, gemma.params(kind))}
-
-
 LAYER = "model.layers.0."
 LEAVES = {
     "no scalar": ("dense", {LAYER + "layer_scalar": None}, "'model.layers.0.layer_scalar' is missing"),
@@ -297,7 +291,7 @@ LEAVES = {
 
 @pytest.mark.parametrize("kind, changes, message", LEAVES.values(), ids=LEAVES)
 def test_wrong_leaves_are_named(kind, changes, message):
-    config, arrays = gemma_arrays(kind)
+    config, arrays = gemma.KINDS[kind], arrays_of(gemma.KINDS[kind], gemma.params(kind))
     given = {name: array for name, array in (arrays | changes).items() if array is not None}
     with pytest.raises(ValueError, match=message):
         jspec.from_named(config, given)

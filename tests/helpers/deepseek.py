@@ -1,12 +1,9 @@
 """Tiny random models of DeepSeek's families, without `transformers`."""
 
 import dataclasses
-import functools
 
-import gemma
+import random_models
 
-from jspec.checkpoints import deepseek
-from jspec.models.decoder import ModelParams
 from jspec.models.deepseek import Deepseek, Indexer, Latent
 from jspec.models.moe import Routed, Router
 
@@ -24,8 +21,4 @@ MLA = Deepseek(
 KINDS = {"mla": MLA, "dsa": dataclasses.replace(MLA, indexer=Indexer(heads=16, size=12, top_k=12))}
 """V3; and V3.2, whose attention reads 12 tokens."""
 
-
-@functools.cache
-def params(kind: str, seed: int = 0) -> ModelParams:
-    """Weights with a spread that keeps logits apart."""
-    return deepseek.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))
+params = random_models.weights_of(KINDS)

@@ -1,10 +1,16 @@
 """Tiny random models of further families, without `transformers`."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import deepseek
 import gemma
+import oss
+import qwen
+import random_models
+import toy
 
-from jspec.checkpoints import language_model
 from jspec.models.decoder import Decoder
 from jspec.models.gemma3 import Gemma3
 from jspec.models.gemma4 import Attention
@@ -35,8 +41,14 @@ KINDS: dict[str, Decoder] = {
     "gemma3": Gemma3(**{**gemma.SHAPE, "soft_cap": None}, attention=(_SLIDING, _FULL, _SLIDING), query_scalar=12),
 }
 
-
-@functools.cache
-def params(kind: str, seed: int = 0):
-    """Weights with a spread that keeps logits apart."""
-    return language_model.family_by_config(KINDS[kind]).read_params(KINDS[kind], gemma.RandomTensors(seed))
+params = random_models.weights_of(KINDS)
+MODELS: dict[str, tuple[Decoder, Callable[..., Any]]] = {
+    "llama": (toy.TARGET, functools.cache(functools.partial(toy.random_params, toy.TARGET))),
+    **{
+        f"{family} {kind}": (config, functools.partial(module.params, kind))
+        for family, module in {"gemma4": gemma, "deepseek": deepseek, "qwen3_next": qwen, "gpt_oss": oss}.items()
+        for kind, config in module.KINDS.items()
+    },
+    **{kind: (config, functools.partial(params, kind)) for kind, config in KINDS.items()},
+}
+"""Name -> a tiny model of any family, and a function from a seed to its weights."""

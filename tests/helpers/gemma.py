@@ -1,14 +1,10 @@
 """Tiny random models of each kind of Gemma 4, without `transformers`."""
 
 import dataclasses
-import functools
-import zlib
 
-import numpy as np
+import random_models
 
-from jspec.checkpoints import gemma4
-from jspec.checkpoints.tensors import TensorFiles, Tensors
-from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
+from jspec.models.gemma4 import Attention, Gemma4
 from jspec.models.moe import Routed, Router
 from jspec.models.rope import ProportionalRope, Rope
 
@@ -23,27 +19,4 @@ KINDS = {
     "experts": Gemma4(**SHAPE, attention=(SLIDING, VALUES_ARE_KEYS), experts=EXPERTS),
 }
 
-
-class RandomTensors(Tensors):
-    """A checkpoint that has a random tensor of any name and shape."""
-
-    def __init__(self, seed):
-        self.files, self.directory, self.dtype, self.asked = TensorFiles(), "nowhere", np.float32, set()
-        self.seed = seed
-
-    def names(self):
-        return set()
-
-    def expect(self, name, *shape):
-        pass
-
-    def stored(self, name, *shape):
-        # By name, so that the order in which a family reads its tensors does not matter.
-        values = np.random.default_rng([self.seed, zlib.crc32(name.encode())]).normal(size=shape)
-        return values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.2 * values
-
-
-@functools.cache
-def params(kind: str, seed: int = 0) -> Gemma4Params:
-    """Weights with a spread that keeps logits apart."""
-    return gemma4.FAMILY.read_params(KINDS[kind], RandomTensors(seed))
+params = random_models.weights_of(KINDS)

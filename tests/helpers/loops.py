@@ -14,8 +14,8 @@ import oss
 import qwen
 import toy
 from planted import Planted, weights_of
+from random_models import random_weights
 
-from jspec.checkpoints import deepseek as deepseek_files
 from jspec.core import accept, stopping
 from jspec.core.grow import sampled_topology
 from jspec.core.method import Method, Records
@@ -127,7 +127,7 @@ def _family(module: Any, kind: str, drafter: Drafter) -> Loop:
             return Params(exact, toy.in_clusters(ASSISTANT, toy.random_assistant(ASSISTANT)))
         if isinstance(drafter, Mtp):
             with_heads = dataclasses.replace(deepseek.KINDS[kind], mtp_layers=own.count)
-            return Params(exact, deepseek_files.FAMILY.read_params(with_heads, gemma.RandomTensors(2)).mtp)
+            return Params(exact, random_weights(with_heads, 2).mtp)
         return Params(exact, toy.near(exact, module.params(kind, 1), 0.02))
 
     def shapes():

@@ -1,11 +1,7 @@
 """A tiny random gpt-oss, without `transformers`."""
 
-import functools
+import random_models
 
-import gemma
-
-from jspec.checkpoints import gpt_oss
-from jspec.models.decoder import ModelParams
 from jspec.models.gpt_oss import GptOss
 from jspec.models.moe import Routed, Router
 from jspec.models.rope import Rope, YarnRope
@@ -26,8 +22,4 @@ KINDS = {
     "tied": GptOss(**SHAPE, windows=(None, 8, 8), tie_embeddings=True, attention_bias=False),
 }
 
-
-@functools.cache
-def params(kind: str, seed: int = 0) -> ModelParams:
-    """Weights with a spread that keeps logits apart."""
-    return gpt_oss.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))
+params = random_models.weights_of(KINDS)

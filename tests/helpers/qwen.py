@@ -1,12 +1,8 @@
 """Tiny random models of Qwen3-Next's families, without `transformers`."""
 
-import functools
-
-import gemma
+import random_models
 
 from jspec.cache import RecurrentLayer
-from jspec.checkpoints import qwen3_next
-from jspec.models.decoder import ModelParams
 from jspec.models.moe import Routed, Router
 from jspec.models.qwen3_next import Qwen3Next
 
@@ -26,8 +22,4 @@ KINDS = {
     "experts": Qwen3Next(**SHAPE, is_full_attention=(False, False, True), experts=EXPERTS),
 }
 
-
-@functools.cache
-def params(kind: str, seed: int = 0) -> ModelParams:
-    """Weights with a spread that keeps logits apart."""
-    return qwen3_next.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))
+params = random_models.weights_of(KINDS)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_targets
 import toy
 from safetensors.numpy import save_file
 
@@ -15,7 +16,7 @@ import jspec
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.loading import memory
 from jspec.models.layers import ForwardBatch
-from jspec.models.moe import Routed, RoutedParams, Router
+from jspec.models.moe import Routed, Router
 from jspec.models.quantized import is_matrix, widen
 
 EXPERTS = dataclasses.replace(
@@ -23,22 +24,10 @@ EXPERTS = dataclasses.replace(
 )
 
 
-def expert_weights():
-    rng, made = np.random.default_rng(3), toy.random_params(EXPERTS)
-
-    def matrix(*shape):
-        return (rng.normal(size=shape) * shape[-2] ** -0.5).astype(np.float32)
-
-    first, *others = made.layers
-    experts = RoutedParams(matrix(4, 32), None, matrix(4, 32, 48), matrix(4, 24, 32))
-    first = dataclasses.replace(first, experts=experts, gate_up=None, down=None)
-    return dataclasses.replace(made, layers=(first, *others))
-
-
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 MODELS = {
     "llama": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
-    "experts": (EXPERTS, expert_weights),
+    "experts": (EXPERTS, lambda: tiny_targets.weights(EXPERTS, 3)),
     "latents": (deepseek.MLA, lambda: deepseek.params("mla")),
 }
 

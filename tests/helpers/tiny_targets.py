@@ -1,6 +1,7 @@
 """Tiny targets of all families that can be split over devices, their random weights, and prompts for them."""
 
 import dataclasses
+from typing import Any
 
 import deepseek
 import gemma
@@ -8,10 +9,10 @@ import numpy as np
 import oss
 import qwen
 import toy
+from random_models import random_weights
 
 import jspec
 from jspec.cache import RecurrentLayer
-from jspec.checkpoints import language_model
 from jspec.models.decoder import ModelParams
 from jspec.models.llama import Llama
 from jspec.models.moe import Routed, RoutedParams, Router
@@ -58,12 +59,16 @@ HYBRIDS = {
 }
 """Targets with a recurrent layer and one of attention."""
 HEAD = dataclasses.replace(toy.HEAD, hidden_size=32, num_kv_heads=2, head_dim=16)
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.9)
 
 
-def weights(config: Llama, seed: int = 0) -> ModelParams:
-    """Random weights with biases and experts."""
+def weights(config: Any, seed: int = 0) -> Any:
+    """Random weights, with biases and experts, of a configuration of any family."""
+    if isinstance(config, qwen.Qwen3Next):
+        return hybrid_weights(config, seed)
+    if not isinstance(config, Llama):
+        return random_weights(config, seed)
     made, random = toy.random_params(config, seed), toy._matrices(seed + 1)
     layers = []
     for index, layer in enumerate(made.layers):
@@ -80,14 +85,9 @@ def weights(config: Llama, seed: int = 0) -> ModelParams:
     return dataclasses.replace(made, layers=tuple(layers))
 
 
-def random_weights(config, seed: int = 0):
-    """Random weights of a configuration of any family."""
-    return language_model.family_by_config(config).read_params(config, gemma.RandomTensors(seed))
-
-
-def hybrid_weights(config: qwen.Qwen3Next, seed: int = 0) -> qwen.ModelParams:
+def hybrid_weights(config: qwen.Qwen3Next, seed: int = 0) -> ModelParams:
     """Random weights of a hybrid in which a token depends most on the one before it, which an MTP head sees, too."""
-    made = language_model.family_by_config(config).read_params(config, gemma.RandomTensors(seed))
+    made = random_weights(config, seed)
 
     def weaker(layer, share=0.25):
         layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, o=share * layer.mixer.o))

@@ -105,11 +105,9 @@ def random_params(config: models.Llama, seed: int = 0, dtype=jnp.float32) -> mod
         LayerParams(
             attention_norm=ones,
             qkv=matrix(width, (heads + 2 * kv_heads) * dim),
-            qkv_bias=None,
             q_norm=norm,
             k_norm=norm,
             o=matrix(heads * dim, width),
-            o_bias=None,
             mlp_norm=ones,
             gate_up=matrix(width, 2 * config.intermediate_size),
             down=matrix(config.intermediate_size, width),
@@ -142,6 +140,8 @@ def near(params, other, share: float = 0.1):
 IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
 LENGTHS = np.array([1, 5, 9], np.int32)
 """Three prompts of different lengths in one padded batch."""
+PROMPTS = [ids[:length].tolist() for ids, length in zip(IDS, LENGTHS, strict=True)]
+"""The same as lists."""
 CAPACITY = 40
 
 
@@ -177,11 +177,8 @@ def fit_head(target: models.Llama, head: models.EagleHead, weights: models.Model
         down=matrix(head.intermediate_size, width),
     )
     made = models.EagleParams(
-        embed=None,
+        **dict.fromkeys(("embed", "fc_bias", "fc_norms", "input_norm")),
         fc=matrix(len(head.capture_layers) * target.hidden_size, width),
-        fc_bias=None,
-        fc_norms=None,
-        input_norm=None,
         hidden_norm=np.ones(width, np.float32),
         layers=(layer,),
         norm=np.ones(width, np.float32),
@@ -450,9 +447,11 @@ def arrays(tree) -> list[np.ndarray]:
 
 
 def assert_same(got, expected):
-    """Bit for bit, NaN included."""
-    for a, b in zip(arrays(got), arrays(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    """Bit for bit, NaN included; an error names the leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
+    for path, a, b in zip(paths, arrays(got), arrays(expected), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=path)
 
 
 def padded(texts) -> tuple[np.ndarray, np.ndarray]:

@@ -1,16 +1,16 @@
 """Models from arrays under Hugging Face names, on the device and inside `jit`."""
 
 import dataclasses
+import functools
 
-import deepseek
-import gemma
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oss
 import pytest
-import qwen
+import tiny_targets
 import toy
+from random_models import arrays_of
 
 import jspec
 from jspec.checkpoints import language_model
@@ -21,75 +21,37 @@ from jspec.core.types import Params
 from jspec.runner import programs
 
 PROMPTS = [[3, 1, 4, 1, 5], [2]]
-QWEN3 = dataclasses.replace(toy.TARGET, qk_norm=True)
 BIASED = dataclasses.replace(toy.TARGET, attention_bias=True)
 
 
-def biased_params(seed):
-    """Weights with the biases of attention."""
-    params, rng = toy.random_params(BIASED, seed), np.random.default_rng(seed)
-
-    def biases(layer):
-        made = (rng.normal(size=size).astype(np.float32) for size in (layer.qkv.shape[1], layer.o.shape[1]))
-        return dict(zip(("qkv_bias", "o_bias"), made, strict=True))
-
-    layers = tuple(dataclasses.replace(layer, **biases(layer)) for layer in params.layers)
-    return dataclasses.replace(params, layers=layers)
+MODELS = families.MODELS | {"biased": (BIASED, functools.partial(tiny_targets.weights, BIASED))}
+CASES = ["llama", "biased", *(name for name in families.MODELS if " " in name)]
 
 
-CASES = {
-    "llama": (toy.TARGET, lambda seed: toy.random_params(toy.TARGET, seed)),
-    "biased": (BIASED, biased_params),
-    "qwen3": (QWEN3, lambda seed: toy.random_params(QWEN3, seed)),
-    "gemma-dense": (gemma.KINDS["dense"], lambda seed: gemma.params("dense", seed)),
-    "gemma-shared": (gemma.KINDS["shared"], lambda seed: gemma.params("shared", seed)),
-    "gemma-experts": (gemma.KINDS["experts"], lambda seed: gemma.params("experts", seed)),
-    "deepseek": (deepseek.KINDS["mla"], lambda seed: deepseek.params("mla", seed)),
-    "deepseek-indexer": (deepseek.KINDS["dsa"], lambda seed: deepseek.params("dsa", seed)),
-    **{
-        f"qwen-{kind}": (config, lambda seed, kind=kind: qwen.params(kind, seed)) for kind, config in qwen.KINDS.items()
-    },
-    **{f"oss-{kind}": (config, lambda seed, kind=kind: oss.params(kind, seed)) for kind, config in oss.KINDS.items()},
-}
-
-
-def arrays_of(config, params):
-    """The weights as `transformers` would hold them, on the device."""
-    family = language_model.family_by_config(config)
-    return {name: jnp.array(array) for name, array in family.named_tensors(config, params)}
-
-
-def assert_same(got, expected):
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True)
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for (path, a), b in pairs:
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-
-@pytest.mark.slow(unless=("llama", "gemma-shared", "deepseek"))
+@pytest.mark.slow(unless=("llama", "gemma4 shared", "deepseek mla"))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_checkpoint(case):
-    config, make = CASES[case]
+    config, make = MODELS[case]
     params, described = make(0), language_model.family_by_config(config).describe(config)
     arrays = arrays_of(config, params)
     model = jspec.from_named(described, arrays)
     assert language_model.family_by_config(model.target).describe(model.target) == described
-    assert_same(model.params.target, params)
+    toy.assert_same(model.params.target, params)
     # Inside a program nothing is known of the values.
     count = named_arrays._fuse._cache_size()
     traced = jax.jit(lambda arrays: jspec.from_named(config, arrays).params.target)(arrays)
-    assert_same(traced, params)
+    toy.assert_same(traced, params)
     # Other weights of these shapes compile nothing.
     again = jspec.from_named(described, arrays_of(config, make(1)))
     assert named_arrays._fuse._cache_size() == count
-    assert_same(again.params.target, make(1))
+    toy.assert_same(again.params.target, make(1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma-dense", "deepseek"])
+@pytest.mark.parametrize("case", ["llama", "gemma4 dense", "deepseek mla"])
 def test_weights_of_a_running_loop_compile_nothing(case):
     """The text of each step's weights is that of a model loaded with them."""
-    config, make = CASES[case]
+    config, make = MODELS[case]
     described = language_model.family_by_config(config).describe(config)
     model = jspec.from_named(described, arrays_of(config, make(0)), eos=[7])
     jspec.generate(model, PROMPTS, drafter="ngram", max_new_tokens=12)
@@ -111,7 +73,7 @@ def test_weights_of_a_running_loop_compile_nothing(case):
 
 @pytest.mark.slow
 def test_generation_from_names_is_one_program():
-    config, make = CASES["llama"]
+    config, make = MODELS["llama"]
     arrays, ids, lengths = arrays_of(config, make(0)), jnp.array([PROMPTS[0]]), jnp.array([5])
 
     @jax.jit
@@ -124,18 +86,18 @@ def test_generation_from_names_is_one_program():
 
 
 def test_arrays_of_other_kinds():
-    config, make = CASES["llama"]
+    config, make = MODELS["llama"]
     arrays = arrays_of(config, make(0))
     half = jspec.from_named(config, arrays, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params.target)} == {jnp.dtype(jnp.bfloat16)}
     host = {name: np.array(array) for name, array in arrays.items()}
-    assert_same(jspec.from_named(config, host).params.target, make(0))
+    toy.assert_same(jspec.from_named(config, host).params.target, make(0))
     with pytest.raises(jspec.checkpoints.files.CheckpointError, match="dtypes bfloat16, float32; dtype must be given"):
         jspec.from_named(config, host | {"model.norm.weight": host["model.norm.weight"].astype(jnp.bfloat16)})
 
 
 def test_the_end_of_a_text_comes_from_the_configuration():
-    config, make = CASES["llama"]
+    config, make = MODELS["llama"]
     described = language_model.family_by_config(config).describe(config) | {"eos_token_id": [5, 7]}
     assert jspec.from_named(described, arrays_of(config, make(0))).eos == (5, 7)
     assert jspec.from_named(described, arrays_of(config, make(0)), eos=[2]).eos == (2,)
@@ -175,7 +137,7 @@ WRONG = {
 
 @pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
 def test_wrong_arrays_are_named(change, message):
-    config, make = CASES["llama"]
+    config, make = MODELS["llama"]
     options = {"dtype": "float32"}
     with pytest.raises((ValueError, TypeError), match=message):
         jspec.from_named(config, change(arrays_of(config, make(0))), **options)
@@ -196,6 +158,6 @@ def test_wrong_arrays_are_named(change, message):
     ],
 )
 def test_wrong_arguments_are_named(config, options, message):
-    arrays = arrays_of(*((toy.TARGET, toy.random_params(toy.TARGET))))
+    arrays = arrays_of(toy.TARGET, toy.random_params(toy.TARGET))
     with pytest.raises((ValueError, TypeError), match=message):
         jspec.from_named(config, arrays, **options)

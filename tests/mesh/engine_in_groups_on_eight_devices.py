@@ -13,6 +13,7 @@ import numpy as np
 import on_eight_devices as split
 import pytest
 import tiny_targets as tiny
+from random_models import arrays_of
 
 import jspec
 from jspec.checkpoints import language_model
@@ -230,7 +231,7 @@ def test_other_families_and_drafters_in_groups(name, load):
 def check_new_weights(engine, one, options):
     """Every group gets them, and compiles nothing."""
     config = tiny.TIED
-    arrays = split.named_arrays(config, tiny.weights(config, 5))
+    arrays = arrays_of(config, tiny.weights(config, 5))
     target = jspec.from_named(config, arrays, data=2, tensor=2).params.target
     new = one.with_params(jspec.from_named(config, arrays).params.target)
     expected = jspec.generate(new, PROMPTS, drafter=Standalone(**tiny.TREE), page_size=4, **options)

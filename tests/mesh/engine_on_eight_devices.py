@@ -13,6 +13,7 @@ import on_eight_devices as split
 import pytest
 import tiny_targets as tiny
 from engine_storm import Setup, Storm
+from random_models import arrays_of
 
 import jspec
 from jspec.core import accept
@@ -117,7 +118,7 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
         assert 0 < counts["run_while"] <= len(slot_buckets(3, fine=True))
         assert 0 < counts["read_columns"] <= len(read_shapes(*rows))
 
-        arrays = split.named_arrays(config, tiny.weights(config, 5))
+        arrays = arrays_of(config, tiny.weights(config, 5))
         target = jspec.from_named(config, arrays, tensor=4).params.target
         engine.update(dataclasses.replace(model.params, target=target))
         new = one.with_params(jspec.from_named(config, arrays).params.target)

@@ -11,6 +11,7 @@ import numpy as np
 import on_eight_devices as split
 import pytest
 import tiny_targets as tiny
+from random_models import arrays_of
 
 import jspec
 from jspec.checkpoints import language_model
@@ -226,7 +227,7 @@ def test_the_command_splits_prompts(tmp_path, capsys):
 def test_weights_of_arrays_are_those_of_files(load):
     config = tiny.TARGETS["tied"]
     model = load("tied", None, data=2, tensor=2)
-    arrays = split.named_arrays(config, tiny.weights(config))
+    arrays = arrays_of(config, tiny.weights(config))
     new = jspec.from_named(config, arrays, data=2, tensor=2)
     assert new.placement == model.placement and new.target == model.target
     for got, wanted in zip(jax.tree.leaves(new.params), jax.tree.leaves(model.params), strict=True):

@@ -13,6 +13,7 @@ import on_eight_devices as split
 import pytest
 import tiny_targets as tiny
 import toy
+from random_models import random_weights
 from safetensors.numpy import load_file, save_file
 
 import jspec
@@ -125,7 +126,7 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatc
     made = language_model.load(directories("sinks"), dtype="float32")
     routed = dataclasses.replace(made.config.experts, width=192)
     config = dataclasses.replace(made.config, experts=routed)
-    language_model.save(tmp_path, config, tiny.random_weights(config), dtype="float32")
+    language_model.save(tmp_path, config, random_weights(config), dtype="float32")
     rng, stored = np.random.default_rng(0), {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         stored[name] = tensor

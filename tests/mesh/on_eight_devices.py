@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from random_models import arrays_of
 from tiny_targets import (
     BIASED,
     DIFFERENT,
@@ -25,7 +26,6 @@ from tiny_targets import (
     TARGETS,
     TIED,
     hybrid_weights,
-    random_weights,
     weights,
 )
 
@@ -41,8 +41,10 @@ from jspec.core.sharding import TENSOR
 from jspec.drafters import Ngram, Standalone
 from jspec.generation import score
 from jspec.models.draft import Draft
+from jspec.models.llama import Llama
 
 slow = pytest.mark.slow
+ALL = TARGETS | LATENTS | DIFFERENT | HYBRIDS
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +58,15 @@ def directories(tmp_path_factory):
         if name == "head":
             made = toy.fit_head(toy.TARGET, HEAD, toy.params().target, toy.plain_tokens())
             drafts.save(path, HEAD, made.draft, layout="safeailab", dtype="float32")
-        elif name in LATENTS | DIFFERENT:
-            config = (LATENTS | DIFFERENT)[name]
-            language_model.save(path, config, random_weights(config), dtype="float32")
-        elif name in HYBRIDS:
-            language_model.save(path, HYBRIDS[name], hybrid_weights(HYBRIDS[name]), dtype="float32")
         elif name.startswith("draft of "):
-            of = name.removeprefix("draft of ")
-            config, make = (DIFFERENT[of], random_weights) if of in DIFFERENT else (TARGETS[of], weights)
-            near = toy.near(make(config), make(config, seed=1))
-            if of in TARGETS:
+            config = ALL[name.removeprefix("draft of ")]
+            near = toy.near(weights(config), weights(config, seed=1))
+            if isinstance(config, Llama):
                 config = dataclasses.replace(config, num_layers=1)
                 near = dataclasses.replace(near, layers=near.layers[:1])
             language_model.save(path, config, near, dtype="float32")
         else:
-            language_model.save(path, TARGETS[name], weights(TARGETS[name]), dtype="float32")
+            language_model.save(path, ALL[name], weights(ALL[name]), dtype="float32")
         return path
 
     return directory
@@ -361,12 +357,6 @@ def test_the_command_splits_the_model(capsys):
     assert "--tensor 3: must divide 2 heads" in capsys.readouterr().err
 
 
-def named_arrays(config, params):
-    """The weights as `transformers` would hold them."""
-    family = language_model.family_by_config(config)
-    return {name: jnp.asarray(array) for name, array in family.named_tensors(config, params)}
-
-
 def spread(arrays, mesh):
     """Arrays as a trainer holds them: split on their first axis over the mesh, where that is possible."""
     size = mesh.devices.size
@@ -396,7 +386,7 @@ def test_arrays_become_the_weights_of_a_split_checkpoint(way, load):
     """Values and shardings are those of `jspec.load`, and other arrays compile nothing."""
     mesh, config = meshes()[way], TARGETS["biased"]
     loaded = load("biased", None, 2)
-    named = named_arrays(config, weights(config))
+    named = arrays_of(config, weights(config))
     given = {name: np.array(array) for name, array in named.items()} if mesh is None else spread(named, mesh)
     model = jspec.from_named(config, given, tensor=2)
     assert model.target == loaded.target and model.placement == loaded.placement
@@ -413,13 +403,13 @@ def test_weights_of_a_trainer_go_into_a_split_model_without_compiling(load):
     options = dict(drafter=Ngram(), max_new_tokens=12)
     model, counts = None, []
     for seed in range(3):
-        given = spread(named_arrays(config, weights(config, seed)), mesh)
+        given = spread(arrays_of(config, weights(config, seed)), mesh)
         new = jspec.from_named(config, given, mesh=jax.make_mesh((1, 4), ("data", TENSOR)))
         if model is None:
             model = new
             jspec.generate(model, PROMPTS, **options)
         model = model.with_params(new.params.target)
-        whole = jspec.from_named(config, named_arrays(config, weights(config, seed)))
+        whole = jspec.from_named(config, arrays_of(config, weights(config, seed)))
         assert jspec.generate(model, PROMPTS, **options).tokens == jspec.generate(whole, PROMPTS, **options).tokens
         counts.append([f._cache_size() for f in (jitted_prefill, decode.variant(devices=4), named._fuse)])
     assert counts[0] == counts[1] == counts[2]
@@ -437,20 +427,15 @@ def test_weights_of_a_trainer_go_into_a_split_model_without_compiling(load):
     with pytest.raises(ValueError, match=r"arrays: .* is traced with the type float32\[.*@"):
         complete(given, toy.IDS, toy.LENGTHS)
     automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    given = spread(named_arrays(config, weights(config, 2)), automatic)
+    given = spread(arrays_of(config, weights(config, 2)), automatic)
     expected, tokens = jspec.generate(model, PROMPTS, **options), complete(given, toy.IDS, toy.LENGTHS)
     assert tokens[0, toy.LENGTHS[0] :].tolist()[:12] == expected[0].tokens
 
 
 def family_weights(name, seed):
     """The configuration of a target without heads, and random weights."""
-    if name in LATENTS:
-        config = dataclasses.replace(LATENTS[name], mtp_layers=0)
-        return config, random_weights(config, seed)
-    if name in HYBRIDS:
-        made = dataclasses.replace(hybrid_weights(HYBRIDS[name], seed), mtp=())
-        return dataclasses.replace(HYBRIDS[name], mtp_layers=0), made
-    config = {"qwen3": dataclasses.replace(TIED, qk_norm=True)}.get(name) or TARGETS[name]
+    config = {"qwen3": dataclasses.replace(TIED, qk_norm=True), **ALL}[name]
+    config = dataclasses.replace(config, mtp_layers=0) if name in LATENTS | HYBRIDS else config
     return config, weights(config, seed)
 
 
@@ -460,11 +445,11 @@ def test_new_weights_of_each_family_compile_nothing_over_devices(name):
     options, counts, tokens, model = dict(drafter="plain", max_new_tokens=6), [], [], None
     for seed in range(3):
         config, made = family_weights(name, seed)
-        new = jspec.from_named(config, named_arrays(config, made), tensor=2)
+        new = jspec.from_named(config, arrays_of(config, made), tensor=2)
         model = new if model is None else model.with_params(new.params.target)
         tokens += [jspec.generate(model, PROMPTS, **options).tokens for _ in range(2)]
         counts.append([f._cache_size() for f in (jitted_prefill, decode.variant(devices=4), named._fuse)])
-        whole = jspec.from_named(config, named_arrays(config, made))
+        whole = jspec.from_named(config, arrays_of(config, made))
         assert tokens[-1] == jspec.generate(whole, PROMPTS, **options).tokens
     # The first weights compile, also the programs of the model that is not split.
     assert counts[1] == counts[2]
@@ -481,7 +466,7 @@ def test_other_families_are_split_as_their_checkpoints(name, load):
     params = whole.params.target
     if heads:
         params = dataclasses.replace(params, mtp=whole.params.draft)
-    model = jspec.from_named(config, named_arrays(config, params), tensor=2)
+    model = jspec.from_named(config, arrays_of(config, params), tensor=2)
     assert model.target == loaded.target and model.draft == loaded.draft and model.placement == loaded.placement
     for (path, got), wanted in zip(
         jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(loaded.params), strict=True
@@ -492,7 +477,7 @@ def test_other_families_are_split_as_their_checkpoints(name, load):
 @slow
 def test_arrays_over_devices_make_a_model_that_is_not_split():
     config = TARGETS["tied"]
-    arrays = named_arrays(config, weights(config))
+    arrays = arrays_of(config, weights(config))
     given = spread(arrays, jax.make_mesh((4,), ("data",)))
     options = dict(drafter=Ngram(), max_new_tokens=8)
     got, wanted = (jspec.generate(jspec.from_named(config, each), PROMPTS, **options) for each in (given, arrays))
@@ -522,7 +507,7 @@ def test_a_split_model_takes_a_whole_draft(load):
 def test_a_wrong_placement_of_arrays_is_an_error(config, options, error, match):
     kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4)}
     with pytest.raises(error, match=match):
-        jspec.from_named(kinds[config], named_arrays(TIED, weights(TIED)), **options)
+        jspec.from_named(kinds[config], arrays_of(TIED, weights(TIED)), **options)
 
 
 def test_quantized_weights_are_split_with_the_scales_of_whole_columns(directories):
@@ -550,7 +535,7 @@ def test_quantized_weights_are_split_with_the_scales_of_whole_columns(directorie
 @pytest.mark.slow
 def test_scales_of_keys_and_values_are_on_all_devices():
     config, names = TARGETS["odd vocabulary"], ("k_scale", "v_scale")
-    arrays = named_arrays(config, weights(config))
+    arrays = arrays_of(config, weights(config))
     for index, pair in enumerate([(0.03, 1.7), (2.6, 0.4)]):
         for name, scale in zip(names, pair, strict=True):
             arrays[f"model.layers.{index}.self_attn.{name}"] = jnp.full(1, scale, jnp.float32)
@@ -560,7 +545,7 @@ def test_scales_of_keys_and_values_are_on_all_devices():
     assert_same(got, expected)
     assert models[0].params.target.layers[0].kv_scales.sharding.is_fully_replicated
     with pytest.raises(ValueError, match="kv_scales is missing"):
-        models[0].with_params(jspec.from_named(config, named_arrays(config, weights(config)), data=2, tensor=2).params)
+        models[0].with_params(jspec.from_named(config, arrays_of(config, weights(config)), data=2, tensor=2).params)
 
 
 @slow
@@ -580,7 +565,7 @@ def test_packed_weights_are_split_by_blocks_of_rows(directories):
     with pytest.raises(ValueError, match=reason):
         jspec.load(directories("biased"), tensor=2, weights="int4")
     with pytest.raises(ValueError, match=reason):
-        jspec.from_named(BIASED, named_arrays(BIASED, weights(BIASED)), tensor=2, weights="int4")
+        jspec.from_named(BIASED, arrays_of(BIASED, weights(BIASED)), tensor=2, weights="int4")
 
 
 @pytest.mark.parametrize(
@@ -589,7 +574,7 @@ def test_packed_weights_are_split_by_blocks_of_rows(directories):
 def test_quantized_weights_from_arrays_are_those_of_files(directories, name, format):
     """They are quantized by the program that fuses them, which splits the scales as well."""
     config, made = family_weights(name, 0)
-    arrays = named_arrays(config, made)
+    arrays = arrays_of(config, made)
     got = jspec.from_named(config, arrays, tensor=2, weights=format).params.target
     expected = jspec.load(directories(name), tensor=2, weights=format).params.target
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):

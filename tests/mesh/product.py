@@ -27,7 +27,6 @@ from jspec.generation.run import Run
 from jspec.models import Assistant
 from jspec.models.deepseek import Deepseek
 from jspec.models.llama import Llama
-from jspec.models.qwen3_next import Qwen3Next
 
 FAMILIES: dict[str, Any] = {
     "llama": dataclasses.replace(tiny.TIED, num_layers=2, attention_bias=True),
@@ -306,7 +305,7 @@ class Checkpoints:
         config, path = {**FAMILIES, **WIDE}[family], self.root / family.replace(" ", "_")
         if path.exists():
             return path
-        made = random_weights(config, 0)
+        made = tiny.weights(config, 0)
         if isinstance(config, Deepseek):
             language_model.save(path, config, made, dtype="float32")
             model = jspec.load(path, **FLOAT32)
@@ -323,7 +322,7 @@ class Checkpoints:
         if path.exists():
             return path
         if drafter == "standalone":
-            near = toy.near(random_weights(config, 0), random_weights(config, 1))
+            near = toy.near(tiny.weights(config, 0), tiny.weights(config, 1))
             if isinstance(config, Llama):
                 config = dataclasses.replace(config, num_layers=1)
                 near = dataclasses.replace(near, layers=near.layers[:1])
@@ -373,13 +372,6 @@ def references(checkpoints: Checkpoints) -> Callable[[Point], dict[str, Any]]:
         return found
 
     return lambda point: made(point.reference)
-
-
-def random_weights(config: Any, seed: int) -> Any:
-    """Random weights of a configuration of any family."""
-    if isinstance(config, Qwen3Next):
-        return tiny.hybrid_weights(config, seed)
-    return tiny.weights(config, seed) if isinstance(config, Llama) else tiny.random_weights(config, seed)
 
 
 def _texts(model: jspec.Model) -> np.ndarray:

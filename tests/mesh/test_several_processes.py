@@ -14,7 +14,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.drafters import Standalone
 
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 
 
 @pytest.mark.slow

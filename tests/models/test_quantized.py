@@ -3,16 +3,15 @@
 import dataclasses
 import functools
 
-import deepseek
-import gemma
+import families
 import hlo
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import qwen
 import toy
+from random_models import arrays_of
 
 import jspec
 from jspec.checkpoints import language_model
@@ -33,31 +32,17 @@ TEXT_AS_SHIPPED = True
 
 EXPERTS = dataclasses.replace(toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=16))
 CHAIN, TREE = jspec.Standalone(depth=3), jspec.Standalone(depth=3, width=2, num_nodes=6)
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+PROMPTS = toy.PROMPTS
 
 
-def arrays_of(config, params):
-    family = language_model.family_by_config(config)
-    return {name: jnp.array(array) for name, array in family.named_tensors(config, params)}
-
-
-FAMILIES = {
-    "llama": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
-    "gemma-shared": (gemma.KINDS["shared"], lambda: gemma.params("shared")),
-    "gemma-experts": (gemma.KINDS["experts"], lambda: gemma.params("experts")),
-    "deepseek": (deepseek.KINDS["mla"], lambda: deepseek.params("mla")),
-    "deepseek-indexer": (deepseek.KINDS["dsa"], lambda: deepseek.params("dsa")),
-    "qwen-dense": (qwen.KINDS["dense"], lambda: qwen.params("dense")),
-    "qwen-experts": (qwen.KINDS["experts"], lambda: qwen.params("experts")),
-}
 WIDE = {
     "llama": {"embed"},
-    "gemma-shared": {"embed"},
-    "gemma-experts": {"embed", "router"},
-    "deepseek": {"embed", "router", "keys", "values"},
-    "deepseek-indexer": {"embed", "router", "keys", "values", "query", "key", "weights"},
-    "qwen-dense": {"embed", "conv"},
-    "qwen-experts": {"embed", "conv", "router", "shared_gate"},
+    "gemma4 shared": {"embed"},
+    "gemma4 experts": {"embed", "router"},
+    "deepseek mla": {"embed", "router", "keys", "values"},
+    "deepseek dsa": {"embed", "router", "keys", "values", "query", "key", "weights"},
+    "qwen3_next dense": {"embed", "conv"},
+    "qwen3_next experts": {"embed", "conv", "router", "shared_gate"},
 }
 """Fields of arrays with more than one axis that keep their precision; "query" is that of an indexer."""
 
@@ -152,13 +137,13 @@ def test_many_rows_multiply_a_wide_copy(weights, monkeypatch):
 @pytest.mark.parametrize(
     ("weights", "family"),
     [
-        *(("fp8", family) for family in FAMILIES),
-        *(("int8", family) for family in [*FAMILIES][::2]),
+        *(("fp8", family) for family in WIDE),
+        *(("int8", family) for family in [*WIDE][::2]),
         *(("int4", family) for family in ("llama", "deepseek-indexer", "qwen-experts")),
     ],
 )
 def test_logits_are_those_of_the_widened_weights(family, weights):
-    config, make = FAMILIES[family]
+    config, make = families.MODELS[family]
     narrow = named(config, make(), weights=weights)
     assert fields(narrow, quantized=False) == WIDE[family]
     assert jax.tree.structure(narrow) == jax.tree.structure(quantize_shapes(config.param_shapes(np.float32), weights))
@@ -315,7 +300,7 @@ def test_wrong_arguments(directory):
 
 
 def test_new_weights_compile_nothing(weights):
-    config, make = FAMILIES["llama"]
+    config, make = families.MODELS["llama"]
     model = jspec.from_named(config, arrays_of(config, make()), weights=weights)
     other = jspec.from_named(config, arrays_of(config, toy.random_params(config, 5)), weights=weights)
     assert isinstance(other.params.target.lm_head, Quantized)

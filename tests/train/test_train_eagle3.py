@@ -52,26 +52,18 @@ def read_head(reference, prefix):
     layer = LayerParams(
         attention_norm=named["midlayer.input_layernorm.weight"],
         qkv=np.concatenate([named[attention.format(name)] for name in "qkv"]).T,
-        qkv_bias=None,
-        q_norm=None,
-        k_norm=None,
         o=named[attention.format("o")].T,
-        o_bias=None,
         mlp_norm=named["midlayer.post_attention_layernorm.weight"],
         gate_up=np.concatenate([named[mlp.format(name)] for name in ("gate", "up")]).T,
         down=named[mlp.format("down")].T,
     )
     return EagleParams(
-        embed=None,
+        **dict.fromkeys(("embed", "fc_bias", "fc_norms", "input_norm", "ids")),
         fc=named["fc.weight"].T,
-        fc_bias=None,
-        fc_norms=None,
-        input_norm=None,
         hidden_norm=named["midlayer.hidden_norm.weight"],
         layers=(layer,),
         norm=named["norm.weight"],
         lm_head=named["lm_head.weight"].T,
-        ids=None,
     )
 
 
