@@ -295,7 +295,7 @@ def test_a_trial_takes_the_median_call_of_each_branch(directory):
         order.append(branch)
         assert trial.rounds == 1 and trial.costs == costs.only(branch, 3)
         trial.record(branch, (9.0 if len(order) < 3 else 5.0 - len(order) / 10) * (1 + branch), 2)
-        trial.turn()
+        assert trial.turn() == (None if trial.done else (trial, branch))  # of the call, not of the next one
     assert order == [0, 2] * costs.REPEATS
     assert trial.costs == (2250.0, costs.UNAFFORDABLE, 6600.0)
     # Fast rounds are timed together; another generation goes on with the measurement.
