@@ -388,10 +388,10 @@ def test_the_version(capsys):
 
 def test_memory_that_runs_out_is_one_line(capsys, monkeypatch):
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes")):
-        monkeypatch.setattr(generate, "load_model", raising(error))
+        monkeypatch.setattr(common, "load_model", raising(error))
         status, _, err = run(capsys, "generate", "x")
         assert status == 2 and err.startswith("jspec: out of memory: ") and err.count("\n") == 1
-    monkeypatch.setattr(generate, "load_model", raising(jax.errors.JaxRuntimeError("INTERNAL: a bug")))
+    monkeypatch.setattr(common, "load_model", raising(jax.errors.JaxRuntimeError("INTERNAL: a bug")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         cli.main(["generate", "x"])
 

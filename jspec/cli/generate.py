@@ -12,25 +12,9 @@ import jax
 from jspec import drafters
 from jspec.analysis.contract import difference
 from jspec.analysis.records import STANDARD_INPUT, read_standard_input
-from jspec.cli import arguments
+from jspec.bench.options import COUNT
+from jspec.cli import arguments, common
 from jspec.cli.arguments import Commands
-from jspec.cli.common import (
-    COUNT,
-    DRAFTER_HELP,
-    DRAFTERS,
-    SAMPLING_GROUP,
-    SHAPE_GROUP,
-    ModelOptions,
-    SamplingOptions,
-    check_data,
-    check_prompts,
-    encode_record,
-    load_model,
-    make_drafter,
-    ratio,
-    read_prompt_file,
-    why_slower,
-)
 from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, quiet_unless_first, start_processes
 from jspec.core.checks import check_text
 from jspec.core.options import option
@@ -49,7 +33,7 @@ _ROUNDS_PER_PIECE = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(SamplingOptions, ModelOptions, ProcessOptions):
+class Options(common.SamplingOptions, common.ModelOptions, ProcessOptions):
     """The options of `jspec generate`."""
 
     prompt: str | None = option(
@@ -60,7 +44,7 @@ class Options(SamplingOptions, ModelOptions, ProcessOptions):
         metavar="PROMPT",
     )
     repetition_penalty: float = option(1.0, "above 1: repeated tokens are less likely (default: 1)")
-    drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
+    drafter: str = option("auto", common.DRAFTER_HELP, choices=common.DRAFTERS)
     stop: tuple[str, ...] = option((), "end the output before TEXT; can be repeated", repeated=True, metavar="TEXT")
     json_schema: Path | None = option(
         None, "the output is a document of JSON that the JSON schema in FILE accepts", metavar="FILE"
@@ -87,7 +71,7 @@ class Options(SamplingOptions, ModelOptions, ProcessOptions):
             raise ValueError(f"PROMPT or --prompts FILE: {count}; must be one of them (PROMPT - reads standard input)")
         if self.batch is not None and self.prompts is None:
             raise ValueError(f"--batch {self.batch}: requires --prompts")
-        check_data(self.data, self.batch or 1)
+        common.check_data(self.data, self.batch or 1)
         for name in ("compare", "show"):
             for other in ("prompts", "json"):
                 if getattr(self, name) and getattr(self, other):
@@ -107,7 +91,7 @@ def add_command(commands: Commands) -> None:
         run,
         help="continue a prompt, or the prompts of a file",
         description="Continues a prompt and streams the text; or continues each prompt of a file.",
-        groups={**SHAPE_GROUP, **SAMPLING_GROUP, "many prompts": ("prompts", "batch"), **PROCESS_GROUP},
+        groups={**common.SHAPE_GROUP, **common.SAMPLING_GROUP, "many prompts": ("prompts", "batch"), **PROCESS_GROUP},
     )
 
 
@@ -132,14 +116,14 @@ def run(options: Options) -> int:
 
 def _generate(records: Sequence[Mapping[str, Any]], generation: GenerateOptions, options: Options) -> int:
     """Continues the prompts, in all processes alike."""
-    model = load_model(options.drafter, options)
-    generation = dataclasses.replace(generation, drafter=make_drafter(options.drafter, options, model))
-    prompts: Sequence[Prompt] = [encode_record(model, record, chat=options.chat) for record in records]
+    model = common.load_model(options.drafter, options)
+    generation = dataclasses.replace(generation, drafter=common.make_drafter(options.drafter, options, model))
+    prompts: Sequence[Prompt] = [common.encode_record(model, record, chat=options.chat) for record in records]
     # What errors call each prompt.
     names = ["PROMPT"]
     if options.prompts is not None:
         names = [f"--prompts {options.prompts}, prompt {i}" for i in range(1, len(prompts) + 1)]
-    check_prompts(model, names, prompts, options.max_new_tokens)
+    common.check_prompts(model, names, prompts, options.max_new_tokens)
     if options.prompts is not None or options.json:
         return _run_many(model, records, prompts, generation, options)
     return _run_one(model, prompts[0], generation, options)
@@ -167,7 +151,7 @@ def _constrained(sampling: Sampling | None, options: Options) -> Sampling | None
 def _read_prompts(options: Options) -> Sequence[Mapping[str, Any]]:
     """The records of the prompts."""
     if options.prompts is not None:
-        return read_prompt_file(options.prompts)
+        return common.read_prompt_file(options.prompts)
     text = options.prompt
     if text == STANDARD_INPUT:
         text = read_standard_input().removesuffix("\n").removesuffix("\r")
@@ -206,8 +190,8 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
     if not options.repeats_plain:
         verdict = f"different samples from the same distribution (--accept {options.accept})"
     speed, other = out.stats.tokens_per_second, plain.stats.tokens_per_second
-    print(f"plain: {other:.1f} tokens/s; {verdict}; {ratio(speed, other)}", file=sys.stderr)
-    if reason := why_slower(out.stats, plain.stats):
+    print(f"plain: {other:.1f} tokens/s; {verdict}; {common.ratio(speed, other)}", file=sys.stderr)
+    if reason := common.why_slower(out.stats, plain.stats):
         print(f"jspec: {reason}", file=sys.stderr)
     return 0 if at is None or not options.repeats_plain else 1
 

@@ -6,19 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-from jspec.cli import arguments
+from jspec.bench.options import COUNT
+from jspec.cli import arguments, common
 from jspec.cli.arguments import Commands
-from jspec.cli.common import (
-    ACCEPT_HELP,
-    COUNT,
-    DRAFTER_HELP,
-    DRAFTERS,
-    GROUPS_HELP,
-    SHAPE_GROUP,
-    ModelOptions,
-    load_model,
-    make_drafter,
-)
 from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, is_first, patient, start_processes
 from jspec.core import interrupt, package
 from jspec.core.accept import RULES
@@ -37,15 +27,15 @@ _MAX_GRACE = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(EngineOptions, ModelOptions, ProcessOptions):
+class Options(EngineOptions, common.ModelOptions, ProcessOptions):
     """The options of `jspec serve`."""
 
     model: str = option(
         help="bundled:NAME, a Hugging Face directory, a .gguf file or a hub id", positional=True, metavar="MODEL"
     )
-    drafter: str = option("auto", DRAFTER_HELP, choices=DRAFTERS)
-    accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
-    data: int | None = option(None, GROUPS_HELP.format("serve requests on"), bounds=COUNT)
+    drafter: str = option("auto", common.DRAFTER_HELP, choices=common.DRAFTERS)
+    accept: str | None = option(None, common.ACCEPT_HELP, choices=tuple(RULES))
+    data: int | None = option(None, common.GROUPS_HELP.format("serve requests on"), bounds=COUNT)
     max_queue: int = option(1024, "sequences that may wait for a slot; a request beyond them gets status 429", least=0)
     warm_up: str = option(
         "short",
@@ -100,7 +90,7 @@ class Options(EngineOptions, ModelOptions, ProcessOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        ModelOptions.__post_init__(self)
+        common.ModelOptions.__post_init__(self)
         for adapter in self.lora:
             if not all(adapter.partition("=")):
                 raise ValueError(f"--lora {adapter!r}: must be a name, = and a directory or hub id")
@@ -123,7 +113,7 @@ def add_command(commands: Commands) -> None:
         run,
         help="serve a model over HTTP, with the API of OpenAI",
         description="Serves a model over HTTP: completions and chat completions as OpenAI's clients ask for them.",
-        groups={**SHAPE_GROUP, "engine": (*_ENGINE, "warm_up"), "server": _SERVER, **PROCESS_GROUP},
+        groups={**common.SHAPE_GROUP, "engine": (*_ENGINE, "warm_up"), "server": _SERVER, **PROCESS_GROUP},
     )
 
 
@@ -141,10 +131,10 @@ def run(options: Options) -> int:
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(server.bind(options.host, options.port)) if is_first(options) else None
         with notify_if_slow(_COMPILING):
-            model = load_model(options.drafter, options, option="MODEL")
+            model = common.load_model(options.drafter, options, option="MODEL")
             engine = Engine(
                 model,
-                drafter=make_drafter(options.drafter, options, model),
+                drafter=common.make_drafter(options.drafter, options, model),
                 accept=options.accept,
                 adapters=dict(adapter.split("=", 1) for adapter in options.lora),
                 **{name: getattr(options, name) for name in _ENGINE},
