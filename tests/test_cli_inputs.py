@@ -171,56 +171,20 @@ def test_required_arguments_are_named(capsys, command):
 
 
 RECORDS = [
-    *(
-        b"",
-        b" \n\n",
-        b"[]",
-        b"{}",
-        b"null",
-        b"1",
-        b"true",
-        b'"',
-        b"[",
-        b"[[",
-        b"{",
-        b'["a"',
-        b"[1]",
-        b'["a", 2]',
-        b"[null]",
-    ),
+    *(b"", b" \n\n", b"[]", b"{}", b"null", b"1", b"true", b'"', b"[", b"[[", b"{", b'["a"', b"[1]", b'["a", 2]',
+        b"[null]"),
     *(b'["a", ["b"]]', b'{"prompt": null}', b'{"prompt": ["a"]}', b'{"text": "a"}', b'{"prompt": "a"}{"prompt": "b"}'),
-    *(
-        b'"a"\n2\n',
-        b'"a"\nb\n',
-        b"\xff\xfe",
-        b'"\xff"',
-        b'"a"\n"\xff"',
-        "\ufeff".encode("utf-16"),
-        b'"\\ud800"',
-        b'"\\x"',
-    ),
-    *(
-        b"[" * 100_000,
-        b'{"prompt": ' * 100_000,
-        b"[1e999]",
-        b"[NaN]",
-        b'{"prompt": "a", "score": NaN}',
-        b'"a\n"',
-        b"\0",
-    ),
+    *(b'"a"\n2\n', b'"a"\nb\n', b"\xff\xfe", b'"\xff"', b'"a"\n"\xff"', "\ufeff".encode("utf-16"), b'"\\ud800"',
+        b'"\\x"'),
+    *(b"[" * 100_000, b'{"prompt": ' * 100_000, b"[1e999]", b"[NaN]", b'{"prompt": "a", "score": NaN}', b'"a\n"',
+        b"\0"),
     *(b'""', b'[""]', b'"' + b"a " * 9000 + b'"'),
-]
+]  # fmt: skip
 GOOD_RECORDS = [
-    *(
-        b'["a"]',
-        b'"a"',
-        b'"a"\n"b"',
-        b'{"prompt": "a"}',
-        b'{"prompt": "a", "id": 1}\r\n\r\n"b"\r\n',
-        b'\xef\xbb\xbf"a"\n',
-    ),
+    *(b'["a"]', b'"a"', b'"a"\n"b"', b'{"prompt": "a"}', b'{"prompt": "a", "id": 1}\r\n\r\n"b"\r\n',
+        b'\xef\xbb\xbf"a"\n'),
     *('"a\u2028b\x85c"'.encode(), b'[{"prompt": "a", "prompt": "b"}, "c"]', b'"\\ud83d\\ude00"', b'"a\\u0000"'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow(unless=("file-evaluate", "standard input-generate"))
