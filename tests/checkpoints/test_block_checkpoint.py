@@ -246,7 +246,6 @@ REFUSED = (
     ("z-lab selector", inside(selector_top_k=0), "selector_rank=3 with selector_top_k=0: must both be set"),
     ("z-lab selector", inside(markov_rank=3), "markov='vanilla': must be None with a selector"),
     ("dflash2", inside(input_embedding_scale=0.0), "input_embedding_scale=0.0: must be above 0"),
-    ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
     ("z-lab", outside(layer_types=["full_attention"] * 3), f"layer_types=.*: must be 2 of {KINDS}"),
     ("z-lab", outside(layer_types=["linear_attention"] * 2), f"layer_types=.*: must be 2 of {KINDS}"),
     ("z-lab sliding", outside(sliding_window="absent"), "'sliding_window' is missing"),

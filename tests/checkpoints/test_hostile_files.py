@@ -142,6 +142,9 @@ def test_links_of_the_hub_cache_and_within_the_directory(saved, tmp_path):
         (b"[" * 100_000, "not readable"),
         (b'{"a":' * 100_000, "not readable"),
         (b"{}x", "not readable"),
+        (b"{", "not readable"),
+        (b"\x00", "not readable"),
+        (b"[]", "must hold a JSON object"),
     ],
 )
 def test_json_that_is_refused(saved, data, message):
@@ -216,8 +219,12 @@ def test_other_headers(saved):
     for text in (b"[]", b"5", b"null", b"{", b"[" * 100_000, b"\xff", b'{"a": NaN}'):
         with_header(path, text, body)
         refused(saved, "model.safetensors: damaged")
-    for other in (body[:-1], body + b"x", b""):
+    for other in (body[:-1], body[:-100], body + b"x", b""):
         with_header(path, header, other)
+        refused(saved, "model.safetensors: damaged")
+    intact = path.read_bytes()
+    for size in (0, 4, 100):
+        path.write_bytes(intact[:size])
         refused(saved, "model.safetensors: damaged")
     twice = f', "{NORM}": {json.dumps(header[NORM] | {"dtype": "I32"})}}}'
     with_header(path, json.dumps(header).encode()[:-1] + twice.encode(), body)

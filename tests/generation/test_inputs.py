@@ -266,6 +266,9 @@ def fault(call, options, name):
             return f"raised by {last.filename}:{last.lineno}: {text}"
         if name not in text:
             return f"does not name {name}: {text}"
+        shown = f"{name}={options.get(name)}", f"{name}=int is", f"{name} is"
+        if type(options.get(name)) in (int, float) and not any(words in text for words in shown):
+            return f"does not show {shown[0]}: {text}"
         if len(text) > 600:
             return f"is {len(text)} characters long"
         return None

@@ -54,8 +54,6 @@ class UnhashableRule:
 
 
 RULES = {
-    "a number": (5, TypeError, "accept=5: must be one of greedy, coupled, rejection, block, or a callable"),
-    "an unknown name": ("mine", ValueError, "accept='mine': must be one of"),
     "a class": (Acceptance, TypeError, "accept=Acceptance: must be an object, not a class"),
     "unhashable": (UnhashableRule(), TypeError, "accept=.*: must be hashable, because it is part of the program"),
     "returns a pair": (lambda *args: (1, 2), TypeError, r"accept=<lambda>: returns \(int, int\); must return a jspec"),
@@ -100,8 +98,6 @@ class WithParts:
 
 DRAFTERS = {
     "a class": (Ngram, TypeError, "drafter=Ngram is not a drafter: give an object, not a class"),
-    "a number": (5, TypeError, "drafter=int is not a drafter: it has no depth, capture_layers, bind"),
-    "an unknown name": ("mine", ValueError, "drafter='mine' is unknown; valid names are"),
     "without methods": (WithParts(), TypeError, "WithParts is not a drafter: it has no bind, init, draft, extend"),
     "unhashable": (drafter(__hash__=None), TypeError, "drafter=Mine.*: must be hashable"),
     "binds to nothing": (drafter(bind=lambda *args: None), TypeError,
