@@ -5,7 +5,7 @@ libtpu, the extra `tpu`, has the compiler. docs/tpu.md explains the numbers.
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import compiled
@@ -14,15 +14,14 @@ from compiled import CompiledCase
 from tqdm import tqdm
 
 from jspec import cli
-from jspec.bench import machine, measurement, report
+from jspec.bench import measurement, report
 from jspec.bench import subject as subjects
-from jspec.bench.measurement import Measurement, Scalar
+from jspec.bench.measurement import Measurement
 from jspec.bench.options import SHAPE, SHAPE_GROUP, CaseOptions
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES
 from jspec.cli.arguments import Parser, check_output, set_options
 from jspec.core.options import option
-from jspec.models.sizes import count_parameters
 
 NOT_RUN = "compiled, not run"
 """Marks whatever is written."""
@@ -40,20 +39,11 @@ class Options(CaseOptions):
     dtype: str = option("bfloat16", "dtype of the weights", choices=tuple(DTYPES))
 
 
-@dataclasses.dataclass
-class CompileReport:
-    """Everything that a run of the command finds out.
+@dataclasses.dataclass(kw_only=True)
+class CompileReport(report.RunReport):
+    """Everything that a run of the command finds out."""
 
-    settings: the drafter and the options that shapes depend on. parameters: of target and draft.
-    """
-
-    model: str
-    dtype: str
-    command: str | None
-    environment: machine.Environment
     chip: tpu.Chip
-    settings: Mapping[str, Scalar]
-    parameters: Mapping[str, int]
     results: list[CompiledCase] = dataclasses.field(default_factory=list)
 
 
@@ -71,17 +61,13 @@ def run(options: Options) -> int:
         raise ValueError(f"--chip {error}") from None
     subject = subjects.of(options)
     drafters = subjects.drafters_of(options, subject)
-    setup, target = subjects.setup_of(options, subject, subject.params), subject.params.target
-    settings = subjects.settings_of(options, subject, (*SHAPE, "rounds", "page_size"))
-    out = CompileReport(
-        model=subject.name,
-        dtype=str(target.embed.dtype),
-        command=options.command,
-        environment=_environment(device),
-        chip=tpu.CHIPS[options.chip],
-        settings={**settings, "libtpu": tpu.version()},
-        parameters={"target": count_parameters(target), "draft": count_parameters(setup.params.draft)},
-    )
+    setup = subjects.setup_of(options, subject, subject.params)
+    fields = subjects.described(options, subject, subject.params, (*SHAPE, "rounds", "page_size"))
+    fields["settings"]["libtpu"] = tpu.version()
+    # This machine, with the device that programs are compiled for.
+    kind = f"{device.device_kind} ({NOT_RUN})"
+    fields["environment"] = dataclasses.replace(fields["environment"], device=kind, driver=None)
+    out = CompileReport(**fields, chip=tpu.CHIPS[options.chip])
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
     with tqdm(cases, unit="case") as bar:
         for mode, batch, context in bar:
@@ -94,11 +80,6 @@ def run(options: Options) -> int:
     return 0
 
 
-def _environment(device: Any) -> machine.Environment:
-    """That of this machine, with the device that programs are compiled for."""
-    return dataclasses.replace(machine.environment(), device=f"{device.device_kind} ({NOT_RUN})", driver=None)
-
-
 def lines(out: CompileReport) -> list[Measurement]:
     """All results, each marked as not run."""
     return [line for result in out.results for line in _case_lines(out, result)]
@@ -106,22 +87,12 @@ def lines(out: CompileReport) -> list[Measurement]:
 
 def _case_lines(out: CompileReport, result: CompiledCase) -> list[Measurement]:
     case, chip = result.case, out.chip
-    unused = report.unused_settings(case.mode)
-    settings = {name: value for name, value in out.settings.items() if name not in unused}
+    shape = {"mode": case.mode, "batch": case.batch, "context": case.context}
+    shared = {"settings": out.settings_of(case.mode), "note": NOT_RUN, **shape}
 
     def line(metric: str, unit: str, values: Sequence[float], **fields: Any) -> Measurement:
-        return report.measurement(
-            out.environment,
-            *(out.model, case.mode, f"b{case.batch}", f"c{case.context}"),
-            **{"metric": metric, "unit": unit, "values": values, "note": NOT_RUN, **fields},
-            command=out.command,
-            subject=out.model,
-            mode=case.mode,
-            batch=case.batch,
-            context=case.context,
-            dtype=out.dtype,
-            settings={**settings, **fields.pop("settings", {})},
-        )
+        parts = case.mode, f"b{case.batch}", f"c{case.context}"
+        return out.line(*parts, metric=metric, unit=unit, values=values, **{**shared, **fields})
 
     estimates = [1e3 * result.estimate(chip)] if result.cycles else []
     note = f"{NOT_RUN}: {case.problem}" if case.problem else _NOTE
@@ -156,9 +127,7 @@ def table(out: CompileReport) -> str:
     ]
     rows = [[*names, "kernels", "arguments GB", "temporary GB", "compile s"]]
     rows += [_cells(out.chip, result) for result in out.results if not result.case.problem]
-    model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype)
-    versions = f"jax {out.environment.jax}, libtpu {out.settings['libtpu']}"
-    head = f"{model}; {out.environment.device}, {versions}; roofline at {out.chip.gb_per_second:g} GB/s"
+    head = f"{out.heading()}, libtpu {out.settings['libtpu']}; roofline at {out.chip.gb_per_second:g} GB/s"
     problems = [
         f"{result.case.mode} {result.case.batch} x {result.case.context}: {result.case.problem}"
         for result in out.results

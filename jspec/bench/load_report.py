@@ -3,12 +3,14 @@
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from jspec.bench import machine, report, traffic
-from jspec.bench.measurement import Measurement, Scalar, machine_name
+from jspec.bench import report, traffic
+from jspec.bench.measurement import Measurement
 from jspec.bench.traffic import LoadResult, LoadRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLUMNS: Mapping[str, Callable[[LoadRun], float]] = {
     "tokens/s": lambda run: run.tokens_per_second,
@@ -21,20 +23,10 @@ _TIMES: Mapping[str, Callable[[LoadRun], tuple[float, float]]] = {
 }
 
 
-@dataclasses.dataclass
-class LoadReport:
-    """All results of a run.
+@dataclasses.dataclass(kw_only=True)
+class LoadReport(report.RunReport):
+    """All results of a run. tokens: of all prompts and outputs together; None: they differ between rates."""
 
-    settings: the drafter and its shape, and those of the load. parameters: of target and draft.
-    tokens: of all prompts and outputs together; None: they differ between rates.
-    """
-
-    model: str
-    dtype: str
-    command: str | None
-    environment: machine.Environment
-    settings: Mapping[str, Scalar]
-    parameters: Mapping[str, int]
     tokens: tuple[int, int] | None
     requests: int | None
     results: list[LoadResult] = dataclasses.field(default_factory=list)
@@ -47,8 +39,7 @@ def lines(out: LoadReport) -> list[Measurement]:
 
 def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
     # Settings of all lines.
-    unused = report.unused_settings(result.mode)
-    settings = {name: value for name, value in out.settings.items() if name not in unused}
+    settings = out.settings_of(result.mode)
     if out.tokens is not None:
         settings |= {"requests": out.requests, "prompt_tokens": out.tokens[0], "output_tokens": out.tokens[1]}
     case = [f"{result.slots}-slots"]
@@ -57,21 +48,9 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
         case.append(f"{result.rate:g}-per-second")
 
     def line(metric: str, unit: str, values: Sequence[float]) -> Measurement:
-        return report.measurement(
-            out.environment,
-            *(out.model, "load", result.mode, *case),
-            metric=metric,
-            unit=unit,
-            values=values,
-            command=out.command,
-            subject=out.model,
-            mode=result.mode,
-            batch=result.slots,
-            context=traffic.CONTEXT,
-            dtype=out.dtype,
-            settings=settings,
-            note=result.problem,
-        )
+        fields = {"mode": result.mode, "batch": result.slots, "context": traffic.CONTEXT, "note": result.problem}
+        parts = "load", result.mode, *case
+        return out.line(*parts, metric=metric, unit=unit, values=values, settings=settings, **fields)
 
     # The throughput, even of a case without runs.
     runs = result.runs
@@ -112,16 +91,13 @@ def table(out: LoadReport) -> str:
     if out.tokens is not None:
         what = f"{out.requests} requests of {out.tokens[0]:,} prompt and {out.tokens[1]:,} output tokens in all"
     kind = "varied" if "acceptance" in out.settings else "imposed"
-    model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype, kind)
-    where = machine_name(out.environment.device, out.environment.device_count)
-    head = f"{model}; {where}, jax {out.environment.jax}; {what}"
     problems = [f"{result.mode} {result.slots}: {result.problem}" for result in out.results if result.problem]
     by_case: dict[str, list[LoadResult]] = {}
     for result in out.results:
         if result.rate is not None:
             by_case.setdefault(f"{result.mode}, {result.slots} slots", []).append(result)
     good = [f"goodput of {case}: {traffic.goodput(results):g} requests/s" for case, results in by_case.items()]
-    return "\n".join([head, *report.aligned(rows), *good, *problems])
+    return "\n".join([f"{out.heading(kind)}; {what}", *report.aligned(rows), *good, *problems])
 
 
 def _cells(result: LoadResult) -> list[str]:
@@ -136,27 +112,31 @@ def _cells(result: LoadResult) -> list[str]:
     return [*cells, f"{result.median(lambda run: run.preemptions):.0f}", *judged, f"{cached:.0%}" if cached else "-"]
 
 
-def draw(out: LoadReport, path: Path) -> None:
-    """Draws the last run of each case into a file: running, waiting and held sequences over time.
+def plot(out: LoadReport) -> "Axes":
+    """Plots the last run of each case: running, waiting and held sequences over time.
 
-    Of several rates: good requests and the time to the first token by rate.
+    With rates: good requests and the time to the first token by rate.
     """
     import matplotlib.pyplot as plt
 
-    # One panel for each load.
     measured = [result for result in out.results if result.runs]
     if any(result.rate is not None for result in measured):
-        _draw_rates(out, measured, path)
-        return
-    picture, axes = plt.subplots(len(measured), figsize=(8.0, 2.6 * len(measured)), layout="constrained", squeeze=False)
+        return _plot_rates(out, measured)
+    # One panel for each load.
+    _, axes = plt.subplots(len(measured), figsize=(8.0, 2.6 * len(measured)), layout="constrained", squeeze=False)
     for result, ax in zip(measured, axes[:, 0], strict=True):
+        # Sequences in a slot, waiting for one, and held for lack of pages.
+        seconds, *counts = zip(*result.runs[-1].samples, strict=True)
+        for name, values in zip(("running", "waiting", "held"), counts, strict=True):
+            ax.step(seconds, values, where="post", label=name)
         title = f"{out.model}, {out.environment.device}, {result.mode}, {result.slots} slots"
-        _timeline(result.runs[-1].samples, title, ax)
-    picture.savefig(path, dpi=150)
-    plt.close(picture)
+        ax.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, None))
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return axes[0, 0]
 
 
-def _draw_rates(out: LoadReport, measured: Sequence[LoadResult], path: Path) -> None:
+def _plot_rates(out: LoadReport, measured: Sequence[LoadResult]) -> "Axes":
     import matplotlib.pyplot as plt
 
     values: dict[str, Callable[[LoadRun], float]] = {
@@ -173,15 +153,4 @@ def _draw_rates(out: LoadReport, measured: Sequence[LoadResult], path: Path) -> 
     axes[0].axhline(100 * traffic.GOOD, color="gray", linewidth=0.8)
     axes[0].legend(frameon=False)
     picture.suptitle(f"{out.model}, {out.environment.device}", fontsize=10)
-    picture.savefig(path, dpi=150)
-    plt.close(picture)
-
-
-def _timeline(samples: Sequence[Sequence[float]], title: str, ax: Any) -> None:
-    """Plots the sequences of an engine over time: in a slot, waiting for one, and held for lack of pages."""
-    seconds, *counts = zip(*samples, strict=True)
-    for name, values in zip(("running", "waiting", "held"), counts, strict=True):
-        ax.step(seconds, values, where="post", label=name)
-    ax.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, None))
-    ax.set_title(title, fontsize=10, loc="left")
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return axes[0]

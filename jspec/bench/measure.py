@@ -106,14 +106,6 @@ class CaseResult:
         return {**split, "rest": self.round - sum(split.values())} if split and self.round is not None else split
 
 
-@dataclasses.dataclass(frozen=True)
-class CompiledCase:
-    """The programs of a case."""
-
-    prefill: Callable[[], DecodeState]
-    rounds: Rounds
-
-
 def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context: int, report: Progress) -> CaseResult:
     """Measures a case; if it cannot run, `problem` of the result has the reason. drafter: already bound."""
     result = new_case(setup, mode, drafter, batch, context)
@@ -160,21 +152,23 @@ def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Pr
     # Compile.
     method = method_of(setup, drafter)
     report("compiling")
-    compiled = compile_case(setup, result, method)
-    if compiled is None:
+    if (programs := compile_case(setup, result, method)) is None:
         return
+    prefill, rounds = programs
     # Time prefill, rounds and phases.
     report("first token")
-    result.first_token_seconds = machine.seconds_of(compiled.prefill, repeats=FIRST_TOKENS, burst=0)
+    result.first_token_seconds = machine.seconds_of(prefill, repeats=FIRST_TOKENS, burst=0)
     report("rounds")
-    s = time_rounds(setup, result, compiled.rounds, compiled.prefill())
+    s = time_rounds(setup, result, rounds, prefill())
     if setup.split:
         report("phases")
         result.phase_seconds, _ = time_phases(setup.params, s, Phases(method), setup.rounds, setup.repeats)
 
 
-def compile_case(setup: BenchSetup, result: CaseResult, method: Method) -> CompiledCase | None:
-    """Compiles the programs of a case; None if they do not fit the device's memory."""
+def compile_case(
+    setup: BenchSetup, result: CaseResult, method: Method
+) -> tuple[Callable[[], DecodeState], Rounds] | None:
+    """Compiles the prefill and the rounds of a case; None if they do not fit the device's memory."""
     # The caches alone, before anything of this size is traced.
     sizes = groups.batch_of(setup.placement, result.batch), result.capacity, setup.page_size
     result.state_bytes = memory.need(setup.params, setup.target, method.drafter, *sizes).total
@@ -206,7 +200,7 @@ def compile_case(setup: BenchSetup, result: CaseResult, method: Method) -> Compi
         result.problem = too_large(setup, result, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
         if result.problem:
             return None
-    return CompiledCase(partial(prefill, setup.params, prompt), partial(rounds, setup.params))
+    return partial(prefill, setup.params, prompt), partial(rounds, setup.params)
 
 
 def method_of(setup: BenchSetup, drafter: Drafter) -> Method:

@@ -18,13 +18,12 @@ _TREE_SETTINGS = ("width", "num_nodes")
 _DRAFT_SETTINGS = ("drafter", "depth", "tokens_per_round", "window", "keep_first", *_TREE_SETTINGS)
 
 
-@dataclasses.dataclass
-class Report:
-    """All measurements of one run.
+@dataclasses.dataclass(kw_only=True)
+class RunReport:
+    """What reports of all kinds of runs have.
 
-    settings: drafter and the options of the timed programs.
+    settings: drafter and the options of the programs.
     parameters: number of parameters, of the target and of the draft.
-    streamed_bytes: bytes read, by operation.
     """
 
     model: str
@@ -33,6 +32,34 @@ class Report:
     environment: Environment
     settings: Mapping[str, Scalar]
     parameters: Mapping[str, int]
+
+    def heading(self, acceptance: str = "imposed") -> str:
+        """The model, its draft and how drafts are accepted, and the machine, in words."""
+        count = self.parameters["draft"]
+        draft = f" + {self.settings['drafter']} draft of {_count(count)}" if count else ""
+        model = f"{self.model}: {_count(self.parameters['target'])} parameters{draft}"
+        machine = machine_name(self.environment.device, self.environment.device_count)
+        return f"{model}, {self.dtype}, {acceptance} acceptance; {machine}, jax {self.environment.jax}"
+
+    def settings_of(self, mode: str) -> dict[str, Scalar]:
+        """The settings with a meaning in a mode."""
+        if mode == "adaptive":
+            unused = ("depth", *_TREE_SETTINGS)
+        else:
+            unused = _DRAFT_SETTINGS if mode == "plain" else () if mode == "tree" else _TREE_SETTINGS
+        return {name: value for name, value in self.settings.items() if name not in unused}
+
+    def line(self, *parts: object, metric: str, unit: str, values: Sequence[float], **fields) -> Measurement:
+        """A line of data on the model. parts, fields: see `measurement`."""
+        shared = {"command": self.command, "subject": self.model, "dtype": self.dtype}
+        parts = self.model, *parts
+        return measurement(self.environment, *parts, metric=metric, unit=unit, values=values, **shared, **fields)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Report(RunReport):
+    """All measurements of one run. streamed_bytes: bytes read, by operation."""
+
     streamed_bytes: Mapping[str, int]
     bandwidth: Mapping[str, Bandwidth]
     results: list[CaseResult] = dataclasses.field(default_factory=list)
@@ -83,40 +110,28 @@ def measurement(
 
 def lines(report: Report) -> list[Measurement]:
     """All measurements: of the machine and the model, then of each case."""
-    shared = {"command": report.command, "subject": report.model, "dtype": report.dtype}
-
-    def model_line(metric: str, unit: str, values: Sequence[float]) -> Measurement:
-        return measurement(report.environment, report.model, metric=metric, unit=unit, values=values, **shared)
-
-    # The machine and the model, then the cases.
-    out = [
-        model_line(f"{name} bandwidth", "GB/s", [bandwidth.bytes / seconds / 1e9 for seconds in bandwidth.seconds])
-        for name, bandwidth in report.bandwidth.items()
-    ]
-    out += [model_line(f"parameters of the {name}", "", [count]) for name, count in report.parameters.items() if count]
-    out += [model_line(f"bytes read: {name}", "bytes", [count]) for name, count in report.streamed_bytes.items()]
+    out = []
+    for name, bandwidth in report.bandwidth.items():
+        speeds = [bandwidth.bytes / seconds / 1e9 for seconds in bandwidth.seconds]
+        out.append(report.line(metric=f"{name} bandwidth", unit="GB/s", values=speeds))
+    for name, count in report.parameters.items():
+        if count:
+            out.append(report.line(metric=f"parameters of the {name}", unit="", values=[count]))
+    for name, count in report.streamed_bytes.items():
+        out.append(report.line(metric=f"bytes read: {name}", unit="bytes", values=[count]))
     for result in report.results:
-        out += _case_lines(report, result, shared)
+        out += _case_lines(report, result)
     return out
 
 
-def unused_settings(mode: str) -> tuple[str, ...]:
-    """The settings without a meaning in a mode."""
-    if mode == "adaptive":
-        return ("depth", *_TREE_SETTINGS)
-    return _DRAFT_SETTINGS if mode == "plain" else () if mode == "tree" else _TREE_SETTINGS
-
-
-def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | None]) -> list[Measurement]:
+def _case_lines(report: Report, result: CaseResult) -> list[Measurement]:
     # Fields of all lines.
-    unused = unused_settings(result.mode)
-    settings = {name: value for name, value in report.settings.items() if name not in unused}
-    shape = {"mode": result.mode, "batch": result.batch, "context": result.context}
+    settings = report.settings_of(result.mode)
+    shared = {"settings": settings, "mode": result.mode, "batch": result.batch, "context": result.context}
 
     def line(metric: str, unit: str, values: Sequence[float], **fields) -> Measurement:
-        parts = report.model, result.mode, f"b{result.batch}", f"c{result.context}"
-        options = {"settings": settings, **shared, **shape, **fields}
-        return measurement(report.environment, *parts, metric=metric, unit=unit, values=values, **options)
+        parts = result.mode, f"b{result.batch}", f"c{result.context}"
+        return report.line(*parts, metric=metric, unit=unit, values=values, **{**shared, **fields})
 
     # Rounds first, then what explains them.
     milliseconds = [1e3 * seconds for seconds in result.round_seconds]
@@ -140,27 +155,12 @@ def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | N
 
 def table(report: Report) -> str:
     """The results as aligned text: model and machine, one line per case, then the cases without a measurement."""
+    speeds = ", ".join(f"{name} {report.bandwidth[name].gb_per_second:.0f} GB/s" for name in ("copy", "gemv"))
     names = ["mode", "batch", "context", "ms/round", "tokens/s", "accept length", *PHASES.values()]
     rows = [[*names, "floor ms", "of floor", "first token ms", "compile s"]]
     rows += [_cells(report, result) for result in report.results if result.round]
     problems = [f"{_case(result)}: {result.problem}" for result in report.results if result.problem]
-    return "\n".join([headline(report), *aligned(rows), *problems, *_shallow_trees(report)])
-
-
-def headline(report: Report) -> str:
-    """Model, machine and bandwidths."""
-    speeds = ", ".join(f"{name} {report.bandwidth[name].gb_per_second:.0f} GB/s" for name in ("copy", "gemv"))
-    model = describe(report.model, report.parameters, report.settings["drafter"], report.dtype)
-    machine = machine_name(report.environment.device, report.environment.device_count)
-    return f"{model}; {machine}, jax {report.environment.jax}; {speeds}"
-
-
-def describe(
-    model: str, parameters: Mapping[str, int], drafter: object, dtype: str, acceptance: str = "imposed"
-) -> str:
-    """The model, its draft and how drafts are accepted, in words. parameters: as in `Report`."""
-    draft = f" + {drafter} draft of {_count(parameters['draft'])}" if parameters["draft"] else ""
-    return f"{model}: {_count(parameters['target'])} parameters{draft}, {dtype}, {acceptance} acceptance"
+    return "\n".join([f"{report.heading()}; {speeds}", *aligned(rows), *problems, *_shallow_trees(report)])
 
 
 def _cells(report: Report, result: CaseResult) -> list[str]:

@@ -1,12 +1,15 @@
 """The model of a measurement: a checkpoint, or a preset with random weights, on one device or several."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from jspec.bench import weights
+from jspec.bench.machine import environment
 from jspec.bench.measure import BenchSetup
 from jspec.bench.measurement import Scalar
 from jspec.bench.options import CaseOptions, SubjectOptions, devices_of, drafter_of, window_of
@@ -22,6 +25,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
 from jspec.models.quantized import check_split_groups, quantize_shapes
+from jspec.models.sizes import count_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +60,11 @@ def of(options: SubjectOptions, model: Model | None = None) -> Subject:
 
 def drafters_of(options: SubjectOptions, subject: Subject) -> dict[str, Drafter]:
     """Mode -> its bound drafter; ValueError if the shape of the draft, or a mode, does not suit it."""
-    return {mode: _drafter(mode, options, subject) for mode in options.mode}
-
-
-def _drafter(mode: str, options: SubjectOptions, subject: Subject) -> Drafter:
-    drafter = drafter_of(mode, _drafter_name(options, subject), options)
-    return Plain() if drafter is None else drafter.bind(subject.target, subject.draft)
+    bound = {}
+    for mode in options.mode:
+        drafter = drafter_of(mode, _drafter_name(options, subject), options)
+        bound[mode] = Plain() if drafter is None else drafter.bind(subject.target, subject.draft)
+    return bound
 
 
 def _drafter_name(options: SubjectOptions, subject: Subject) -> str:
@@ -84,6 +87,18 @@ def setup_of(
         draft=subject.draft,
         placement=subject.placement,
     )
+
+
+def described(options: SubjectOptions, subject: Subject, params: Params, names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a `RunReport`. params: the weights, or their shapes. names: options for `settings`."""
+    return {
+        "model": subject.name,
+        "dtype": str(params.target.embed.dtype),
+        "command": options.command,
+        "environment": environment(math.prod(devices_of(options).values())),
+        "settings": settings_of(options, subject, names),
+        "parameters": {"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
+    }
 
 
 def settings_of(options: SubjectOptions, subject: Subject, names: Sequence[str]) -> dict[str, Scalar]:

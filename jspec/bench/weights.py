@@ -23,7 +23,7 @@ this spread mimics a trained draft."""
 P = TypeVar("P")
 
 
-def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placement | None = None) -> P:
+def random_weights(shapes: P, vocab_size: int, placement: Placement | None = None) -> P:
     """Arrays of these shapes, made on the device one by one: norms are ones, matrices have SPREAD.
 
     shapes: `param_shapes` of a configuration; existing arrays are kept.
@@ -36,7 +36,6 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placeme
     if placement is not None:
         places = jax.tree.flatten(placement.shardings(shapes), is_leaf=is_matrix)[0]
     # One array at a time, by its kind: ids, norms, matrices.
-    key = jax.random.key(seed)
     arrays = []
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         if all(isinstance(part, jax.Array) for part in jax.tree.leaves(leaf)):
@@ -53,7 +52,7 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placeme
             narrow = _format(leaf) if isinstance(leaf, Quantized) else None
             split = None if place is None else tuple(jax.tree.leaves(place))
             options = {"shape": leaf.shape, "dtype": leaf.dtype, "narrow": narrow, "split": split}
-            arrays.append(_normal(jax.random.fold_in(key, index), spread, **options))
+            arrays.append(_normal(jax.random.fold_in(jax.random.key(0), index), spread, **options))
     return jax.tree.unflatten(structure, arrays)
 
 

@@ -25,7 +25,6 @@ from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.loading.model import load as load_model
 from jspec.models.quantized import largest_matrix
-from jspec.models.sizes import count_parameters
 
 
 def add_command(commands: Commands) -> None:
@@ -111,13 +110,5 @@ def _describe(
     if draft is not None:
         streamed["draft_step"], streamed["extend"] = draft.step_bytes(local), draft.extend_bytes(local)
         streamed["draft_kv_token"] = draft.kv_bytes(1, itemsize, target)
-    return report.Report(
-        model=subject.name,
-        dtype=str(params.target.embed.dtype),
-        command=options.command,
-        environment=machine.environment(options.tensor * options.data),
-        settings=subjects.settings_of(options, subject, (*SHAPE, "rounds", "repeats", "page_size")),
-        parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
-        streamed_bytes=streamed,
-        bandwidth=bandwidth,
-    )
+    fields = subjects.described(options, subject, params, (*SHAPE, "rounds", "repeats", "page_size"))
+    return report.Report(**fields, streamed_bytes=streamed, bandwidth=bandwidth)

@@ -8,11 +8,11 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from jspec.bench import load_report, machine, measurement, traffic
+from jspec.analysis import plots
+from jspec.bench import load_report, measurement, traffic
 from jspec.bench import subject as subjects
 from jspec.bench.acceptance import Varied
 from jspec.bench.load_report import LoadReport
@@ -25,7 +25,6 @@ from jspec.core.accept import Imposed
 from jspec.core.options import option, set_checked, typed
 from jspec.engine.engine import Engine
 from jspec.loading.model import Model
-from jspec.models.sizes import count_parameters
 
 _MOST_PANELS = 24
 
@@ -104,9 +103,14 @@ class Options(RunOptions):
         }
 
 
-def _settings(options: Options, subject: subjects.Subject, page_size: int) -> dict[str, Any]:
-    """What the lines of data record of the options."""
-    settings = {**subjects.settings_of(options, subject, SHAPE), "page_size": page_size}
+def _report(
+    options: Options, subject: subjects.Subject, model: Model, page_size: int, loads: dict[float | None, list[Chat]]
+) -> LoadReport:
+    """The report, without results."""
+    fields = subjects.described(options, subject, model.params, SHAPE)
+    # The settings of the load.
+    settings = fields["settings"]
+    settings["page_size"] = page_size
     if options.acceptance is not None:
         del settings["tokens_per_round"]
         settings["acceptance"] = options.acceptance
@@ -114,24 +118,10 @@ def _settings(options: Options, subject: subjects.Subject, page_size: int) -> di
         settings |= {name: getattr(options, name) for name in ("turns", "shared_prefix", "prefix_cache")}
     if options.rate:
         settings |= {name: getattr(options, name) for name in ("seconds", "slo_first_token", "slo_inter_token")}
-    return settings
-
-
-def _report(
-    options: Options, subject: subjects.Subject, model: Model, page_size: int, loads: dict[float | None, list[Chat]]
-) -> LoadReport:
-    """The report, without results."""
+    # What all rates have in common.
     turns = [turn for chat in loads.get(None, []) for turn in chat.turns]
-    return LoadReport(
-        model=model.name,
-        dtype=str(model.params.target.embed.dtype),
-        command=options.command,
-        environment=machine.environment(options.tensor * options.data),
-        settings=_settings(options, subject, page_size),
-        parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
-        tokens=(sum(len(prompt) for prompt, _ in turns), sum(new for _, new in turns)) if turns else None,
-        requests=len(turns) or None,
-    )
+    tokens = (sum(len(prompt) for prompt, _ in turns), sum(new for _, new in turns)) if turns else None
+    return LoadReport(**fields, tokens=tokens, requests=len(turns) or None)
 
 
 def run(options: Options) -> int:
@@ -173,7 +163,7 @@ def run(options: Options) -> int:
                 measurement.write(options.json, load_report.lines(out))
     print(load_report.table(out))
     if options.plot and any(result.runs for result in out.results):
-        load_report.draw(out, options.plot)
+        plots.save(load_report.plot(out), options.plot)
     return 0
 
 

@@ -82,7 +82,8 @@ def report_of(*results):
     )
     settings = {"drafter": "eagle", "depth": 5, "width": 8, "num_nodes": 32, "tokens_per_round": 3.0, "libtpu": "2"}
     parameters = {"target": 10, "draft": 0}
-    return compile_for.CompileReport("m", "bfloat16", None, here, CHIP, settings, parameters, list(results))
+    shared = {"model": "m", "dtype": "bfloat16", "command": None, "environment": here, "settings": settings}
+    return compile_for.CompileReport(**shared, parameters=parameters, chip=CHIP, results=list(results))
 
 
 def case_of(kernels=33, problem=None):
