@@ -59,6 +59,15 @@ def arguments(command, options):
     return words
 
 
+class Reached(Exception):
+    """All input was accepted, and the training would begin. Its argument is the record of the training."""
+
+
+def reach(task, *_, **__):
+    """In place of the loop of a training."""
+    raise Reached(task.record)
+
+
 def lines(directory):
     """The metrics of a run."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

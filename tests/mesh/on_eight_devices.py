@@ -38,6 +38,7 @@ from jspec.core import sharding
 from jspec.core.loop import decode
 from jspec.core.prefill import jitted_prefill
 from jspec.core.sharding import TENSOR
+from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
 from jspec.generation import score
 from jspec.models.draft import Draft
@@ -90,6 +91,15 @@ def assert_same(got, expected):
         assert a.finish_reason == b.finish_reason and a.origin == b.origin
         if a.logprobs is not None:
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def assert_same_model(model, expected):
+    """Configurations, placements, weights and their shardings are equal."""
+    assert (model.target, model.draft, model.placement) == (expected.target, expected.draft, expected.placement)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(expected.params), strict=True)
+    for (path, got), wanted in pairs:
+        assert got.dtype == wanted.dtype and got.sharding.is_equivalent_to(wanted.sharding, got.ndim), path
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, wanted)), str(path))
 
 
 @slow
@@ -389,11 +399,7 @@ def test_arrays_become_the_weights_of_a_split_checkpoint(way, load):
     named = arrays_of(config, weights(config))
     given = {name: np.array(array) for name, array in named.items()} if mesh is None else spread(named, mesh)
     model = jspec.from_named(config, given, tensor=2)
-    assert model.target == loaded.target and model.placement == loaded.placement
-    pairs = zip(jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(loaded.params), strict=True)
-    for (path, got), wanted in pairs:
-        np.testing.assert_array_equal(got, wanted, err_msg=jax.tree_util.keystr(path))
-        assert got.sharding.is_equivalent_to(wanted.sharding, got.ndim), path
+    assert_same_model(model, loaded)
 
 
 @slow
@@ -467,11 +473,7 @@ def test_other_families_are_split_as_their_checkpoints(name, load):
     if heads:
         params = dataclasses.replace(params, mtp=whole.params.draft)
     model = jspec.from_named(config, arrays_of(config, params), tensor=2)
-    assert model.target == loaded.target and model.draft == loaded.draft and model.placement == loaded.placement
-    for (path, got), wanted in zip(
-        jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(loaded.params), strict=True
-    ):
-        np.testing.assert_array_equal(got, wanted, err_msg=jax.tree_util.keystr(path))
+    assert_same_model(model, loaded)
 
 
 @slow
@@ -575,8 +577,6 @@ def test_quantized_weights_from_arrays_are_those_of_files(directories, name, for
     """They are quantized by the program that fuses them, which splits the scales as well."""
     config, made = family_weights(name, 0)
     arrays = arrays_of(config, made)
-    got = jspec.from_named(config, arrays, tensor=2, weights=format).params.target
-    expected = jspec.load(directories(name), tensor=2, weights=format).params.target
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    loaded = jspec.load(directories(name), tensor=2, weights=format)
+    model = jspec.from_named(config, arrays, tensor=2, weights=format)
+    assert_same_model(model, dataclasses.replace(loaded, draft=None, params=Params(loaded.params.target)))

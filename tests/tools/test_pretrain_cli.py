@@ -11,7 +11,7 @@ import extras  # noqa: F401
 import pytest
 import train_files
 from damages import ANY, DOCUMENTS, make_pipe
-from train_files import pretrain
+from train_files import Reached, pretrain, reach
 from train_models import TINY
 
 from jspec.checkpoints import llama
@@ -64,17 +64,9 @@ def test_outputs_do_not_overwrite_inputs(tmp_path):
 CONFIG = dataclasses.replace(TINY, vocab_size=train_files.VOCABULARY, max_length=32)
 
 
-class Reached(Exception):
-    """All input was accepted, and the training would begin."""
-
-
 @pytest.fixture
 def good(tmp_path, monkeypatch):
     """Data with the config.json of a model for it, and no training."""
-
-    def reach(*_, **__):
-        raise Reached
-
     monkeypatch.setattr(trainer, "run", reach)
     train_files.write(tmp_path)
     write(tmp_path)

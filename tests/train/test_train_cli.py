@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import train_files
 from damages import ANY, DOCUMENTS, make_pipe
-from train_files import run
+from train_files import Reached, reach, run
 from train_models import TINY
 
 from jspec.checkpoints import language_model
@@ -105,15 +105,8 @@ def good(tmp_path_factory):
     return directory
 
 
-class Reached(Exception):
-    """All input was accepted, and the training would begin."""
-
-
 @pytest.fixture
 def no_training(monkeypatch):
-    def reach(*_, **__):
-        raise Reached
-
     monkeypatch.setattr(trainer, "run", reach)
 
 

@@ -11,7 +11,7 @@ import extras  # noqa: F401
 import jax
 import numpy as np
 import pytest
-from train_files import lines, pretrain, run
+from train_files import Reached, lines, pretrain, reach, run
 
 import jspec
 from jspec.cli import train as cli
@@ -44,15 +44,8 @@ def made(target, tmp_path_factory):
     return directory
 
 
-class Reached(Exception):
-    """The training would begin."""
-
-
 @pytest.mark.parametrize("kind", ["chats", "jsonl", "text"])
 def test_all_commands_read_all_kinds(made, target, tmp_path, monkeypatch, kind):
-    def reach(task, *_, **__):
-        raise Reached(task.record)
-
     monkeypatch.setattr(trainer, "run", reach)
     common = {"data": made / kind, "work": tmp_path / "w", "out": tmp_path / "o", **RUN}
     for command, options in {
