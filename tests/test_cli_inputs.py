@@ -330,17 +330,9 @@ def test_what_does_not_fit_is_known_before_the_first_byte(capsys, monkeypatch, a
 )  # fmt: skip
 def test_errors_have_the_names_of_options(message, wanted):
     names = [
-        "max_new_tokens",
-        "depth",
-        "width",
-        "num_nodes",
-        "window",
-        "keep_first",
-        "draft",
-        "accept",
-        "debug",
+        "max_new_tokens", "depth", "width", "num_nodes", "window", "keep_first", "draft", "accept", "debug",
         "drafter",
-    ]
+    ]  # fmt: skip
     assert shared.in_options(message, names) == wanted
     assert shared.in_options(message, []) == message
 

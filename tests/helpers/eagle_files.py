@@ -140,16 +140,10 @@ def latent_shapes(reads: int, width: int, latent: dict) -> dict[str, tuple[int, 
 def config_of_layers(width: int, num_layers: int) -> dict:
     """Their keys in config.json."""
     return {
-        "vocab_size": V,
-        "hidden_size": width,
-        "intermediate_size": MLP,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": HEADS_OF_LAYER,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-    }
+        "vocab_size": V, "hidden_size": width, "intermediate_size": MLP, "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS_OF_LAYER, "num_key_value_heads": KV_HEADS, "head_dim": DIM,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
 
 
 def reduced_vocabulary(random: np.random.Generator, size: int) -> dict[str, np.ndarray]:

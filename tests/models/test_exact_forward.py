@@ -136,20 +136,12 @@ def random_tree(rng, tokens, start, nodes, vocabulary):
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        ("qwen3", "bfloat16"),
-        ("qwen3", "float32"),
-        ("experts", "float32"),
-        ("sinks", "bfloat16"),
-        ("sinks", "float32"),
-        ("norms after", "bfloat16"),
-        ("factors", "bfloat16"),
-        ("sandwich", "bfloat16"),
-        ("shared keys", "bfloat16"),
-        ("shared keys", "float32"),
-        ("latents", "bfloat16"),
+        ("qwen3", "bfloat16"), ("qwen3", "float32"), ("experts", "float32"), ("sinks", "bfloat16"),
+        ("sinks", "float32"), ("norms after", "bfloat16"), ("factors", "bfloat16"), ("sandwich", "bfloat16"),
+        ("shared keys", "bfloat16"), ("shared keys", "float32"), ("latents", "bfloat16"),
         ("latent queries", "float32"),
     ],
-)
+)  # fmt: skip
 def test_a_token_has_the_same_bits_in_every_forward(name, dtype):
     target = TARGETS[name].exactly()
     reader, rng = Reader(target, weights(target, dtype)), np.random.default_rng(1)

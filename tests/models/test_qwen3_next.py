@@ -104,17 +104,11 @@ QWEN3_6_SIZES = {
         "num_key_value_heads": 4,
     },
     "qwen3.6-35b-a3b": {
-        "hidden_size": 2048,
-        "linear_num_value_heads": 32,
-        "moe_intermediate_size": 512,
-        "num_attention_heads": 16,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
+        "hidden_size": 2048, "linear_num_value_heads": 32, "moe_intermediate_size": 512, "num_attention_heads": 16,
+        "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
         "shared_expert_intermediate_size": 512,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", QWEN3_6_SIZES)

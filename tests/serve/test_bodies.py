@@ -164,25 +164,10 @@ def test_malformed_bodies_name_the_field(shared):
 
 
 RAW = [
-    b"",
-    b"{",
-    b"null",
-    b"[]",
-    b'"x"',
-    b"5",
-    b"\xff\xfe",
-    b'{"prompt": "\xff"}',
-    b'{"prompt": "\\ud800"}',
-    b'{"prompt": NaN}',
-    b'{"temperature": 1e999, "prompt": "x"}',
-    b'{"n": ' + b"9" * 5000 + b"}",
-    b"[" * 100_000,
-    b'{"prompt":' * 50_000,
-    b'{"prompt": "x"} trailing',
-    b'{prompt: "x"}',
-    b"\xef\xbb\xbf",
-    b"prompt=x",
-]
+    b"", b"{", b"null", b"[]", b'"x"', b"5", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+    b'{"prompt": NaN}', b'{"temperature": 1e999, "prompt": "x"}', b'{"n": ' + b"9" * 5000 + b"}", b"[" * 100_000,
+    b'{"prompt":' * 50_000, b'{"prompt": "x"} trailing', b'{prompt: "x"}', b"\xef\xbb\xbf", b"prompt=x",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("raw", RAW, ids=lambda raw: raw[:24])
