@@ -4,17 +4,43 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
-from jspec.cli import bench, bench_load, doctor, evaluate, generate, serve, verify
-from jspec.cli.arguments import Parser, in_options, printable
+from jspec.bench.options import SHAPE_GROUP, BenchOptions
+from jspec.cli import bench, bench_load, common, doctor, evaluate, generate, serve, verify
+from jspec.cli.arguments import Parser, in_options, printable, set_options
 from jspec.core import interrupt, package
 from jspec.loading.startup import enable_compilation_cache
 
 LOAD = "--load"
 """Makes another command of `jspec bench`."""
+_COMMANDS: Mapping[str, tuple[Any, type, Mapping[str, Sequence[str]], str]] = {
+    "generate": (generate, generate.Options, generate.GROUPS, "continue a prompt, or the prompts of a file"),
+    "evaluate": (
+        evaluate,
+        evaluate.Options,
+        {**common.SHAPE_GROUP, **common.SAMPLING_GROUP},
+        "measure accept length and speed of drafters on a set of prompts",
+    ),
+    "serve": (serve, serve.Options, serve.GROUPS, "serve a model over HTTP, with the API of OpenAI"),
+    "verify": (
+        verify,
+        verify.Options,
+        common.SHAPE_GROUP,
+        "verify that drafts change nothing but the speed, of a model or of a server",
+    ),
+    "doctor": (
+        doctor,
+        doctor.Options,
+        {},
+        "look at devices, versions and kernels, test and measure them, and write a file to send",
+    ),
+    "bench": (bench, BenchOptions, SHAPE_GROUP, "measure rounds and their phases at real model shapes"),
+}
+"""Name -> the module, its options and their groups, and its line in the overview, in the order of the help."""
 _NOT_OPTIONS = ("arguments", "program", "run")
 """Attributes of the parsed arguments, typed by no user."""
 
@@ -62,9 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"jspec {package.VERSION}, jax {jax.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the versions of jspec and JAX")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    # The commands, in the order of the help.
-    for module in (generate, evaluate, serve, verify, doctor, bench):
-        module.add_command(commands)
+    for name, (module, kind, groups, summary) in _COMMANDS.items():
+        set_options(commands.add_parser(name, help=summary, description=module.__doc__), kind, module.run, groups)
     commands.add_parser("train", help="prepare data, and train a language model or a draft model")
     return parser
 

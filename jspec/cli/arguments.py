@@ -10,8 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jspec.bench import report
 from jspec.core import package
@@ -46,33 +45,15 @@ class Parser(argparse.ArgumentParser):
         return next(iter(difflib.get_close_matches(wrong[1] or wrong[2], known, 1)), None) if wrong else None
 
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
-def add_command(
-    commands: Commands,
-    name: str,
-    kind: type[T],
-    run: Callable[[T], int],
-    *,
-    help: str,
-    description: str | None = None,
-    groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+def set_options(
+    parser: argparse.ArgumentParser, kind: type[T], run: Callable[[T], int], groups: Mapping[str, Sequence[str]]
 ) -> None:
-    """Adds a command whose options are those of a dataclass.
+    """Gives a parser the options of a dataclass, and what runs with them.
 
     kind: its field `command`, if it has one, gets what was typed.
     run: gets the options; returns the exit status.
     groups: title, and perhaps a text after a colon and a line break -> the options below it.
     """
-    parser = commands.add_parser(name, help=help, description=description)
-    set_options(parser, kind, run, groups)
-
-
-def set_options(
-    parser: argparse.ArgumentParser, kind: type[T], run: Callable[[T], int], groups: Mapping[str, Sequence[str]]
-) -> None:
-    """Gives a parser the options of a dataclass, and what runs with them; see `add_command`."""
     # Options outside of all groups come first.
     grouped = {option for names in groups.values() for option in names}
     add_options(parser, kind, [option for option in options_of(kind) if option not in grouped])

@@ -15,29 +15,15 @@ from jspec.analysis import plots
 from jspec.bench import machine, measurement, report
 from jspec.bench import subject as subjects
 from jspec.bench.measure import measure
-from jspec.bench.options import SHAPE, SHAPE_GROUP, BenchOptions, RunOptions, devices_of
+from jspec.bench.options import SHAPE, BenchOptions, RunOptions, devices_of
 from jspec.bench.subject import Subject
-from jspec.cli import arguments
-from jspec.cli.arguments import Commands, check_output, check_plot, naming_models
+from jspec.cli.arguments import check_output, check_plot, naming_models
 from jspec.core.sharding import on_one_device
 from jspec.core.types import Drafter, Params
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.loading.model import load as load_model
 from jspec.models.quantized import largest_matrix
-
-
-def add_command(commands: Commands) -> None:
-    """Adds the command."""
-    arguments.add_command(
-        commands,
-        "bench",
-        BenchOptions,
-        run,
-        help="measure rounds and their phases at real model shapes",
-        description=__doc__,
-        groups=SHAPE_GROUP,
-    )
 
 
 def run(options: BenchOptions) -> int:

@@ -8,7 +8,6 @@ the layout of rotary pairs, norms before or after). It warns if the draft fits c
 under none.
 """
 
-import argparse
 import dataclasses
 import getpass
 import importlib
@@ -33,8 +32,9 @@ import pallas_kernels
 from jspec.bench import machine
 from jspec.bench.options import BenchOptions
 from jspec.cli import bench
-from jspec.cli.arguments import Commands, check_output, naming_models
+from jspec.cli.arguments import check_output, naming_models
 from jspec.core import package
+from jspec.core.options import option
 from jspec.generation import costs
 from jspec.loading.model import load, probe_draft
 from jspec.loading.startup import programs_directory
@@ -55,25 +55,18 @@ _TEST_SECONDS = 3600
 _PATH = re.compile(r"(?<![\w.~-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`,;:()<>|\[\]{}]+)")
 
 
-def add_command(commands: Commands) -> None:
-    """Adds the command."""
-    summary = "look at devices, versions and kernels, test and measure them, and write a file to send"
-    parser = commands.add_parser("doctor", help=summary, description=__doc__)
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=Path("jspec-doctor.json"),
-        metavar="FILE",
-        help="where to write everything (default: %(default)s)",
-    )
-    parser.add_argument("--model", help="look at the draft of this model: bundled:NAME, a directory or a hub id")
-    parser.add_argument("--draft", help="the draft, given like the model (default: that of the model itself)")
-    parser.add_argument("--no-tests", action="store_true", help="run no tests")
-    parser.add_argument("--no-bench", action="store_true", help="measure nothing")
-    parser.set_defaults(run=main)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `jspec doctor`."""
+
+    json: Path = option(Path("jspec-doctor.json"), "where to write everything", metavar="FILE")
+    model: str | None = option(None, "look at the draft of this model: bundled:NAME, a directory or a hub id")
+    draft: str | None = option(None, "the draft, given like the model (default: that of the model itself)")
+    no_tests: bool = option(False, "run no tests")
+    no_bench: bool = option(False, "measure nothing")
 
 
-def main(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Prints and writes; the exit status is 0 if nothing failed, otherwise 1."""
     check_output("--json", options.json)
     if options.draft is not None and options.model is None:

@@ -1,4 +1,4 @@
-"""`jspec evaluate`: metrics of drafters on a set of prompts."""
+"""Measures accept length and speed of drafters on a set of prompts."""
 
 import dataclasses
 import itertools
@@ -15,8 +15,8 @@ from jspec.analysis import plots
 from jspec.analysis.evaluate import Evaluation, evaluate
 from jspec.bench import machine, measurement, report
 from jspec.bench.options import COUNT
-from jspec.cli import arguments, common, prompt_sets
-from jspec.cli.arguments import Commands, check_output, check_plot
+from jspec.cli import common, prompt_sets
+from jspec.cli.arguments import check_output, check_plot
 from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
@@ -82,14 +82,6 @@ class Options(common.SamplingOptions, common.ModelOptions):
             return [self]
         rows = itertools.product(*axes.values())
         return [dataclasses.replace(self, sweep=(), **dict(zip(axes, row, strict=True))) for row in rows]
-
-
-def add_command(commands: Commands) -> None:
-    """Adds the command."""
-    summary = "measure accept length and speed of drafters on a set of prompts"
-    description = f"{summary.capitalize()}."
-    groups = {**common.SHAPE_GROUP, **common.SAMPLING_GROUP}
-    arguments.add_command(commands, "evaluate", Options, run, help=summary, description=description, groups=groups)
 
 
 def _runs(options: Options) -> list[tuple[Model, Drafter | None]]:

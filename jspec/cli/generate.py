@@ -1,4 +1,4 @@
-"""`jspec generate`: continues a prompt, or each prompt of a file."""
+"""Continues a prompt and streams the text; or continues each prompt of a file."""
 
 import dataclasses
 import json
@@ -13,8 +13,7 @@ from jspec import drafters
 from jspec.analysis.contract import difference
 from jspec.analysis.records import STANDARD_INPUT, read_standard_input
 from jspec.bench.options import COUNT
-from jspec.cli import arguments, common
-from jspec.cli.arguments import Commands
+from jspec.cli import common
 from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, quiet_unless_first, start_processes
 from jspec.core.checks import check_text
 from jspec.core.options import option
@@ -82,17 +81,7 @@ class Options(common.SamplingOptions, common.ModelOptions, ProcessOptions):
             raise ValueError(f"--regex {self.regex!r}: must not be given with --json-schema; omit one of them")
 
 
-def add_command(commands: Commands) -> None:
-    """Adds the command."""
-    arguments.add_command(
-        commands,
-        "generate",
-        Options,
-        run,
-        help="continue a prompt, or the prompts of a file",
-        description="Continues a prompt and streams the text; or continues each prompt of a file.",
-        groups={**common.SHAPE_GROUP, **common.SAMPLING_GROUP, "many prompts": ("prompts", "batch"), **PROCESS_GROUP},
-    )
+GROUPS = {**common.SHAPE_GROUP, **common.SAMPLING_GROUP, "many prompts": ("prompts", "batch"), **PROCESS_GROUP}
 
 
 def run(options: Options) -> int:

@@ -1,4 +1,4 @@
-"""`jspec serve`: a model over HTTP, with the API of OpenAI."""
+"""Serves a model over HTTP: completions and chat completions as OpenAI's clients ask for them."""
 
 import contextlib
 import dataclasses
@@ -7,8 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from jspec.bench.options import COUNT
-from jspec.cli import arguments, common
-from jspec.cli.arguments import Commands
+from jspec.cli import common
 from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, is_first, patient, start_processes
 from jspec.core import interrupt, package
 from jspec.core.accept import RULES
@@ -104,17 +103,7 @@ _SERVER = (
 )
 
 
-def add_command(commands: Commands) -> None:
-    """Adds the command."""
-    arguments.add_command(
-        commands,
-        "serve",
-        Options,
-        run,
-        help="serve a model over HTTP, with the API of OpenAI",
-        description="Serves a model over HTTP: completions and chat completions as OpenAI's clients ask for them.",
-        groups={**common.SHAPE_GROUP, "engine": (*_ENGINE, "warm_up"), "server": _SERVER, **PROCESS_GROUP},
-    )
+GROUPS = {**common.SHAPE_GROUP, "engine": (*_ENGINE, "warm_up"), "server": _SERVER, **PROCESS_GROUP}
 
 
 def run(options: Options) -> int:

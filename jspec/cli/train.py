@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +51,3 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs a command of `jspec train`; returns its exit status."""
     arguments = build_parser().parse_args(args)
     return arguments.run(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,9 +14,8 @@ from typing import Any
 
 from jspec.analysis.verify import Certificate, verify
 from jspec.analysis.verify_endpoint import Server, verify_endpoint
-from jspec.cli import arguments
-from jspec.cli.arguments import Commands, check_output
-from jspec.cli.common import ACCEPT_HELP, DRAFTER_HELP, DRAFTERS, SHAPE_GROUP, ModelOptions, load_model, make_drafter
+from jspec.cli.arguments import check_output
+from jspec.cli.common import ACCEPT_HELP, DRAFTER_HELP, DRAFTERS, ModelOptions, load_model, make_drafter
 from jspec.core.accept import RULES
 from jspec.core.options import option, typed
 from jspec.generation.options import MAX_SEED
@@ -77,12 +76,6 @@ def _parse_fields(text: str | None) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"--fields {text}: must be an object of JSON")
     return fields
-
-
-def add_command(commands: Commands) -> None:
-    """Adds the command."""
-    summary = "verify that drafts change nothing but the speed, of a model or of a server"
-    arguments.add_command(commands, "verify", Options, run, help=summary, description=__doc__, groups=SHAPE_GROUP)
 
 
 def run(options: Options) -> int:
