@@ -31,15 +31,9 @@ GEMMA4_KINDS = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": BASE["vocab_size"],
     },
-    "experts": {
-        **_VALUES_ARE_KEYS,
-        "layer_types": [_SLIDING, _FULL],
-        "enable_moe_block": True,
-        "num_experts": 6,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    },
-}
+    "experts": {**_VALUES_ARE_KEYS, "layer_types": [_SLIDING, _FULL], "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
 """Features of some sizes of Gemma 4: 12B and 31B, E2B and E4B, and 26B-A4B."""
 
 GEMMA3 = {

@@ -85,15 +85,10 @@ QWEN3_6 = {
     "mtp_use_dedicated_embeddings": False,
     "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1e7,
-        "rope_type": "default",
-    },
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7, "rope_type": "default"},
     "vocab_size": 248_320,
-}
+}  # fmt: skip
 QWEN3_6_SIZES = {
     "qwen3.6-27b": {
         "hidden_size": 5120,
