@@ -318,7 +318,10 @@ class Group:
         if plan.read is not None:
             self._in_flight.append((self._version, self.device.read(plan.read)))
         if plan.burst is not None:
-            self._in_flight.append((self._version, self.device.burst(plan.burst)))
+            now = self._work_clock()
+            burst = self.device.burst(plan.burst)
+            burst.dispatched_at = now
+            self._in_flight.append((self._version, burst))
 
     def _collect(self, *, news: bool) -> list[tuple[int, Request, Output]]:
         """Waits for reports until a read and a burst have space in flight; returns the outputs of their requests, each
@@ -350,9 +353,12 @@ class Group:
             now = self._work_clock()
             if self._reported_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._reported_at) / rounds - self._round_seconds)
-                if program.timed is not None and not self._read_last:
-                    trial, branch = program.timed
-                    trial.record(branch, now - self._reported_at, rounds)
+            if program.timed is not None and rounds > 0:
+                # A burst that follows another one began when that reported.
+                trial, branch = program.timed
+                began = None if self._read_last else self._reported_at
+                seconds = now - (program.dispatched_at if began is None else began)
+                trial.record(branch, seconds, rounds, exact=began is not None)
             self._reported_at = now
         self._read_last = isinstance(program.plan, Read)
         return [(request, outputs[request]) for request in changed]

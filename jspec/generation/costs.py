@@ -3,7 +3,8 @@
 They are measured once for a method, the shapes of its weights, a batch and a kind of device, by the first rounds of a
 generation or an engine: a call takes a few rounds in one branch, the only affordable one, and keeps their tokens. Costs
 are an argument of the compiled program (`DecodeState.costs`), so they compile nothing. A generation waits for each call
-and subtracts the time of one without rounds. An engine dispatches bursts as always and takes the time between reports.
+and subtracts the time of one without rounds. An engine dispatches bursts as always and takes the time from report to
+report; if requests are so short that no burst follows another one, the time since its dispatch.
 
 The program with all branches takes longer to compile than plain decoding alone. So the default generates `PATIENCE`
 tokens plainly, in the program of plain decoding, before it compiles its own and measures.
@@ -43,6 +44,8 @@ PATIENCE = 64
 """Rounds of plain generations before the first one that may draft."""
 REPEATS, CALL_SECONDS, MOST_ROUNDS = 5, 0.01, 16
 """Timed calls of each branch, of which the median counts; the time of a call, and its most rounds."""
+LONE_CALLS = 20
+"""Calls of each branch before the time of one counts that contains more than its rounds."""
 UNAFFORDABLE = 1e9
 """Cost of branches that are not to be taken."""
 
@@ -112,8 +115,10 @@ class Trial:
         self.costs = self._next()
         return self, branch
 
-    def record(self, branch: int, seconds: float, rounds: int) -> None:
-        """Adds the time of a call in a branch."""
+    def record(self, branch: int, seconds: float, rounds: int, *, exact: bool = True) -> None:
+        """Adds the time of a call in a branch. exact: of its rounds alone; other times count after many calls only."""
+        if not exact and self._taken[branch] < LONE_CALLS:
+            return
         times = self._begun.times
         times[branch].append(seconds / rounds)
         if not self.done and all(len(calls) >= REPEATS for calls in times.values()):

@@ -69,7 +69,7 @@ class InFlight:
     """A dispatched program, whose report is being copied to the host.
 
     places: the row of each request in the report.
-    timed: the costs to measure by its rounds, and their branch.
+    timed: the costs to measure by its rounds, and their branch. dispatched_at: when, on a clock of the caller.
     """
 
     plan: Read | Burst
@@ -77,6 +77,7 @@ class InFlight:
     places: dict[Request, int]
     vocab_size: int
     timed: tuple[Trial, int] | None = None
+    dispatched_at: float = 0.0
 
     def wait(self) -> "dict[Request, Output]":
         """Waits for the report; returns the output of each request."""
@@ -409,9 +410,8 @@ def option_set_of(sampling: Sampling | None) -> int:
 
 def _nothing(program: Program) -> Read | Burst:
     """A plan without requests for a program; it changes nothing."""
-    if program.kind == "read":
-        return Read(program.rows, program.columns)
-    return Burst([], [], rounds=1, per_round=1, stop_early=False)
+    burst = Burst([], [], rounds=1, per_round=1, stop_early=False)
+    return Read(program.rows, program.columns) if program.kind == "read" else burst
 
 
 def _argument(x: np.ndarray | np.int32) -> Array:

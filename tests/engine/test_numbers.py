@@ -105,23 +105,30 @@ def test_requests_are_counted_once_while_the_threads_run(monkeypatch):
         assert (metrics.running, metrics.waiting) == (min(load, 2), load - min(load, 2))
 
 
-def test_costs_are_measured_by_bursts_that_follow_a_burst(monkeypatch):
-    """From report to report: the first burst follows a read, as does that after another request's prompt."""
+def test_costs_are_times_from_report_to_report(monkeypatch):
+    """Times of bursts after a burst; others are those since their dispatch."""
     records = []
     fake = FakeGroup(monkeypatch, 0)
-    fake.device.trial = lambda *record: records.append(record)
+    fake.device.trial = lambda *record, exact: records.append((*record, exact))
     fake.submit([1, 2, 3], 40)
     fake.turn(5)
     fake.submit([4, 5, 6], 8)
     fake.run()
-    programs = fake.device.programs
-    kinds = [isinstance(program, Burst) for program in programs]
+    kinds = [isinstance(program, Burst) for program in fake.device.programs]
     assert kinds.count(False) == 2 and kinds[0] is False and kinds[1:].index(False) > 2
-    follows = [sum(kinds[: i + 1]) for i in range(1, len(kinds)) if kinds[i] and kinds[i - 1]]
-    assert [burst for burst, *_ in records] == follows[:-1], "the last one has no rounds left"
-    assert all(seconds == pytest.approx(ROUND * rounds) and rounds > 0 for _, seconds, rounds in records)
     # They have enough rounds to take longer than the host's work, whatever the target duration.
     assert fake.bursts[0].rounds == 1 and {burst.rounds for burst in fake.bursts[1:]} == {TIMED_ROUNDS}
+    # A request that comes after a pause, and has one burst.
+    fake.device.now += 100
+    fake.submit([7, 8, 9], 2)
+    fake.run()
+    # Bursts after the end of a request have no rounds.
+    numbers = [number for number, *_ in records]
+    assert numbers == [*range(1, len(numbers)), len(fake.bursts) - 1]
+    follows = [False, *(kinds[i - 1] for i in range(2, len(kinds)) if kinds[i])]
+    assert [exact for *_, exact in records[:-1]] == follows[: len(records) - 1]
+    assert records[-1] == (len(fake.bursts) - 1, READ + ROUND, 1, False)
+    assert all(seconds == ROUND * rounds for _, seconds, rounds, exact in records if exact)
 
 
 def rounds_of_bursts(monkeypatch, before_turn=lambda fake, turn: None):

@@ -268,6 +268,17 @@ def test_generate_ids_measures_nothing_and_counts_all_rounds_alike(directory, mo
     assert not measured and int(out.stats.branch_counts[0, 2].sum()) > 0
 
 
+def test_times_of_more_than_rounds_count_after_many_calls(directory):
+    trial = costs.Trial(model().params, Method(toy.TARGET, DRAFTER.bind(toy.TARGET, None), accept.greedy), 1)
+    calls = 0
+    while not trial.done:
+        _, branch = trial.turn()
+        calls += 1
+        trial.record(branch, 1.0 + branch, 1, exact=False)
+    assert calls == 2 * (costs.LONE_CALLS + costs.REPEATS - 1)
+    assert trial.costs == (1000.0, costs.UNAFFORDABLE, 3000.0)
+
+
 @pytest.mark.slow
 def test_the_first_bursts_of_an_engine_measure_and_later_engines_know(directory):
     def run():

@@ -36,6 +36,7 @@ class Flight:
     device: "FakeDevice"
     seconds: float
     timed: object = None
+    dispatched_at: float = 0.0
 
     def wait(self):
         self.device.now += self.seconds
