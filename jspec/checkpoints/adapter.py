@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jspec.checkpoints.adapter_config import AdapterConfig, read_adapter_config
-from jspec.checkpoints.deferred import Part
+from jspec.checkpoints.deferred import Part, as_slice
 from jspec.checkpoints.files import CheckpointError, find_file
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import ArrayFiles, TorchFile
@@ -46,7 +46,7 @@ class Update:
 
     def apply(self, weight: np.ndarray, part: Part) -> np.ndarray:
         """The changed tensor, or a part of it, in float32. part: of `weight`; all of it if there are magnitudes."""
-        *stack, rows, columns = (slice(indices.start, indices.stop, indices.step) for indices in part)
+        *stack, rows, columns = map(as_slice, part)
         total = self.up[(*stack, rows)] @ self.down[(*stack, slice(None), columns)]
         total += weight.astype(np.float32, copy=False)
         if self.magnitude is None:

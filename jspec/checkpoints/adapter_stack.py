@@ -1,8 +1,8 @@
 """Several adapters beside the weights of one model, in the layout of its layers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints.adapter import Adapter, Update
 from jspec.checkpoints.language_model import family_by_config
-from jspec.checkpoints.tensors import TensorFiles
+from jspec.checkpoints.source import ArrayFiles
 from jspec.core.struct import flatten_leaves
 from jspec.models.adapted import Adapted
 from jspec.models.decoder import Decoder
@@ -41,7 +41,10 @@ class AdapterStack:
             entry if options.linear and isinstance(entry, Weight) and len(entry.shape) == 2 else None
             for options, entry in table
         ]
-        self._files = _TableFiles(entry for _, entry in table)
+        # Of the checkpoint, only names and shapes are read.
+        shapes = {name: shape for _, entry in table for name, shape in getattr(entry, "tensors", {}).items()}
+        zero = np.zeros((), np.float32)
+        self._files = ArrayFiles(Path(), {name: np.broadcast_to(zero, shape) for name, shape in shapes.items()})
         self._owners = {name: entry for entry in self._matrices if entry is not None for name in entry.tensors}
         changes = {name: self._read(adapter) for name, adapter in adapters.items()}
         self.names, self._adapters = list(adapters), dict(adapters)
@@ -127,23 +130,3 @@ def _factors(place: _Place, change: Mapping[str, Update]) -> tuple[np.ndarray, n
             some = slice(number * rank, number * rank + update.up.shape[1])
             down[:, some], ups[name][:, some] = update.down.T, update.up
     return down, np.concatenate([np.asarray(part) for part in entry.parts(*ups.values())], axis=-1)
-
-
-class _TableFiles(TensorFiles):
-    """The names and shapes of the tensors of a table."""
-
-    def __init__(self, entries: Iterator[Any]):
-        self.directory = Path()
-        self._shapes = {name: shape for entry in entries for name, shape in getattr(entry, "tensors", {}).items()}
-
-    def names(self) -> set[str]:
-        """As in `TensorFiles`."""
-        return set(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """As in `TensorFiles`."""
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> np.dtype:
-        """As in `TensorFiles`."""
-        return np.dtype(np.float32)

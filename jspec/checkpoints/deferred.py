@@ -60,7 +60,7 @@ class Deferred:
 
         # The part of a part.
         def write(part: Part, out: np.ndarray) -> None:
-            self.write(tuple(whole[_slice(at)] for whole, at in zip(ranges, part, strict=True)), out)
+            self.write(tuple(whole[as_slice(at)] for whole, at in zip(ranges, part, strict=True)), out)
 
         return Deferred(tuple(map(len, ranges)), self.dtype, write, self.layout)
 
@@ -118,8 +118,8 @@ class Assembled(Deferred):
             if all(len(within) for _, within in meets):
                 # An axis that the index of a piece takes one element of is none of its values'.
                 single = [isinstance(interval, int) for interval in place]
-                to = out[tuple(at[0] if one else _slice(at) for (at, _), one in zip(meets, single, strict=True))]
-                source = tuple(_slice(within) for (_, within), one in zip(meets, single, strict=True) if not one)
+                to = out[tuple(at[0] if one else as_slice(at) for (at, _), one in zip(meets, single, strict=True))]
+                source = tuple(as_slice(within) for (_, within), one in zip(meets, single, strict=True) if not one)
                 np.copyto(to, values[source])
 
 
@@ -144,7 +144,8 @@ def _ranges(index: Any, shape: tuple[int, ...]) -> list[int | range] | None:
     return [range(size)[item] for size, item in zip(shape, items, strict=True)]  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
 
 
-def _slice(indices: range) -> slice:
+def as_slice(indices: range) -> slice:
+    """The slice with these indices."""
     return slice(indices.start, indices.stop, indices.step)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints.deferred import Part
+from jspec.checkpoints.deferred import Part, as_slice
 from jspec.checkpoints.fields import MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.gguf_file import GgufFile
@@ -237,7 +237,7 @@ class GgufModel(TensorFiles):
         if len(shape) == 1:
             offset = self._row.norm_offset if name.endswith("norm.weight") else 0
             return self._file.rows(stored, slice(0, 1))[0, rows] - np.float32(offset)
-        columns = slice(part[1].start, part[1].stop, part[1].step)
+        columns = as_slice(part[1])
         if self.dtype(name.removesuffix("_scale")) != np.int8:
             return self._file.rows(stored, first + rows)[:, columns]
         values, scales = _split_blocks(self._file.blocks(stored, first + rows), self._file.tensors[stored].kind)

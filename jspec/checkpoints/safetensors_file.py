@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jspec.checkpoints.deferred import Part
+from jspec.checkpoints.deferred import Part, as_slice
 from jspec.checkpoints.fields import read_fields
 from jspec.checkpoints.files import CheckpointError, find_file, parse_json
 from jspec.checkpoints.tensors import TensorFiles
@@ -143,8 +143,7 @@ class SafetensorFiles(TensorFiles):
         if len(first) == rows and tuple(map(len, others)) == entry.shape[1:]:
             return _values(name, entry, begin, begin + rows * size).reshape(rows, *entry.shape[1:])
         mapped = _values(name, entry, begin, begin + rows * size, mapped=True).reshape(rows, *entry.shape[1:])
-        columns = (slice(indices.start, indices.stop, indices.step) for indices in others)
-        return np.array(mapped[(slice(None, None, first.step), *columns)])
+        return np.array(mapped[(slice(None, None, first.step), *map(as_slice, others))])
 
 
 def _values(name: str, entry: _Entry, begin: int, end: int, *, mapped: bool = False) -> np.ndarray:

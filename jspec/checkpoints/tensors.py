@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jspec.checkpoints.deferred import Assembled, Deferred, Part
+from jspec.checkpoints.deferred import Assembled, Deferred, Part, as_slice
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.threads import each_block
 from jspec.core.sharding import Placement, side_by_side
@@ -188,7 +188,7 @@ class Tensors:
         if self.files.has_parts(name):
             return partial(self.files.part, name)
         whole = self.files.get(name)
-        return lambda part: whole[tuple(slice(indices.start, indices.stop, indices.step) for indices in part)]
+        return lambda part: whole[tuple(map(as_slice, part))]
 
     def deferred(self, name: str, dtype: DTypeLike, read: Callable[[Part], np.ndarray]) -> Deferred:
         """Read a tensor later, part by part, in blocks of rows. read: reads a part in this dtype."""
