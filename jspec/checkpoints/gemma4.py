@@ -202,11 +202,7 @@ def parse_assistant(config: Fields) -> Gemma4:
 
 
 def match_layers(model: Gemma4, target: Decoder, where: str) -> tuple[int, ...]:
-    """For each layer of an assistant, the target's layer it reads: the last of the same kind.
-
-    Raises:
-      CheckpointError: the target is not a Gemma 4 model, or has no layer of this kind and shape.
-    """
+    """The last layer of its kind in a Gemma 4 target, for each of an assistant; CheckpointError if there is none."""
     if not isinstance(target, Gemma4):
         raise CheckpointError(
             f"{where}: this assistant requires a Gemma 4 target, but the target is of type {type(target).__name__}"

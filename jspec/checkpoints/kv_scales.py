@@ -46,11 +46,7 @@ class KvScales:
         """Nothing: there may be none."""
 
     def read(self, tensors: Tensors, options: Leaf) -> Float[Array, "2"] | None:
-        """The scales of keys and values; None: there are none.
-
-        Raises:
-          CheckpointError: there is one without the other, or for each head, or one that is not above 0.
-        """
+        """The scales of keys and values, or None; CheckpointError for one alone, one per head, or one not above 0."""
         names = tensors.names()
         tensors.asked |= {self.prefix + name for name in _SPARE} & names
         pair = next((pair for pair in _NAMES if names & {self.prefix + name for name in pair}), None)

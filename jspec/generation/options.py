@@ -90,11 +90,7 @@ class RequestOptions:
         return {"seed": self.seeds(batch), "max_new_tokens": self.limits(batch), **lists}
 
     def seeds(self, batch: int) -> list[tuple[int, int]]:
-        """The seed and the index of each of `batch` sequences, as `jspec.core.sampling.seeds_to_keys` takes them.
-
-        Raises:
-          ValueError: not one seed per sequence.
-        """
+        """The seed and the index of each sequence, as `seeds_to_keys` takes them; ValueError for another number."""
         if isinstance(self.seed, int):
             return [(self.seed, i) for i in range(batch)]
         return [(one, 0) if isinstance(one, int) else one for one in entries_of("seed", self.seed, batch)]

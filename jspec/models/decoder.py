@@ -179,11 +179,7 @@ class Decoder(LayerShape, Draft):
         return dataclasses.replace(self, kv=kv)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def configured(self, *, exact: bool, kv: str | None) -> Self:
-        """The configuration with or without an exact forward, see `exactly`, and with a narrow cache, see `with_kv`.
-
-        Raises:
-          ValueError: it has none.
-        """
+        """The configuration with or without an exact forward and with a narrow cache, as by `exactly` and `with_kv`."""
         config = self.exactly() if exact else self
         if self.exact and not exact:
             config = dataclasses.replace(self, exact=False)  # pyright: ignore[reportArgumentType]  # a dataclass

@@ -36,11 +36,7 @@ class Draft(abc.ABC):
         """The draft in a few words."""
 
     def weights(self) -> PyTree:
-        """The table of the weights: a pytree with an entry in the place of each array, see `jspec.models.weights`.
-
-        Raises:
-          NotImplementedError: a model of no family has no checkpoints; it has `param_shapes` of its own.
-        """
+        """The table of the weights, see `jspec.models.weights`; NotImplementedError for a model of no family."""
         raise NotImplementedError(f"models of type {type(self).__name__} have no table of weights")
 
     def param_shapes(self, dtype: DTypeLike) -> Any:
@@ -52,11 +48,7 @@ class Draft(abc.ABC):
         raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
 
     def layer_windows(self) -> Sequence[int | None]:
-        """For each layer, the positions a token sees by itself, its own included; None: all.
-
-        Raises:
-          ValueError: a layer does not remember a row for each position, so it cannot honor a window.
-        """
+        """For each layer, the positions a token sees, its own included, or None: all; ValueError without such rows."""
         raise ValueError("it has no rows of its own for each position")
 
     @abc.abstractmethod

@@ -127,11 +127,7 @@ class RunDirectory:
             tqdm.write(line)
 
     def save(self, step: int, state: object) -> None:
-        """Writes a checkpoint, and then removes all but this one and the one before.
-
-        Raises:
-          OSError: it cannot be written; what was there is as before.
-        """
+        """Writes a checkpoint, then removes all but this and the one before; an OSError leaves what was there."""
         stage = self.checkpoints / ".partial"
         try:
             _remove(stage)

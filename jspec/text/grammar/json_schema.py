@@ -15,18 +15,7 @@ from jspec.text.grammar import json_text, keywords
 from jspec.text.grammar.between import Bound, decimals, integers
 from jspec.text.grammar.expression import NOTHING, Compiled, Expression
 from jspec.text.grammar.formats import FORMATS
-from jspec.text.grammar.keywords import (
-    EFFECTIVE,
-    NEIGHBORS,
-    OF_TYPE,
-    Schema,
-    at,
-    bounds,
-    constants,
-    is_of,
-    refuse,
-    same,
-)
+from jspec.text.grammar.keywords import NEIGHBORS, OF_TYPE, Schema, at, bounds, constants, is_of, refuse, same
 from jspec.text.grammar.product import ANYTHING, both
 from jspec.text.grammar.regex import parse_regex
 
@@ -179,7 +168,8 @@ class _Parser:
             raise ValueError(f"{at(where)}: {keyword} {shorten(schemas)} must be a list of at least one schema")
         if keyword == "allOf" and len(schemas) > 1:
             raise ValueError(f"{at(where)}: allOf of several schemas is not supported")
-        beside = {name: value for name, value in schema.items() if name in EFFECTIVE - {keyword} or name == "format"}
+        known = keywords.EFFECTIVE | {"format"}
+        beside = {name: value for name, value in schema.items() if name in known and name != keyword}
         schemas = [self._joined(inner, beside, keyword, where) for inner in schemas]
         if keyword == "oneOf":
             self._check_exclusive(schemas, where)
