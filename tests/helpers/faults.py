@@ -190,97 +190,72 @@ def other_seed_later(out, _, requests, count):
 
 
 DIFFERS = "differs from plain decoding at new token"
-_BY_CHECK = {
-    ("chains", DIFFERS): {
-        "a draft too many is accepted": change(accept, "follow", result(length=too_long)),
-        "the bonus token of another node": change(
-            accept, "follow", result(tokens=lambda out, *_: at_last(out, jnp.roll(out.tokens, 1, 1)))
-        ),
-        "rows are committed one place late": change(round, "commit_rows", argument(2, lambda start: start + 1)),
-        "drafts at positions one too early": change(tree, "depths", too_early),
-        "nodes see later nodes": change(tree, "ancestor_mask", all_see_all),
-    },
-    ("chains", r"counts 1 \+"): {
-        "rounds are counted as longer": change(round, "count_round", result(stats=dropped_twice))
-    },
-    ("chains", "origins that no rounds have"): {
-        "origins are a generation too deep": change(round, "append", result(origin=deeper))
-    },
-    ("ends of texts", r"counts 1 \+"): {
-        "dropped tokens are not counted at EOS": change(round, "count_round", result(stats=not_dropped_at_eos))
-    },
-    ("trees", DIFFERS): {
-        "rows of other nodes than the accepted ones": change(round, "commit_rows", argument(3, lambda path: None)),
-        "keys of other ancestors": change(tree, "ancestor_mask", argument(0, at_siblings)),
-    },
-    ("ends of texts", "tokens instead of"): {
-        "tokens after the end of the text": change(stopping, "run", all_read),
-        "a limit one too large": change(
-            round, "truncate_at_stop", argument(0, lambda s: dataclasses.replace(s, limit=s.limit + 1))
-        ),
-    },
-    ("stop strings", "after a stop string"): {
-        "stop strings within a round only": change(stopping, "run", argument(0, forgetful))
-    },
-    ("stop strings", "has another text"): {
-        "a possible beginning of a stop string is lost": change(
-            TextStream, "finish", lambda right: lambda self: self._emit(b"", last=True)
-        )
-    },
-    ("pages", DIFFERS): {"sequences share a page": change(pages, "contiguous_table", shares_pages)},
-    ("sampling", "_penalty"): {
-        "penalties leave out drafted tokens": change(sampling, "_count", argument(1, without_path))
-    },
-    ("sampling", "with Sampling"): {
-        "noise of another position": change(sampling, "gumbel", another_position),
-        "penalties count drafted tokens twice": change(sampling, "_count", twice),
-        "log-probabilities before sampling": change(round, "record", before_sampling),
-    },
-    ("sampling", "min_new_tokens="): {
-        "min_new_tokens at the first node only": change(stopping, "ends_text", at_first_node)
-    },
-    ("sampling", "logit_bias="): {"no bias at the last node": change(sampling, "adjust", without_bias_at_last)},
-    ("grammars", "with a grammar"): {
-        "a grammar without drafts": change(sampling.grammars, "forbid", argument(2, without_path))
-    },
-    ("log-probabilities", "at new token"): {
-        "another node's log-probability": change(logprobs, "of_tokens", argument(0, lambda x: jnp.roll(x, 1, 1))),
-        "log-probabilities of processed logits": change(round, "record", processed),
-    },
-    ("log-probabilities", "the highest log-probabilities at new token"): {
-        "ids of the next rank": change(round, "record", of_next_rank)
-    },
-    ("engine", "of an engine (differs|has another log-probability)"): {
-        "pages named without the ones before": change(Pages, "_key", argument(1, lambda parent: "")),
-        "pages named without tokens": change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens))),
-    },
-    ("engine", "of an engine differs"): {
-        "grammars begin anew after a preemption": change(GrammarPool, "state_after", argument(2, lambda tokens: [])),
-        "another seed after a preemption": change(Device, "_admitted", result(seed=other_seed_later)),
-    },
-    ("engine", "after a stop string|another text"): {
-        "stop strings begin anew after a preemption": change(StopPool, "state_after", argument(2, lambda tokens: []))
-    },
-    ("engine", r"counts 1 \+"): {
-        "counters begin anew after a preemption": change(
-            Device, "_admitted", result(rounds=lambda out, *_: np.zeros_like(out.rounds))
-        )
-    },
-    ("distributions", "the distribution of"): {
-        "q of another token": change(
-            accept, "_chain_probs", lambda right: lambda *arguments: jnp.roll(right(*arguments), 1, -1)
-        )
-    },
-    ("rules", "have the probability"): {
-        "no residual distribution": change(
-            accept, "_normalize", lambda right: lambda distribution, otherwise: otherwise
-        )
-    },
-    ("batches", "other rounds alone than in a batch"): {"a draft that depends on the batch": custom("batch")},
-    ("rounds", "other rounds with NaN"): {"a draft that reads free rows": custom("free rows")},
-    ("chunks", "other rounds if prompts are read in chunks"): {"a draft that depends on chunks": custom("chunks")},
-}
-FAULTS = {name: (plant, *by) for by, plants in _BY_CHECK.items() for name, plant in plants.items()}
+_FAULTS = (
+    ("a draft too many is accepted", change(accept, "follow", result(length=too_long)), "chains", DIFFERS),
+    ("the bonus token of another node",
+        change(accept, "follow", result(tokens=lambda out, *_: at_last(out, jnp.roll(out.tokens, 1, 1)))), "chains",
+        DIFFERS),
+    ("rows are committed one place late", change(round, "commit_rows", argument(2, lambda start: start + 1)), "chains",
+        DIFFERS),
+    ("drafts at positions one too early", change(tree, "depths", too_early), "chains", DIFFERS),
+    ("nodes see later nodes", change(tree, "ancestor_mask", all_see_all), "chains", DIFFERS),
+    ("rounds are counted as longer", change(round, "count_round", result(stats=dropped_twice)), "chains",
+        r"counts 1 \+"),
+    ("origins are a generation too deep", change(round, "append", result(origin=deeper)), "chains",
+        "origins that no rounds have"),
+    ("dropped tokens are not counted at EOS", change(round, "count_round", result(stats=not_dropped_at_eos)),
+        "ends of texts", r"counts 1 \+"),
+    ("rows of other nodes than the accepted ones", change(round, "commit_rows", argument(3, lambda path: None)),
+        "trees", DIFFERS),
+    ("keys of other ancestors", change(tree, "ancestor_mask", argument(0, at_siblings)), "trees", DIFFERS),
+    ("tokens after the end of the text", change(stopping, "run", all_read), "ends of texts", "tokens instead of"),
+    ("a limit one too large",
+        change(round, "truncate_at_stop", argument(0, lambda s: dataclasses.replace(s, limit=s.limit + 1))),
+        "ends of texts", "tokens instead of"),
+    ("stop strings within a round only", change(stopping, "run", argument(0, forgetful)), "stop strings",
+        "after a stop string"),
+    ("a possible beginning of a stop string is lost",
+        change(TextStream, "finish", lambda right: lambda self: self._emit(b"", last=True)), "stop strings",
+        "has another text"),
+    ("sequences share a page", change(pages, "contiguous_table", shares_pages), "pages", DIFFERS),
+    ("penalties leave out drafted tokens", change(sampling, "_count", argument(1, without_path)), "sampling",
+        "_penalty"),
+    ("noise of another position", change(sampling, "gumbel", another_position), "sampling", "with Sampling"),
+    ("penalties count drafted tokens twice", change(sampling, "_count", twice), "sampling", "with Sampling"),
+    ("log-probabilities before sampling", change(round, "record", before_sampling), "sampling", "with Sampling"),
+    ("min_new_tokens at the first node only", change(stopping, "ends_text", at_first_node), "sampling",
+        "min_new_tokens="),
+    ("no bias at the last node", change(sampling, "adjust", without_bias_at_last), "sampling", "logit_bias="),
+    ("a grammar without drafts", change(sampling.grammars, "forbid", argument(2, without_path)), "grammars",
+        "with a grammar"),
+    ("another node's log-probability", change(logprobs, "of_tokens", argument(0, lambda x: jnp.roll(x, 1, 1))),
+        "log-probabilities", "at new token"),
+    ("log-probabilities of processed logits", change(round, "record", processed), "log-probabilities", "at new token"),
+    ("ids of the next rank", change(round, "record", of_next_rank), "log-probabilities",
+        "the highest log-probabilities at new token"),
+    ("pages named without the ones before", change(Pages, "_key", argument(1, lambda parent: "")), "engine",
+        "of an engine (differs|has another log-probability)"),
+    ("pages named without tokens", change(Pages, "_key", argument(2, lambda tokens: [0] * len(tokens))), "engine",
+        "of an engine (differs|has another log-probability)"),
+    ("grammars begin anew after a preemption", change(GrammarPool, "state_after", argument(2, lambda tokens: [])),
+        "engine", "of an engine differs"),
+    ("another seed after a preemption", change(Device, "_admitted", result(seed=other_seed_later)), "engine",
+        "of an engine differs"),
+    ("stop strings begin anew after a preemption", change(StopPool, "state_after", argument(2, lambda tokens: [])),
+        "engine", "after a stop string|another text"),
+    ("counters begin anew after a preemption",
+        change(Device, "_admitted", result(rounds=lambda out, *_: np.zeros_like(out.rounds))), "engine",
+        r"counts 1 \+"),
+    ("q of another token",
+        change(accept, "_chain_probs", lambda right: lambda *arguments: jnp.roll(right(*arguments), 1, -1)),
+        "distributions", "the distribution of"),
+    ("no residual distribution", change(accept, "_normalize", lambda right: lambda distribution, otherwise: otherwise),
+        "rules", "have the probability"),
+    ("a draft that depends on the batch", custom("batch"), "batches", "other rounds alone than in a batch"),
+    ("a draft that reads free rows", custom("free rows"), "rounds", "other rounds with NaN"),
+    ("a draft that depends on chunks", custom("chunks"), "chunks", "other rounds if prompts are read in chunks"),
+)  # fmt: skip
+FAULTS = {name: (plant, check, words) for name, plant, check, words in _FAULTS}
 """Name -> what plants it, the check that finds it, and words of the sentence."""
 
 
