@@ -287,7 +287,7 @@ FIELDS = (
         "jspec.cache.recurrent:RecurrentCache.commit",
         "delta_rule.slide(jnp.where(live[:, None, None], window, 0), new.inputs, length)",
         "delta_rule.slide(jnp.where(live[:, None, None], window, 0), new.inputs, 0 * length)",
-        f"{_CACHES}[recurrent-tree-16-5]",
+        f"{_CACHES}[qwen3_next dense-tree-16-5]",
     ),
     (
         "a held sequence gets another feature and proposal",
