@@ -179,11 +179,7 @@ UNFIT = [
     ("qwen3", {"general.architecture": "qwen35"}, "general.architecture='qwen35' is not supported"),
     (
         "qwen3",
-        {
-            "qwen3.rope.scaling.type": "linear",
-            "qwen3.rope.scaling.factor": 2.0,
-            "qwen3.rope.scaling.attn_factor": 1.5,
-        },
+        {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 2.0, "qwen3.rope.scaling.attn_factor": 1.5},
         "rope.scaling.attn_factor=1.5: must be 1",
     ),
     ("qwen3", {"qwen3.logit_scale": 0.5}, "not supported: qwen3.logit_scale=0.5"),
@@ -197,7 +193,7 @@ UNFIT = [
     ("qwen3", {"qwen3.block_count": 3}, "'model.layers.2.input_layernorm.weight' is missing"),
     ("qwen3", {"qwen3.block_count": 1}, "unused tensor"),
     ("qwen3", {"tokenizer.ggml.eos_token_id": 2**31}, "eos_token_id=2147483648: must be from 0 to"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "metadata", "error"), UNFIT)
