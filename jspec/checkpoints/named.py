@@ -20,7 +20,8 @@ from jspec.checkpoints.loading import LoadOptions
 from jspec.checkpoints.names import LIBRARIES, TRANSFORMERS, check_names, translate
 from jspec.checkpoints.names.leaves import flatten
 from jspec.checkpoints.plan import Plan
-from jspec.checkpoints.tensors import TensorFiles, Tensors
+from jspec.checkpoints.source import ArrayFiles
+from jspec.checkpoints.tensors import Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
 from jspec.core.struct import Leaf
 from jspec.models.decoder import Decoder
@@ -30,27 +31,16 @@ _WHERE = Path("arrays")
 """What errors name in the place of a directory."""
 
 
-class _Named(TensorFiles):
-    """The arrays."""
+class _Named(ArrayFiles):
+    """The arrays, which may be traced."""
 
-    directory = _WHERE
-
-    def __init__(self, arrays: Mapping[str, Array]):
-        self.arrays = arrays
-
-    def names(self) -> set[str]:
-        return set(self.arrays)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).shape
+    def __init__(self, arrays: Mapping[str, Any]):
+        super().__init__(_WHERE, arrays)
 
     def get(self, name: str) -> Any:
-        return LiveArray(self._find(name))
-
-    def _find(self, name: str) -> Array:
-        if name not in self.arrays:
-            raise CheckpointError(f"{_WHERE}: {name!r} is missing")
-        return self.arrays[name]
+        """As in `TensorFiles`, without a copy."""
+        array: Any = self._view(name)
+        return LiveArray(array)
 
 
 class LiveTensors(Tensors):
@@ -144,7 +134,7 @@ def _common_dtype(arrays: Mapping[str, Array]) -> np.dtype:
 def _read_params(names: str, config: Decoder, tensors: Tensors) -> PyTree:
     """The weights, by the program `_fuse`."""
     assert isinstance(tensors.files, _Named)
-    placement, gathered = tensors.placement, tensors.files.arrays
+    placement, gathered = tensors.placement, tensors.files.saved
     if placement is not None:
         gathered = {name: placement.gather(array) for name, array in gathered.items()}
     static = {"config": config, "dtype": np.dtype(tensors.dtype), "names": names}

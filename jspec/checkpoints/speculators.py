@@ -10,29 +10,16 @@ from jspec.checkpoints.draft import FeatureDraft
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import CheckpointError
 
+_LLAMA = {
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6},
+    **{"vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
+}
 _QWEN2 = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
+    **_LLAMA,
+    **{"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768},
     "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
 }
-LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128},
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-    },
-}
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {"qwen2": _QWEN2, "qwen3": {**_QWEN2, "head_dim": 128}, "llama": _LLAMA}
 """Defaults of `transformers` for missing keys: `transformer_layer_config` only has the others."""
 
 
