@@ -1,7 +1,6 @@
 """Checkpoints whose experts are in MXFP4: read exactly, kept in 4 bits, equal to `transformers`, refused if damaged."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -9,8 +8,8 @@ import optional
 import oss
 import pytest
 from random_models import arrays_of, random_weights
-from safetensors.numpy import load_file, save_file
-from scaled_files import assert_same_logits, assert_same_rounds, assert_same_values, damaged
+from safetensors.numpy import load_file
+from scaled_files import assert_same_logits, assert_same_rounds, assert_same_values, damaged, store
 
 import jspec
 from jspec.checkpoints import language_model
@@ -47,22 +46,16 @@ def encoded(rng, count, out, width):
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """A checkpoint in MXFP4, and one with its values in float32."""
-    root, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(0)
-    made = random_weights(CONFIG)
-    for kind in ("narrow", "wide"):
-        language_model.save(root / kind, CONFIG, made, dtype="float32")
-    narrow, wide = {}, {}
-    for name, tensor in load_file(root / "wide" / "model.safetensors").items():
-        narrow[name] = wide[name] = tensor
-        if name.endswith(("gate_up_proj", "down_proj")):
-            count, width, out = tensor.shape
-            narrow[name + "_blocks"], narrow[name + "_scales"], wide[name] = encoded(rng, count, out, width)
-            del narrow[name]
-    save_file(narrow, root / "narrow" / "model.safetensors", metadata={"format": "pt"})
-    save_file(wide, root / "wide" / "model.safetensors", metadata={"format": "pt"})
-    path = root / "narrow" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": METHOD}))
-    return root
+    rng = np.random.default_rng(0)
+
+    def change(name, tensor):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return None
+        count, width, out = tensor.shape
+        blocks, scales, wide = encoded(rng, count, out, width)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, wide
+
+    return store(tmp_path_factory.mktemp("mxfp4"), CONFIG, random_weights(CONFIG), METHOD, change)
 
 
 def experts(params):

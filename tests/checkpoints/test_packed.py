@@ -1,7 +1,6 @@
 """Checkpoints of 4-bit matrices in words: read like the values that were packed, refused if they do not fit."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -93,23 +92,15 @@ def packed_layer(rng, shape, form):
 def store(path, model, form):
     """Writes a checkpoint of packed matrices, and one with their values in float32."""
     config, make = files.MODELS[model]
-    for kind in ("narrow", "wide"):
-        language_model.save(path / kind, config, make(), dtype="float32")
-    rng, narrow, wide = np.random.default_rng(0), {}, {}
-    for name, tensor in files.load_file(path / "wide" / "model.safetensors").items():
-        if files.is_linear(name):
-            tensors, wide[name] = packed_layer(rng, tensor.shape, form)
-            narrow |= {name.removesuffix(".weight") + end: part for end, part in tensors.items()}
-        else:
-            narrow[name] = wide[name] = tensor
-    save_file(narrow, path / "narrow" / "model.safetensors")
-    save_file(wide, path / "wide" / "model.safetensors")
-    configure(path / "narrow" / "config.json", FORMATS[form])
-    return path
+    rng = np.random.default_rng(0)
 
+    def change(name, tensor):
+        if not files.is_linear(name):
+            return None
+        tensors, wide = packed_layer(rng, tensor.shape, form)
+        return {name.removesuffix(".weight") + end: part for end, part in tensors.items()}, wide
 
-def configure(path, method):
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
+    return files.store(path, config, make(), FORMATS[form], change)
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +203,9 @@ def test_keys_of_other_forwards_are_refused(stored, tmp_path, form, key, value):
     files.damaged(stored("llama", form) / "narrow", tmp_path)
     method = FORMATS[form]
     for harmless in (dict(sparsity_config={"format": "dense"}, transform_config={}), dict(dynamic={}, lm_head=True)):
-        configure(tmp_path / "config.json", {**method, **harmless})
+        files.configure(tmp_path, {**method, **harmless})
         jspec.load(tmp_path)
-    configure(tmp_path / "config.json", {**method, key: value})
+    files.configure(tmp_path, {**method, key: value})
     with pytest.raises(CheckpointError, match=f"not supported: quantization_config.{key}="):
         jspec.load(tmp_path)
 
@@ -257,7 +248,7 @@ def test_zero_points_that_leave_8_bits_are_refused(stored, tmp_path):
     """GPTQ of 8 bits keeps values whose zero is the middle of their range; others reach further than 8 bits."""
     config, make = files.MODELS["llama"]
     language_model.save(tmp_path, config, make(), dtype="float32")
-    configure(tmp_path / "config.json", {**GPTQ, "bits": 8, "sym": True})
+    files.configure(tmp_path, {**GPTQ, "bits": 8, "sym": True})
     tensors, rng = files.load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
     for name in [name for name in tensors if files.is_linear(name)]:
         out, width = tensors.pop(name).shape

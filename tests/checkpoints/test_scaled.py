@@ -1,7 +1,6 @@
 """Checkpoints that store 8-bit matrices with scales: linear layers keep them as they are, or are widened."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scaled_files as files
-from safetensors.numpy import save_file
 
 import jspec
-from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.quantized import Quantized, is_matrix, quantize
 
@@ -32,13 +29,11 @@ FORMATS = {"blocks": BLOCKS, "channels": COMPRESSED, "tensors": COMPRESSED, "int
 def store(path, model, form, head=False):
     """Writes a checkpoint with 8-bit matrices, and one with their values in float32. head: the LM head, too."""
     config, make = files.MODELS[model]
-    for kind in ("narrow", "wide"):
-        language_model.save(path / kind, config, make(), dtype="float32")
-    rng, narrow, wide = np.random.default_rng(0), {}, {}
-    for name, tensor in files.load_file(path / "wide" / "model.safetensors").items():
-        narrow[name] = wide[name] = tensor
+    rng = np.random.default_rng(0)
+
+    def change(name, tensor):
         if not files.is_linear(name) and not (head and name == "lm_head.weight"):
-            continue
+            return None
         shape = {
             "blocks": [-(-size // each) for size, each in zip(tensor.shape, (24, 16), strict=True)],
             "tensors": [1, 1],
@@ -47,19 +42,15 @@ def store(path, model, form, head=False):
         whole = scale
         if form == "blocks":
             whole = np.kron(scale, np.ones((24, 16), np.float32))[: tensor.shape[0], : tensor.shape[1]]
-        kind = np.int8 if form == "int8" else ml_dtypes.float8_e4m3fn
-        narrow[name] = np.ascontiguousarray(
-            (np.rint(tensor / whole) if form == "int8" else tensor / whole).astype(kind)
-        )
-        narrow[name + ("_scale_inv" if form == "blocks" else "_scale")] = scale[0] if form == "tensors" else scale
-        wide[name] = narrow[name].astype(np.float32) * whole
+        values = np.rint(tensor / whole) if form == "int8" else tensor / whole
+        values = np.ascontiguousarray(values.astype(np.int8 if form == "int8" else ml_dtypes.float8_e4m3fn))
+        ending = "_scale_inv" if form == "blocks" else "_scale"
+        narrow = {name: values, name + ending: scale[0] if form == "tensors" else scale}
         if form == "int8":
             narrow[name.replace(".weight", ".input_scale")] = np.ones(1, np.float32)
-    save_file(narrow, path / "narrow" / "model.safetensors")
-    save_file(wide, path / "wide" / "model.safetensors")
-    file = path / "narrow" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": FORMATS[form]}))
-    return path
+        return narrow, values.astype(np.float32) * whole
+
+    return files.store(path, config, make(), FORMATS[form], change)
 
 
 @pytest.fixture(scope="module")

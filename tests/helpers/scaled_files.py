@@ -13,6 +13,7 @@ import toy
 from safetensors.numpy import save_file
 
 import jspec
+from jspec.checkpoints import language_model
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.loading import memory
 from jspec.models.layers import ForwardBatch
@@ -92,6 +93,30 @@ def assert_stored_bytes_are_counted(directory, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size - 1, 10**9))
     with pytest.raises(ValueError, match="do not fit"):
         jspec.load(directory)
+
+
+def store(path, config, params, method, change):
+    """Writes a checkpoint with quantized matrices in `narrow`, and one with their values in float32 in `wide`.
+
+    method: the quantization_config of the first.
+    change: gives the tensors in place of one, and its value in float32; None: it stays as it is.
+    """
+    for kind in ("narrow", "wide"):
+        language_model.save(path / kind, config, params, dtype="float32")
+    stored = {"narrow": {}, "wide": {}}
+    for name, tensor in load_file(path / "wide" / "model.safetensors").items():
+        tensors, stored["wide"][name] = change(name, tensor) or ({name: tensor}, tensor)
+        stored["narrow"] |= tensors
+    for kind, tensors in stored.items():
+        save_file(tensors, path / kind / "model.safetensors", metadata={"format": "pt"})
+    configure(path / "narrow", method)
+    return path
+
+
+def configure(directory, method):
+    """Changes the quantization_config of a checkpoint."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
 
 
 def damaged(source, directory, tensors=None, **config):
