@@ -139,7 +139,7 @@ def test_many_rows_multiply_a_wide_copy(weights, monkeypatch):
     [
         *(("fp8", family) for family in WIDE),
         *(("int8", family) for family in [*WIDE][::2]),
-        *(("int4", family) for family in ("llama", "deepseek-indexer", "qwen-experts")),
+        *(("int4", family) for family in ("llama", "deepseek dsa", "qwen3_next experts")),
     ],
 )
 def test_logits_are_those_of_the_widened_weights(family, weights):
