@@ -140,11 +140,11 @@ def run(options: Options) -> int:
         compiled = None if result.problem else compile_case(setup, result, method_of(setup, drafter))
         if compiled is None:
             raise ValueError(f"{mode} {batch} x {context}: {result.problem}")
-        rounds = compiled.rounds
+        prefill, rounds = compiled
         if mode != "chain":
             call = partial(seed, params, drafter=drafter) if isinstance(drafter, Unfolded) else None
             rounds = partial(from_host, rounds, call)
-        time_rounds(setup, result, rounds, compiled.prefill())
+        time_rounds(setup, result, rounds, prefill())
         milliseconds = [1e3 * seconds for seconds in result.round_seconds]
         print(f"{mode} {batch} x {context}: {statistics.median(milliseconds):.4f} ms per round", flush=True)
         shape = {"subject": subject.name, "mode": mode, "batch": batch, "context": context}
