@@ -23,9 +23,16 @@ _SPEC.loader.exec_module(render)
 ROUND = "h100/llama-3.1-8b/chain/b1/c512/round/2026-11-22-372f3f7"
 """The id of a round in the README's table, 7.01 ms."""
 EXAMPLE = Measurement(
-    id="h100/m/plain/2026-01-02", date="2026-01-02", device="H100", subject="m", mode="plain", metric="round",
-    unit="ms", values=[5.25, 5.5, 6.0], floor=4.4,
-)  # fmt: skip
+    id="h100/m/plain/2026-01-02",
+    date="2026-01-02",
+    device="H100",
+    subject="m",
+    mode="plain",
+    metric="round",
+    unit="ms",
+    values=[5.25, 5.5, 6.0],
+    floor=4.4,
+)
 
 
 @pytest.fixture

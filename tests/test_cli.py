@@ -119,25 +119,37 @@ def test_a_stop_string_ends_the_text(capsys):
         (["generate", "x", "--model", "bundled:nothing"], "bundled models: "),
         (["generate", "x", "--drafter", "plain", "--depth", "3"], "--depth 3: the drafter plain drafts no tokens"),
         (["generate", "x", "--drafter", "ngram", "--width", "3"], "--width 3: the drafter ngram drafts no trees"),
-        (["generate", "x", "--drafter", "ngram", "--draft-window", "9"],
-            "--draft-window 9: the drafter ngram has no window"),
+        (
+            ["generate", "x", "--drafter", "ngram", "--draft-window", "9"],
+            "--draft-window 9: the drafter ngram has no window",
+        ),
         (["generate", "x", *PAIR, "--keep-first", "4"], "--keep-first 4: requires a window"),
-        (["generate", "x", *PAIR, "--draft-window", "4", "--keep-first", "5"],
-            "--draft-window 4 --keep-first 5: must keep no more"),
+        (
+            ["generate", "x", *PAIR, "--draft-window", "4", "--keep-first", "5"],
+            "--draft-window 4 --keep-first 5: must keep no more",
+        ),
         (["generate", "x", "--drafter", "ngram", "--num-nodes", "9"], "--num-nodes 9: the drafter ngram drafts no"),
-        (["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"],
-            "--depth 4 --width 1 --num-nodes 3: --num-nodes, root"),
+        (
+            ["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"],
+            "--depth 4 --width 1 --num-nodes 3: --num-nodes, root",
+        ),
         (["generate", "x", "--model", "bundled:python-tiny", "--drafter", "eagle"], "needs an EAGLE head"),
         (["generate", "x", "--temperature", "-1"], "--temperature -1"),
         (["generate", "x", "--process-id", "0"], "--process-id 0: requires --coordinator"),
         (["serve", "x", "--coordinator", "a:1"], "--coordinator a:1: requires --tensor or --data"),
-        (["generate", "x", "--tensor", "2", "--coordinator", "auto", "--processes", "2"],
-            "--processes 2: requires --coordinator HOST:PORT"),
+        (
+            ["generate", "x", "--tensor", "2", "--coordinator", "auto", "--processes", "2"],
+            "--processes 2: requires --coordinator HOST:PORT",
+        ),
         (["generate", "x", "--tensor", "2", "--coordinator", "a"], "--coordinator 'a': must be HOST:PORT or auto"),
-        (["serve", "x", "--tensor", "2", "--coordinator", "a:1", "--processes", "2"],
-            "requires --processes and --process-id"),
-        (["serve", "x", "--tensor", "2", "--coordinator", "a:1", "--processes", "2", "--process-id", "2"],
-            "--process-id 2: must be less than --processes, 2"),
+        (
+            ["serve", "x", "--tensor", "2", "--coordinator", "a:1", "--processes", "2"],
+            "requires --processes and --process-id",
+        ),
+        (
+            ["serve", "x", "--tensor", "2", "--coordinator", "a:1", "--processes", "2", "--process-id", "2"],
+            "--process-id 2: must be less than --processes, 2",
+        ),
         (["generate", "x", "--top-p", "1.5"], "--top-p 1.5"),
         (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty 0"),
         (["generate", "x", "--temperature", "1", "--accept", "greedy"], "--accept greedy"),
@@ -148,7 +160,7 @@ def test_a_stop_string_ends_the_text(capsys):
         (["evaluate", "--drafter", "ngram", "--width", "2"], "--width 2: the drafter ngram drafts no trees"),
         (["generate", "x", "--chat"], "chat template"),
     ],
-)  # fmt: skip
+)
 def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
     assert status == 2

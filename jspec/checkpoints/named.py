@@ -99,7 +99,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
 
     Raises:
       CheckpointError: not an array, or of another dtype than the others; or a library without names for this model.
-      ValueError: an unknown dtype or library, a model that cannot be split, or without what the options ask for.
+      ValueError: an unknown dtype or library, no way to split the model, or a model without what the options ask for.
     """
     # The configuration has what the options ask for.
     placement, dtype = options.placement, None if options.dtype is None else resolve_dtype(options.dtype)

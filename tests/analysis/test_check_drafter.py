@@ -101,28 +101,42 @@ BROKEN = [
     (Repeat, "give an object, not a class"),
     (Repeat(depth=-1), "Repeat: depth=-1: must be the length of the longest chain"),
     (Repeat(depth=2.0), "Repeat: depth=2.0"),
-    (type("Unhashable", (Repeat,), {"__hash__": None})(),
-        "Unhashable: unhashable type: .* so make it a frozen dataclass"),
+    (
+        type("Unhashable", (Repeat,), {"__hash__": None})(),
+        "Unhashable: unhashable type: .* so make it a frozen dataclass",
+    ),
     (broken("BindsToNothing", bind=lambda *_: None), "bind must return a drafter, but this NoneType has no depth"),
     (broken("ListOfLayers", capture_layers=[1]), r"capture_layers=\[1\]: must be a tuple of layers"),
-    (broken("StateGrows", draft=lambda self, params, s: (tree.chain(self.tokens(s)), s.draft[:, None])),
-        rf"draft: {OTHER_FORM} int32\[4, 1\], but was int32\[4\]"),
-    (extending("StateBecomesFloat", lambda state: state.astype(jnp.float32)),
-        rf"extend: {OTHER_FORM} float32\[4\], but was int32\[4\]"),
-    (extending("StateBecomesDict", lambda state: {"count": state}),
-        rf"extend: {OTHER_FORM} missing, but was int32\[4\]"),
-    (broken("NoState", draft=lambda self, params, s: tree.chain(self.tokens(s))),
-        f"draft: returns DraftTree; {NO_PAIR}"),
+    (
+        broken("StateGrows", draft=lambda self, params, s: (tree.chain(self.tokens(s)), s.draft[:, None])),
+        rf"draft: {OTHER_FORM} int32\[4, 1\], but was int32\[4\]",
+    ),
+    (
+        extending("StateBecomesFloat", lambda state: state.astype(jnp.float32)),
+        rf"extend: {OTHER_FORM} float32\[4\], but was int32\[4\]",
+    ),
+    (
+        extending("StateBecomesDict", lambda state: {"count": state}),
+        rf"extend: {OTHER_FORM} missing, but was int32\[4\]",
+    ),
+    (
+        broken("NoState", draft=lambda self, params, s: tree.chain(self.tokens(s))),
+        f"draft: returns DraftTree; {NO_PAIR}",
+    ),
     (proposing("NoTree", lambda tokens: tokens), rf"draft: returns \(.*\); {NO_PAIR}"),
     (
         proposing("FloatTokens", lambda tokens: DraftTree(tokens.astype(jnp.float32))),  # pyright: ignore
         r"draft: returns tokens float32\[4, 3\]; must be int32\[4, N\]",
     ),
-    (proposing("LongChain", lambda tokens: tree.chain(jnp.concatenate([tokens, tokens], axis=1))),
-        "draft: returns a chain of 5 drafts; must have at most depth=2"),
-    (proposing("OtherRoot", lambda tokens: tree.chain((tokens + 1) % 61)),
-        "round 0, sequence 0: node 0 of the tree has the token 52, but the last token of the sequence is 51"),
-]  # fmt: skip
+    (
+        proposing("LongChain", lambda tokens: tree.chain(jnp.concatenate([tokens, tokens], axis=1))),
+        "draft: returns a chain of 5 drafts; must have at most depth=2",
+    ),
+    (
+        proposing("OtherRoot", lambda tokens: tree.chain((tokens + 1) % 61)),
+        "round 0, sequence 0: node 0 of the tree has the token 52, but the last token of the sequence is 51",
+    ),
+]
 
 
 @pytest.mark.parametrize(

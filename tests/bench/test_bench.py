@@ -179,9 +179,25 @@ def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
     needs("matplotlib")
     files = ("--json", tmp_path / "report.jsonl", "--plot", tmp_path / "report.png")
     shape = (
-        "--depth", 2, "--width", 2, "--num-nodes", 6, "--rounds", 8, "--repeats", 2, "--batch", 2, "--dtype",
-        "bfloat16", "--draft-window", 16, "--keep-first", 2,
-    )  # fmt: skip
+        "--depth",
+        2,
+        "--width",
+        2,
+        "--num-nodes",
+        6,
+        "--rounds",
+        8,
+        "--repeats",
+        2,
+        "--batch",
+        2,
+        "--dtype",
+        "bfloat16",
+        "--draft-window",
+        16,
+        "--keep-first",
+        2,
+    )
     status, out, err = run(capsys, "--preset", "tiny", *shape, *files)
     assert status == 0 and not err, "a progress bar in a file"
     headline, heading, *lines = out.splitlines()

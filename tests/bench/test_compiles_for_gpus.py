@@ -20,10 +20,17 @@ from pallas_kernels import dispatch, gated_matmul, mla_attention
 pytestmark = [pytest.mark.slow, needs_plugin]
 KERNEL = "__gpu$xla.gpu.triton"
 NAMES = (
-    "llama-eagle-chain", "llama-adaptive-chain", "llama-suffix-tree", "llama-8-heads-eagle-chain-over-4",
-    "qwen3-experts-eagle-tree", "gpt-oss-suffix-chain", "gemma4-frozen-kv-mtp-chain", "deepseek-mtp-chain",
-    "deepseek-dsa-mtp-chain", "qwen3-next-mtp-chain",
-)  # fmt: skip
+    "llama-eagle-chain",
+    "llama-adaptive-chain",
+    "llama-suffix-tree",
+    "llama-8-heads-eagle-chain-over-4",
+    "qwen3-experts-eagle-tree",
+    "gpt-oss-suffix-chain",
+    "gemma4-frozen-kv-mtp-chain",
+    "deepseek-mtp-chain",
+    "deepseek-dsa-mtp-chain",
+    "qwen3-next-mtp-chain",
+)
 """One of each family, on one GPU and over four."""
 KNOWN = {"deepseek-dsa-mtp-chain": {"no copy of a pool": "temporary memory"}}
 """What does not hold: the indexer's keys of a layer are gathered."""

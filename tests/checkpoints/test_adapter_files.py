@@ -128,11 +128,15 @@ TENSORS = [
     (_set("base_model.model.lm_head.weight", 61, 32), "lm_head.weight must be a factor of a module, or belong to a"),
     (_set(f"{Q}.lora_magnitude_vector", 64), "lora_magnitude_vector must have none with use_dora=False"),
     (_rename(f"{Q}.lora_A.weight", Q.replace("0", "7") + ".lora_A.weight"), "has no factor"),
-    (lambda tensors: _rename_pair(tensors, Q.replace("0", "7")),
-        "layers.7.self_attn.q_proj.lora_A.weight belongs to no tensor of the checkpoint"),
-    (lambda tensors: _rename_pair(tensors, PIXELS),
-        "vision_tower.layers.0.self_attn.q_proj.lora_A.weight belongs to no tensor of the checkpoint"),
-]  # fmt: skip
+    (
+        lambda tensors: _rename_pair(tensors, Q.replace("0", "7")),
+        "layers.7.self_attn.q_proj.lora_A.weight belongs to no tensor of the checkpoint",
+    ),
+    (
+        lambda tensors: _rename_pair(tensors, PIXELS),
+        "vision_tower.layers.0.self_attn.q_proj.lora_A.weight belongs to no tensor of the checkpoint",
+    ),
+]
 PIXELS = "base_model.model.vision_tower.layers.0.self_attn.q_proj"
 
 

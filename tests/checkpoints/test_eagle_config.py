@@ -123,8 +123,11 @@ UNSUPPORTED = [
     ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.* is not supported; must have"),
     ("eagle3", {"hidden_act": "gelu"}, "gelu"),
     ("eagle3", {"layer_types": ["sliding_attention"]}, "'sliding_window' is missing"),
-    ("eagle3", {"layer_types": ["linear_attention"]},
-        "layer_types=.'linear_attention'.: must be 1 of sliding_attention, full_attention"),
+    (
+        "eagle3",
+        {"layer_types": ["linear_attention"]},
+        "layer_types=.'linear_attention'.: must be 1 of sliding_attention, full_attention",
+    ),
     ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("eagle3", {"logit_scale": 0.25}, "logit_scale"),
     ("eagle3", {"is_causal": False}, "is_causal"),
@@ -147,10 +150,13 @@ UNSUPPORTED = [
     ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
     ("speculators", {"speculators_model_type": "peagle", "mask_token_id": 5}, "mask_token_id=5"),
     ("speculators", {"transformer_layer_config": "absent"}, "'transformer_layer_config' is missing"),
-    ("speculators", {"transformer_layer_config": {"model_type": "gemma"}},
-        "'gemma' is not supported.*llama, qwen2, qwen3"),
+    (
+        "speculators",
+        {"transformer_layer_config": {"model_type": "gemma"}},
+        "'gemma' is not supported.*llama, qwen2, qwen3",
+    ),
     ("speculators", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("layout, changes, message", UNSUPPORTED)

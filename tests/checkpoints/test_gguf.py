@@ -193,7 +193,7 @@ UNFIT = [
     ("qwen3", {"qwen3.block_count": 3}, "'model.layers.2.input_layernorm.weight' is missing"),
     ("qwen3", {"qwen3.block_count": 1}, "unused tensor"),
     ("qwen3", {"tokenizer.ggml.eos_token_id": 2**31}, "eos_token_id=2147483648: must be from 0 to"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("architecture", "metadata", "error"), UNFIT)
@@ -264,13 +264,17 @@ HOSTILE = {
     "far beyond": (ONE + tensor(offset=2**62) + bytes(999), "must be in the 1056 bytes"),
     "huge": (ONE + tensor(dims=[2**40] * 4) + bytes(999), "must be in the"),
     "not aligned": (ONE + tensor(offset=8) + bytes(999), "aligned to 32"),
-    "one over another": (TWO + tensor() + tensor(b"v", offset=32) + bytes(999),
-        "in the .* bytes of the file, from .* on"),
+    "one over another": (
+        TWO + tensor() + tensor(b"v", offset=32) + bytes(999),
+        "in the .* bytes of the file, from .* on",
+    ),
     "twice": (TWO + tensor() + tensor(offset=256) + bytes(999), "'w' is there twice"),
-    "alignment": (START + header(1, 1) + text(b"general.alignment") + kind(4) + kind(0) + tensor(),
-        "general.alignment=0: must be from 8"),
+    "alignment": (
+        START + header(1, 1) + text(b"general.alignment") + kind(4) + kind(0) + tensor(),
+        "general.alignment=0: must be from 8",
+    ),
     "nothing in it": (START + header(0, 0), "the key 'general.architecture' is missing"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -289,35 +289,65 @@ def changed(path, change):
 Q, SCAN = "layers.1.attn.q_proj.w", "params.decoder.layers.self_attention.query.kernel"
 WRONG = {
     "missing": ("tunix-llama", without(Q), rf"params: {Q} is missing; must have the shape \(32, 4, 16\)"),
-    "transposed": ("tunix-llama", changed(Q, lambda x: x.transpose(1, 0, 2)),
-        rf"params: {Q} has shape \(4, 32, 16\), but the configuration implies \(32, 4, 16\)"),
+    "transposed": (
+        "tunix-llama",
+        changed(Q, lambda x: x.transpose(1, 0, 2)),
+        rf"params: {Q} has shape \(4, 32, 16\), but the configuration implies \(32, 4, 16\)",
+    ),
     "flat heads": ("tunix-llama", changed(Q, lambda x: x.reshape(32, -1)), rf"{Q} has shape \(32, 64\)"),
     "integers": ("tunix-llama", changed(Q, lambda x: x.astype(np.int8)), rf"params: {Q} has dtype int8"),
     "no array": ("tunix-llama", changed(Q, lambda x: "x"), rf"{Q} is of type str"),
-    "an adapter": ("tunix-llama", changed("layers.0.attn.q_proj.w_lora_a", lambda x: np.ones((32, 2), np.float32)),
-        "params: 1 leaves are not used by this model: layers.0.attn.q_proj.w_lora_a; must be left out"),
-    "norms of heads": ("tunix-qwen3", without("layers.0.attn.q_norm.w"),
-        r"layers.0.attn.q_norm.w is missing; must have the shape \(16,\)"),
-    "a head beside a tied embedding": ("tunix-tied", changed("lm_head.w", lambda x: np.ones((32, 61), np.float32)),
-        "not used by this model: lm_head.w"),
-    "one expert less": ("tunix-experts", changed("layers.0.mlp.up_proj", lambda x: x[:2]),
-        r"layers.0.mlp.up_proj has shape \(2, 32, 16\)"),
-    "a layer less": ("maxtext-llama", changed(SCAN, lambda x: x[:, :1]),
-        r"layers.self_attention.query.kernel has shape"),
-    "stacked on axis 0": ("maxtext-llama", changed(SCAN, lambda x: x.swapaxes(0, 1)),
-        r"query.kernel has shape \(2, 32"),
-    "a layer that is missing": ("maxtext-apart", without("params.decoder.layers_1.mlp.wo.kernel"),
-        "decoder.layers_1.mlp.wo.kernel is missing"),
-    "a cut vocabulary": ("maxtext-llama", changed("params.token_embedder.embedding", lambda x: x[:60]),
-        r"token_embedder.embedding has shape \(60, 32\)"),
-    "twice": ("maxtext-llama", changed("decoder.decoder_norm.scale", lambda x: np.ones(32, np.float32)),
-        "two leaves have the path decoder.decoder_norm.scale"),
+    "an adapter": (
+        "tunix-llama",
+        changed("layers.0.attn.q_proj.w_lora_a", lambda x: np.ones((32, 2), np.float32)),
+        "params: 1 leaves are not used by this model: layers.0.attn.q_proj.w_lora_a; must be left out",
+    ),
+    "norms of heads": (
+        "tunix-qwen3",
+        without("layers.0.attn.q_norm.w"),
+        r"layers.0.attn.q_norm.w is missing; must have the shape \(16,\)",
+    ),
+    "a head beside a tied embedding": (
+        "tunix-tied",
+        changed("lm_head.w", lambda x: np.ones((32, 61), np.float32)),
+        "not used by this model: lm_head.w",
+    ),
+    "one expert less": (
+        "tunix-experts",
+        changed("layers.0.mlp.up_proj", lambda x: x[:2]),
+        r"layers.0.mlp.up_proj has shape \(2, 32, 16\)",
+    ),
+    "a layer less": (
+        "maxtext-llama",
+        changed(SCAN, lambda x: x[:, :1]),
+        r"layers.self_attention.query.kernel has shape",
+    ),
+    "stacked on axis 0": (
+        "maxtext-llama",
+        changed(SCAN, lambda x: x.swapaxes(0, 1)),
+        r"query.kernel has shape \(2, 32",
+    ),
+    "a layer that is missing": (
+        "maxtext-apart",
+        without("params.decoder.layers_1.mlp.wo.kernel"),
+        "decoder.layers_1.mlp.wo.kernel is missing",
+    ),
+    "a cut vocabulary": (
+        "maxtext-llama",
+        changed("params.token_embedder.embedding", lambda x: x[:60]),
+        r"token_embedder.embedding has shape \(60, 32\)",
+    ),
+    "twice": (
+        "maxtext-llama",
+        changed("decoder.decoder_norm.scale", lambda x: np.ones(32, np.float32)),
+        "two leaves have the path decoder.decoder_norm.scale",
+    ),
     "names of another": (
         "gemma-gemma-dense",
         lambda tree: {name.replace("layer_", "layers/"): leaf for name, leaf in tree.items()},
         "layer_0.attn.q_einsum.w is missing",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case, change, message", WRONG.values(), ids=WRONG)

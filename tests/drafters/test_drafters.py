@@ -135,28 +135,49 @@ UNFIT = (
     (Block(), replace(toy.BLOCK, target_hidden_size=64), "target with hidden size 64, but this target has 32"),
     (Block(), replace(toy.BLOCK, capture_layers=(0, 4)), "they must ascend, from 0 to 3"),
     (Block(window=4), toy.BLOCK, r"Block\(window=4\): must be at least 5, the rows of a"),
-    (Block(window=9, keep_first=1), replace(toy.BLOCK, windows=(6, 6)),
-        r"Block\(keep_first=1\): each layer of the draft has a sliding window of its own"),
-    (Standalone(window=9), qwen.KINDS["dense"],
-        r"Standalone\(window=9\): a draft of type Qwen3Next cannot have a window: some of its layers keep a state"),
-    (Standalone(window=9), deepseek.KINDS["mla"],
-        "a draft of type Deepseek cannot have a window: attention to its latent keys has no windows"),
-    (Standalone(window=9), FunctionModel(len, toy.TARGET.vocab_size, 64),
-        "a draft of type FunctionModel cannot have a window: len: a function of tokens has no keys"),
-    (Eagle(window=9), toy.HEADS.head(0, toy.TARGET),
-        r"Eagle\(window=9\): a draft of type MtpHead has no layer_windows"),
+    (
+        Block(window=9, keep_first=1),
+        replace(toy.BLOCK, windows=(6, 6)),
+        r"Block\(keep_first=1\): each layer of the draft has a sliding window of its own",
+    ),
+    (
+        Standalone(window=9),
+        qwen.KINDS["dense"],
+        r"Standalone\(window=9\): a draft of type Qwen3Next cannot have a window: some of its layers keep a state",
+    ),
+    (
+        Standalone(window=9),
+        deepseek.KINDS["mla"],
+        "a draft of type Deepseek cannot have a window: attention to its latent keys has no windows",
+    ),
+    (
+        Standalone(window=9),
+        FunctionModel(len, toy.TARGET.vocab_size, 64),
+        "a draft of type FunctionModel cannot have a window: len: a function of tokens has no keys",
+    ),
+    (
+        Eagle(window=9),
+        toy.HEADS.head(0, toy.TARGET),
+        r"Eagle\(window=9\): a draft of type MtpHead has no layer_windows",
+    ),
     (FrozenKvMtp(), None, "needs an assistant as draft, but none is loaded"),
     (FrozenKvMtp(), toy.HEAD, "but the loaded draft is of type EagleHead"),
     (FrozenKvMtp(width=41), toy.CLUSTERED, r"width=41\): must be at most 40, the candidate tokens"),
     (FrozenKvMtp(), replace(toy.ASSISTANT, vocab_size=60), "target with vocabulary 60, but this target has 61"),
-    (FrozenKvMtp(), replace(toy.ASSISTANT, target_hidden_size=64),
-        "target with hidden size 64, but this target has 32"),
+    (
+        FrozenKvMtp(),
+        replace(toy.ASSISTANT, target_hidden_size=64),
+        "target with hidden size 64, but this target has 32",
+    ),
     (FrozenKvMtp(), replace(toy.ASSISTANT, target_layers=(0, 2)), "reads layer 2, but this target has layers 0 to 1"),
-    (FrozenKvMtp(), replace(toy.ASSISTANT, head_dims=(16, 8)),
-        "reads layer 0 with 4 heads of dimension 8, but this target has 2 key heads of dimension 16"),
+    (
+        FrozenKvMtp(),
+        replace(toy.ASSISTANT, head_dims=(16, 8)),
+        "reads layer 0 with 4 heads of dimension 8, but this target has 2 key heads of dimension 16",
+    ),
     (FrozenKvMtp(), replace(toy.ASSISTANT, num_heads=3), "reads layer 1 with 3 heads"),
     (Standalone(), replace(toy.DRAFT, vocab_size=29), "the draft has 29 tokens, the target 61"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("drafter", "draft", "message"), UNFIT)

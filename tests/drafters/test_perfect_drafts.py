@@ -45,10 +45,17 @@ LENGTHS = np.arange(BATCH, dtype=np.int32) % 6 + 1
 
 WIDTH, VOCABULARY = toy.TARGET.hidden_size, toy.TARGET.vocab_size
 SHAPE = dict(
-    vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, hidden_size=WIDTH, target_hidden_size=WIDTH,
-    intermediate_size=toy.TARGET.intermediate_size, num_layers=1, num_heads=toy.TARGET.num_heads,
-    num_kv_heads=toy.TARGET.num_kv_heads, head_dim=toy.TARGET.head_dim, max_length=toy.TARGET.max_length,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    draft_vocab_size=VOCABULARY,
+    hidden_size=WIDTH,
+    target_hidden_size=WIDTH,
+    intermediate_size=toy.TARGET.intermediate_size,
+    num_layers=1,
+    num_heads=toy.TARGET.num_heads,
+    num_kv_heads=toy.TARGET.num_kv_heads,
+    head_dim=toy.TARGET.head_dim,
+    max_length=toy.TARGET.max_length,
+)
 HEAD = EagleHead(**SHAPE, version=1, capture_layers=(toy.TARGET.num_layers + 1,), rms_norm_eps=toy.TARGET.rms_norm_eps)
 BLOCK = BlockHead(
     **SHAPE,

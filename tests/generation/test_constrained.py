@@ -23,8 +23,11 @@ SCHEMAS = [
         "type": "array",
         "items": {
             "oneOf": [
-                {"type": "object", "properties": {"k": {"const": "a"}, "v": {"enum": [1, 2.5, None, "é"]}},
-                    "required": ["k", "v"]},
+                {
+                    "type": "object",
+                    "properties": {"k": {"const": "a"}, "v": {"enum": [1, 2.5, None, "é"]}},
+                    "required": ["k", "v"],
+                },
                 {"type": "object", "properties": {"k": {"const": "b"}}, "required": ["k"]},
                 {"type": "null"},
             ]
@@ -34,11 +37,13 @@ SCHEMAS = [
     },
     {
         "type": "object",
-        "properties": {"at": {"type": "string", "format": "date"},
-            "code": {"type": "string", "pattern": r"^[a-z]{2,4}-\d$"}},
+        "properties": {
+            "at": {"type": "string", "format": "date"},
+            "code": {"type": "string", "pattern": r"^[a-z]{2,4}-\d$"},
+        },
         "required": ["code"],
     },
-]  # fmt: skip
+]
 DOCUMENT = jspec.Grammar.json_schema(SCHEMA)
 WORD = jspec.Grammar.choice(["return x", "for i in range", "é漢"])
 PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]

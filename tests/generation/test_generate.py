@@ -237,8 +237,12 @@ INVALID = [
     ([1] * 512, {}, ValueError, "512 tokens, which leaves no space for new ones in the model's context of 512"),
     ([1] * 500, {"max_new_tokens": 13}, ValueError, "at most 12 fit"),
     ("a", {"page_size": 0}, ValueError, "page_size=0: must be at least 1"),
-    ("a", {"drafter": "medusa"}, ValueError,
-        "'medusa' is unknown; valid names are adaptive, block, eagle, frozen-kv-mtp, mtp, ngram, plain, standalone"),
+    (
+        "a",
+        {"drafter": "medusa"},
+        ValueError,
+        "'medusa' is unknown; valid names are adaptive, block, eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
+    ),
     ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
     ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
     ("a", {"stop": ""}, ValueError, "stop"),
@@ -251,11 +255,19 @@ INVALID = [
     ("a", {"sampling": SAMPLED, "accept": "greedy"}, ValueError, "ignores the temperature; omit it, or use 'coupled'"),
     ("a", dict(sampling=SAMPLED, accept="typical"), ValueError, "must be one of greedy, coupled, rejection, block"),
     ("a", {"sampling": SAMPLED, "accept": 3}, TypeError, "accept=3"),
-    ("a", {"sampling": SAMPLED, "accept": "block", "drafter": jspec.Standalone(width=2)}, ValueError,
-        "judges chains only: give Standalone width=1"),
-    ("a", {"accept": LossyThresholds(single=0.5)}, ValueError,
-        "LossyThresholds has no effect when every sequence is greedy; omit it"),
-]  # fmt: skip
+    (
+        "a",
+        {"sampling": SAMPLED, "accept": "block", "drafter": jspec.Standalone(width=2)},
+        ValueError,
+        "judges chains only: give Standalone width=1",
+    ),
+    (
+        "a",
+        {"accept": LossyThresholds(single=0.5)},
+        ValueError,
+        "LossyThresholds has no effect when every sequence is greedy; omit it",
+    ),
+]
 
 
 @pytest.mark.parametrize("prompts, options, error, message", INVALID)

@@ -59,17 +59,23 @@ RULES = {
     "returns a pair": (lambda *args: (1, 2), TypeError, r"accept=<lambda>: returns \(int, int\); must return a jspec"),
     "returns nothing": (lambda *args: None, TypeError, "accept=<lambda>: returns NoneType"),
     "returns tokens": (lambda k, t, z, p: t.tokens, TypeError, "accept=<lambda>: returns an array"),
-    "tokens in floats": (rule(tokens=lambda r: r.tokens.astype(jnp.float32)), ValueError,
-        r"accept=mine: returns tokens float32\[1, \d\]; must be int32\[1, N\]"),
+    "tokens in floats": (
+        rule(tokens=lambda r: r.tokens.astype(jnp.float32)),
+        ValueError,
+        r"accept=mine: returns tokens float32\[1, \d\]; must be int32\[1, N\]",
+    ),
     "tokens of one sequence": (rule(tokens=lambda r: r.tokens[0]), ValueError, r"tokens int32\[\d\]; must be int32"),
     "too few tokens": (rule(tokens=lambda r: r.tokens[:, :0]), ValueError, r"tokens int32\[1, 0\]; must have a column"),
-    "lengths in floats": (rule(length=lambda r: r.length.astype(jnp.float32)), ValueError,
-        r"accept=mine: returns length float32\[1\]; must be int32\[1\]"),
+    "lengths in floats": (
+        rule(length=lambda r: r.length.astype(jnp.float32)),
+        ValueError,
+        r"accept=mine: returns length float32\[1\]; must be int32\[1\]",
+    ),
     "lengths with an axis": (rule(length=lambda r: r.length[:, None]), ValueError, r"length int32\[1, 1\]"),
     "one length": (rule(length=lambda r: r.length[0]), ValueError, r"length int32\[\]; must be int32\[1\]"),
     "no length": (rule(length=lambda r: None), ValueError, "returns length of type NoneType"),
     "a path in floats": (rule(path=lambda r: r.tokens / 2), ValueError, r"accept=mine: returns path float32"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mine, error, message", RULES.values(), ids=RULES)
@@ -100,28 +106,46 @@ DRAFTERS = {
     "a class": (Ngram, TypeError, "drafter=Ngram is not a drafter: give an object, not a class"),
     "without methods": (WithParts(), TypeError, "WithParts is not a drafter: it has no bind, init, draft, extend"),
     "unhashable": (drafter(__hash__=None), TypeError, "drafter=Mine.*: must be hashable"),
-    "binds to nothing": (drafter(bind=lambda *args: None), TypeError,
-        "Mine.bind: must return a drafter, but this NoneType has no depth"),
+    "binds to nothing": (
+        drafter(bind=lambda *args: None),
+        TypeError,
+        "Mine.bind: must return a drafter, but this NoneType has no depth",
+    ),
     "a list of layers": (drafter(capture_layers=[1]), TypeError, r"Mine\(capture_layers=\[1\]\): must be a tuple"),
-    "a layer that is not there": (drafter(capture_layers=(9,)), ValueError,
-        r"Mine\(capture_layers=9\): must be from 0 to 3"),
+    "a layer that is not there": (
+        drafter(capture_layers=(9,)),
+        ValueError,
+        r"Mine\(capture_layers=9\): must be from 0 to 3",
+    ),
     "a layer that is no int": (drafter(capture_layers=("1",)), TypeError, r"Mine\(capture_layers='1'\)"),
-    "returns a tree alone": (drafts(lambda s: tree.chain(s.root)), TypeError,
-        r"Mine.draft: returns DraftTree; must return \(jspec.core.types.DraftTree, state\)"),
+    "returns a tree alone": (
+        drafts(lambda s: tree.chain(s.root)),
+        TypeError,
+        r"Mine.draft: returns DraftTree; must return \(jspec.core.types.DraftTree, state\)",
+    ),
     "returns tokens": (drafts(lambda s: (s.root, None)), TypeError, r"Mine.draft: returns \(an array, NoneType\)"),
     "returns nothing": (drafts(lambda s: None), TypeError, "Mine.draft: returns NoneType"),
-    "tokens in floats": (drafts(lambda s: (DraftTree(s.root.astype(jnp.float32)), None)), ValueError,
-        r"Mine.draft: returns tokens float32\[1, 1\]; must be int32\[1, N\]"),
+    "tokens in floats": (
+        drafts(lambda s: (DraftTree(s.root.astype(jnp.float32)), None)),
+        ValueError,
+        r"Mine.draft: returns tokens float32\[1, 1\]; must be int32\[1, N\]",
+    ),
     "tokens without an axis": (drafts(lambda s: (DraftTree(s.root[0]), None)), ValueError, r"tokens int32\[1\]"),
-    "another batch": (drafts(lambda s: (tree.chain(jnp.zeros((2, 3), jnp.int32)), None)), ValueError,
-        r"tokens int32\[2, 3\]; must be int32\[1, N\]"),
+    "another batch": (
+        drafts(lambda s: (tree.chain(jnp.zeros((2, 3), jnp.int32)), None)),
+        ValueError,
+        r"tokens int32\[2, 3\]; must be int32\[1, N\]",
+    ),
     "parents of another shape": (
         drafts(lambda s: (dataclasses.replace(tree.chain(s.root), parents=jnp.zeros((1, 2), jnp.int32)), None)),
         ValueError,
         r"returns parents int32\[1, 2\]; must be int32\[1, 1\]",
     ),
-    "too long": (drafts(lambda s: (tree.chain(jnp.repeat(s.root, 6, axis=1)), None)), ValueError,
-        "Mine.draft: returns a chain of 5 drafts; must have at most depth=3"),
+    "too long": (
+        drafts(lambda s: (tree.chain(jnp.repeat(s.root, 6, axis=1)), None)),
+        ValueError,
+        "Mine.draft: returns a chain of 5 drafts; must have at most depth=3",
+    ),
     "a state that grows": (
         drafter(
             init=lambda self, *args: jnp.zeros(1, jnp.int32),
@@ -140,7 +164,7 @@ DRAFTERS = {
         ValueError,
         r"Mine.extend: returns a state of another form: \['seen'\] is missing, but was int32\[1\]",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow(
@@ -169,20 +193,34 @@ WEIGHTS = {
     "a list": (lambda: FUNCTION.with_params([EMBED["embed"]]), r"params.target\[0\] is not one of its weights"),
     "another key": (lambda: FUNCTION.with_params({"em": EMBED["embed"]}), r"\['em'\] is not one of its weights"),
     "one more": (lambda: FUNCTION.with_params(EMBED | {"x": jnp.ones(3)}), r"params.target\['x'\] is not one of its"),
-    "one more layer": (lambda: MODEL.with_params(dataclasses.replace(LLAMA, layers=LLAMA.layers * 2)),
-        r"params.target.layers\[2\].attention_norm is not one of its weights"),
-    "a layer less": (lambda: MODEL.with_params(dataclasses.replace(LLAMA, layers=LLAMA.layers[:1])),
-        r"params.target.layers\[1\].attention_norm is missing"),
-    "a tuple as a list": (lambda: MODEL.with_params(dataclasses.replace(LLAMA, layers=list(LLAMA.layers))),
-        "their structure is not that of the model: its containers are of other types"),
-    "a norm that is cut": (lambda: MODEL.with_params(dataclasses.replace(LLAMA, norm=LLAMA.norm[:-1])),
-        r"params.target.norm: is float32\[31\]; must be float32\[32\]"),
-    "a shape": (lambda: FUNCTION.with_params({"embed": jax.ShapeDtypeStruct((23, 4), jnp.float32)}),
-        r"params.target\['embed'\]: is of type ShapeDtypeStruct; must be float32\[23, 4\]"),
-    "deleted": (lambda: FUNCTION.with_params(deleted().params.target),
-        r"params.target\['embed'\]: has been deleted, as donate_argnums of jax.jit does"),
-    "deleted later": (lambda: jspec.generate(deleted(), [[1]], max_new_tokens=2),
-        r"model='apply': params.target\['embed'\]: has been deleted"),
+    "one more layer": (
+        lambda: MODEL.with_params(dataclasses.replace(LLAMA, layers=LLAMA.layers * 2)),
+        r"params.target.layers\[2\].attention_norm is not one of its weights",
+    ),
+    "a layer less": (
+        lambda: MODEL.with_params(dataclasses.replace(LLAMA, layers=LLAMA.layers[:1])),
+        r"params.target.layers\[1\].attention_norm is missing",
+    ),
+    "a tuple as a list": (
+        lambda: MODEL.with_params(dataclasses.replace(LLAMA, layers=list(LLAMA.layers))),
+        "their structure is not that of the model: its containers are of other types",
+    ),
+    "a norm that is cut": (
+        lambda: MODEL.with_params(dataclasses.replace(LLAMA, norm=LLAMA.norm[:-1])),
+        r"params.target.norm: is float32\[31\]; must be float32\[32\]",
+    ),
+    "a shape": (
+        lambda: FUNCTION.with_params({"embed": jax.ShapeDtypeStruct((23, 4), jnp.float32)}),
+        r"params.target\['embed'\]: is of type ShapeDtypeStruct; must be float32\[23, 4\]",
+    ),
+    "deleted": (
+        lambda: FUNCTION.with_params(deleted().params.target),
+        r"params.target\['embed'\]: has been deleted, as donate_argnums of jax.jit does",
+    ),
+    "deleted later": (
+        lambda: jspec.generate(deleted(), [[1]], max_new_tokens=2),
+        r"model='apply': params.target\['embed'\]: has been deleted",
+    ),
     "deleted and scored": (lambda: jspec.score(deleted(), [1, 2]), "has been deleted"),
     "deleted in an engine": (lambda: jspec.Engine(deleted(), slots=1), "has been deleted"),
     "deleted for a function": (
@@ -193,9 +231,11 @@ WEIGHTS = {
         lambda: jspec.from_named(toy.TARGET, {"model.norm.weight": deleted().params.target["embed"]}),
         "arrays: model.norm.weight has been deleted",
     ),
-    "no draft's": (lambda: FUNCTION.with_params(Params(EMBED, EMBED)),
-        r"params.draft\['embed'\] is not one of its weights"),
-}  # fmt: skip
+    "no draft's": (
+        lambda: FUNCTION.with_params(Params(EMBED, EMBED)),
+        r"params.draft\['embed'\] is not one of its weights",
+    ),
+}
 
 
 @pytest.mark.parametrize("call, message", WEIGHTS.values(), ids=WEIGHTS)
@@ -211,20 +251,38 @@ LAYER = "model.layers.0."
 LEAVES = {
     "no scalar": ("dense", {LAYER + "layer_scalar": None}, "'model.layers.0.layer_scalar' is missing"),
     "a scalar without an axis": ("dense", {LAYER + "layer_scalar": jnp.ones(())}, r"layer_scalar has shape \(\)"),
-    "values where keys are values": ("dense", {"model.layers.2.self_attn.v_proj.weight": jnp.ones((16, 32))},
-        "unused tensor.*model.layers.2.self_attn.v_proj.weight"),
-    "norms of the other width": ("dense", {"model.layers.2.self_attn.q_norm.weight": jnp.ones(8)},
-        r"model.layers.2.self_attn.q_norm.weight has shape \(8,\), but config.json implies \(16,\)"),
-    "no inputs of layers": ("shared", {"model.embed_tokens_per_layer.weight": None},
-        "'model.embed_tokens_per_layer.weight' is missing"),
-    "a narrow MLP": ("shared", {"model.layers.3.mlp.up_proj.weight": jnp.ones((64, 32))},
-        r"model.layers.3.mlp.up_proj.weight has shape \(64, 32\), but config.json implies \(128, 32\)"),
-    "an expert less": ("experts", {LAYER + "experts.down_proj": jnp.ones((5, 32, 16))},
-        r"experts.down_proj has shape \(5, 32, 16\)"),
+    "values where keys are values": (
+        "dense",
+        {"model.layers.2.self_attn.v_proj.weight": jnp.ones((16, 32))},
+        "unused tensor.*model.layers.2.self_attn.v_proj.weight",
+    ),
+    "norms of the other width": (
+        "dense",
+        {"model.layers.2.self_attn.q_norm.weight": jnp.ones(8)},
+        r"model.layers.2.self_attn.q_norm.weight has shape \(8,\), but config.json implies \(16,\)",
+    ),
+    "no inputs of layers": (
+        "shared",
+        {"model.embed_tokens_per_layer.weight": None},
+        "'model.embed_tokens_per_layer.weight' is missing",
+    ),
+    "a narrow MLP": (
+        "shared",
+        {"model.layers.3.mlp.up_proj.weight": jnp.ones((64, 32))},
+        r"model.layers.3.mlp.up_proj.weight has shape \(64, 32\), but config.json implies \(128, 32\)",
+    ),
+    "an expert less": (
+        "experts",
+        {LAYER + "experts.down_proj": jnp.ones((5, 32, 16))},
+        r"experts.down_proj has shape \(5, 32, 16\)",
+    ),
     "no router": ("experts", {LAYER + "router.proj.weight": None}, "'model.layers.0.router.proj.weight' is missing"),
-    "a head beside a tied embedding": ("dense", {"lm_head.weight": jnp.ones((61, 32))},
-        "lm_head.weight must be left out, or be equal"),
-}  # fmt: skip
+    "a head beside a tied embedding": (
+        "dense",
+        {"lm_head.weight": jnp.ones((61, 32))},
+        "lm_head.weight must be left out, or be equal",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind, changes, message", LEAVES.values(), ids=LEAVES)
@@ -325,13 +383,22 @@ class Target:
 TARGETS = {
     "returns logits": (lambda out: out.logits, TypeError, "Target.forward: returns an array; must return a jspec"),
     "returns a pair": (lambda out: (out.logits, out.rows), TypeError, r"returns \(an array, an array\); must return"),
-    "logits in half precision": (lambda out: dataclasses.replace(out, logits=out.logits.astype(jnp.bfloat16)),
-        ValueError, r"Target.forward: returns logits bfloat16\[1, 1, 23\]; must be float32\[B, 1, 23\]"),
-    "logits of fewer tokens": (lambda out: dataclasses.replace(out, logits=out.logits[:, :, :22]), ValueError,
-        r"returns logits float32\[1, 1, 22\]; must be float32\[B, 1, 23\]"),
-    "logits without an axis": (lambda out: ForwardOutput(out.logits[0], out.rows, None), ValueError,
-        r"returns logits float32\[1, 23\]"),
-}  # fmt: skip
+    "logits in half precision": (
+        lambda out: dataclasses.replace(out, logits=out.logits.astype(jnp.bfloat16)),
+        ValueError,
+        r"Target.forward: returns logits bfloat16\[1, 1, 23\]; must be float32\[B, 1, 23\]",
+    ),
+    "logits of fewer tokens": (
+        lambda out: dataclasses.replace(out, logits=out.logits[:, :, :22]),
+        ValueError,
+        r"returns logits float32\[1, 1, 22\]; must be float32\[B, 1, 23\]",
+    ),
+    "logits without an axis": (
+        lambda out: ForwardOutput(out.logits[0], out.rows, None),
+        ValueError,
+        r"returns logits float32\[1, 23\]",
+    ),
+}
 
 
 @pytest.mark.parametrize("result, error, message", TARGETS.values(), ids=TARGETS)

@@ -74,9 +74,19 @@ TYPES = {
     "any": typing.Any,
 }
 MEMBERS = [
-    "PositiveInt", "open", "code", "colors", "pair", "by color", "pet", "optional", "date", "tags", "price",
+    "PositiveInt",
+    "open",
+    "code",
+    "colors",
+    "pair",
+    "by color",
+    "pet",
+    "optional",
+    "date",
+    "tags",
+    "price",
     "HttpUrl",
-]  # fmt: skip
+]
 """Kinds of fields of the models, which have some of them each."""
 
 

@@ -181,15 +181,23 @@ DRAFTS = {
     "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
     "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
     "block": (Block, toy.BLOCK, functools.partial(block_params, toy.BLOCK), block_by_hand),
-    "eagle_latents": (Eagle, toy.LATENT_HEAD, functools.partial(toy.head_params, toy.LATENT_HEAD),
-        latent_eagle_by_hand),
+    "eagle_latents": (
+        Eagle,
+        toy.LATENT_HEAD,
+        functools.partial(toy.head_params, toy.LATENT_HEAD),
+        latent_eagle_by_hand,
+    ),
     "eagle_masks": (Eagle, toy.MASKED_HEAD, functools.partial(masked.params, toy.MASKED_HEAD), masked_eagle_by_hand),
-    "standalone_masks": (Standalone, toy.MASKED, functools.partial(masked.params, toy.MASKED),
-        masked_standalone_by_hand),
+    "standalone_masks": (
+        Standalone,
+        toy.MASKED,
+        functools.partial(masked.params, toy.MASKED),
+        masked_standalone_by_hand,
+    ),
     "long": (Block, LONG, functools.partial(block_params, LONG), block_by_hand),
     "dflash2": (Block, toy.DFLASH2, functools.partial(block_params, toy.DFLASH2), block_by_hand),
     "fill_in": (Block, toy.FILL_IN, functools.partial(block_params, toy.FILL_IN), block_by_hand),
-}  # fmt: skip
+}
 """Drafter, its model, the weights, and what it proposes. The models but the last have two layers."""
 
 

@@ -16,9 +16,15 @@ V = 61
 """Tokens of the target's vocabulary."""
 
 TARGET = Llama(
-    vocab_size=V, hidden_size=16, intermediate_size=32, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=8,
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
     max_length=512,
-)  # fmt: skip
+)
 _MASK = np.random.default_rng(3).standard_normal((1, 48)).astype(np.float32)
 LATENT = dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5}
@@ -134,10 +140,16 @@ def latent_shapes(reads: int, width: int, latent: dict) -> dict[str, tuple[int, 
 def config_of_layers(width: int, num_layers: int) -> dict:
     """Their keys in config.json."""
     return {
-        "vocab_size": V, "hidden_size": width, "intermediate_size": MLP, "num_hidden_layers": num_layers,
-        "num_attention_heads": HEADS_OF_LAYER, "num_key_value_heads": KV_HEADS, "head_dim": DIM,
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "vocab_size": V,
+        "hidden_size": width,
+        "intermediate_size": MLP,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS_OF_LAYER,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+    }
 
 
 def reduced_vocabulary(random: np.random.Generator, size: int) -> dict[str, np.ndarray]:

@@ -25,15 +25,21 @@ _LONG = LongRope((1.0, 1.2), (2.0, 3.0), original_length=512, attention_factor=1
 KINDS: dict[str, Decoder] = {
     "qwen2": LlamaVariant(**_SHAPE, kind="qwen2", attention_bias=True, windows=(None, 8, 8)),
     "smollm3": LlamaVariant(**_SHAPE, kind="smollm3", resting=(1,), tie_embeddings=True),
-    "olmo3": LlamaVariant(**_SHAPE, **dict(kind="olmo3", norms="after", wide_qk_norm=True, windows=(8, None, 8)),
-        rope=Rope(5e5, YarnRope(4.0, 64)), window_rope=Rope(5e5)),
+    "olmo3": LlamaVariant(
+        **_SHAPE,
+        **dict(kind="olmo3", norms="after", wide_qk_norm=True, windows=(8, None, 8)),
+        rope=Rope(5e5, YarnRope(4.0, 64)),
+        window_rope=Rope(5e5),
+    ),
     "phi3": LlamaVariant(**_SHAPE, kind="phi3", fused=("qkv", "gate_up"), rope=Rope(1e4, _LONG, 0.5)),
-    "granite": LlamaVariant(**_SHAPE, kind="granite", embed_scale=3.0, residual_scale=0.7, score_scale=0.2,
-        logit_divisor=2.5),
-    "glm4": LlamaVariant(**_SHAPE, kind="glm4", norms="both", interleaved=True, fused=("gate_up",),
-        rope=Rope(share=0.5)),
+    "granite": LlamaVariant(
+        **_SHAPE, kind="granite", embed_scale=3.0, residual_scale=0.7, score_scale=0.2, logit_divisor=2.5
+    ),
+    "glm4": LlamaVariant(
+        **_SHAPE, kind="glm4", norms="both", interleaved=True, fused=("gate_up",), rope=Rope(share=0.5)
+    ),
     "gemma3": Gemma3(**{**gemma.SHAPE, "soft_cap": None}, attention=(_SLIDING, _FULL, _SLIDING), query_scalar=12),
-}  # fmt: skip
+}
 
 params = random_models.weights_of(KINDS)
 MODELS: dict[str, tuple[Decoder, Callable[..., Any]]] = {

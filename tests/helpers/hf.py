@@ -4,10 +4,18 @@ import json
 from pathlib import Path
 
 BASE = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -17,9 +25,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 GEMMA4 = {
-    **BASE, "pad_token_id": 0, "global_head_dim": 32, "sliding_window": 8, "final_logit_softcapping": 30.0,
-    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
-}  # fmt: skip
+    **BASE,
+    "pad_token_id": 0,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _VALUES_ARE_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 GEMMA4_KINDS = {
@@ -31,9 +44,15 @@ GEMMA4_KINDS = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": BASE["vocab_size"],
     },
-    "experts": {**_VALUES_ARE_KEYS, "layer_types": [_SLIDING, _FULL], "enable_moe_block": True, "num_experts": 6,
-        "top_k_experts": 2, "moe_intermediate_size": 16},
-}  # fmt: skip
+    "experts": {
+        **_VALUES_ARE_KEYS,
+        "layer_types": [_SLIDING, _FULL],
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+}
 """Features of some sizes of Gemma 4: 12B and 31B, E2B and E4B, and 26B-A4B."""
 
 GEMMA3 = {
@@ -86,9 +105,15 @@ VARIANTS = {
 }
 """Kind -> prefix of its classes, and its settings. The first part of a kind is the model_type."""
 _YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 DEEPSEEK = {
     **{key: value for key, value in BASE.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -124,11 +149,16 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 8,
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "truncate": False, "original_max_position_embeddings": 64,
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
     },
     "swiglu_limit": 1.5,
-}  # fmt: skip
+}
 """With a bound that some values of the gate exceed."""
 
 

@@ -196,9 +196,14 @@ def _head(directory: Path, name: str) -> Base:
         # These say what other programs need, not what this head is.
         flags = ("fc_norm",) if "use_aux_norm" in raw else ()  # the same flag by its older name
         own = (
-            *flags, "architectures", "tie_word_embeddings", "speculators_config", "bias", "qkv_bias",
+            *flags,
+            "architectures",
+            "tie_word_embeddings",
+            "speculators_config",
+            "bias",
+            "qkv_bias",
             "draft_vocab_size",
-        )  # fmt: skip
+        )
         described["transformer_layer_config"] = described.get("transformer_layer_config") or {}
         inner = described["transformer_layer_config"]
         for key in ("attention_bias", "tie_word_embeddings", "model_type", "bos_token_id", "eos_token_id"):
@@ -241,9 +246,18 @@ def _block(directory: Path, name: str) -> Base:
 
 
 _SHAPE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "attention_bias",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "attention_bias",
+)
 
 
 def own_assistant(directory: Path) -> Base:

@@ -173,7 +173,14 @@ def state_without_models(tokens, prompt_length, length, **fields):
     nothing = np.zeros(batch, np.int32)
     fields = {"stop": Automaton(None, None, None), "key": toy.row_keys(np.arange(batch)), "limit": length, **fields}
     return DecodeState(
-        tokens=tokens, length=length, prompt_length=prompt_length, finish_code=nothing, cache=None, draft=None,
-        origin=np.zeros(tokens.shape, np.int8), round_index=np.zeros((), np.int32),
-        stats=Stats(nothing, nothing[:, None], nothing), **fields,
-    )  # fmt: skip
+        tokens=tokens,
+        length=length,
+        prompt_length=prompt_length,
+        finish_code=nothing,
+        cache=None,
+        draft=None,
+        origin=np.zeros(tokens.shape, np.int8),
+        round_index=np.zeros((), np.int32),
+        stats=Stats(nothing, nothing[:, None], nothing),
+        **fields,
+    )

@@ -84,8 +84,10 @@ SAME = {
     "eagle3": {
         "a class of vLLM": top(architectures=["Eagle3LlamaForCausalLM"]),
         "a class of Qwen3": top(architectures=["Qwen3ForCausalLMEagle3"], model_type="qwen3"),
-        "DeepSpec": top(**{"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1, "step_loss_decay": 0.8},
-            **{"ttt_length": 7, "layer_types": ["full_attention"], "target_model_name_or_path": "x"}),
+        "DeepSpec": top(
+            **{"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1, "step_loss_decay": 0.8},
+            **{"ttt_length": 7, "layer_types": ["full_attention"], "target_model_name_or_path": "x"},
+        ),
         "layers.0": first_layer("layers.0."),
         "names of a model": tensors(prefixed),
         "names of a model, layers.0": both(first_layer("layers.0."), tensors(prefixed)),
@@ -94,10 +96,13 @@ SAME = {
         "outputs at the top": both(top(eagle_config="absent"), top(target_layer_ids=IDS, num_target_layers=8)),
         "both lists": top(eagle_aux_hidden_state_layer_ids=INPUTS),
         "inputs in the section": inside("eagle_config", eagle_aux_hidden_state_layer_ids="absent", layer_ids=INPUTS),
-        "one list twice": both(inside("eagle_config", eagle_aux_hidden_state_layer_ids=INPUTS),
-            top(eagle_aux_hidden_state_layer_ids=INPUTS)),
-        "outputs in the section": inside("eagle_config", eagle_aux_hidden_state_layer_ids="absent",
-            target_layer_ids=IDS),
+        "one list twice": both(
+            inside("eagle_config", eagle_aux_hidden_state_layer_ids=INPUTS),
+            top(eagle_aux_hidden_state_layer_ids=INPUTS),
+        ),
+        "outputs in the section": inside(
+            "eagle_config", eagle_aux_hidden_state_layer_ids="absent", target_layer_ids=IDS
+        ),
         "options of ModelOpt": inside(
             "eagle_config",
             **{"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False},
@@ -138,8 +143,9 @@ SAME = {
             speculators("eagle3", eagle_aux_hidden_state_layer_ids=INPUTS),
             inside("transformer_layer_config", model_type="qwen2"),
         ),
-        "keys of the target": top(num_experts=64, moe_intermediate_size=8, norm_topk_prob=True,
-            mtp_num_hidden_layers=1),
+        "keys of the target": top(
+            num_experts=64, moe_intermediate_size=8, norm_topk_prob=True, mtp_num_hidden_layers=1
+        ),
         "training": top(
             **{"max_anchors": 3072, "ttt_length": 7, "train_args": {"lr": 1e-4}, "has_no_defaults_at_init": False},
             **{"loss_decay_gamma": 4.0, "ce_loss_alpha": 0.1, "target_model_type": "qwen3_moe", "mask_token": "<m>"},
@@ -165,8 +171,9 @@ SAME = {
     },
     "eagle3 fp8": {
         "with scales": both(tensors(narrow), top(quantization_config=FP8)),
-        "with scales of ModelOpt": both(tensors(narrow),
-            top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})),
+        "with scales of ModelOpt": both(
+            tensors(narrow), top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+        ),
         "as ModelOpt exports drafts": both(
             tensors(narrow),
             top(
@@ -176,8 +183,10 @@ SAME = {
                 }
             ),
         ),
-        "with scales of channels of ModelOpt": both(tensors(narrow),
-            top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"})),
+        "with scales of channels of ModelOpt": both(
+            tensors(narrow),
+            top(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
+        ),
     },
     "eagle3 yarn": {
         "older name": top(rope_scaling={**{k: v for k, v in YARN.items() if k != "rope_type"}, "type": "yarn"}),
@@ -232,8 +241,10 @@ SAME = {
         "a window later than its layers": top(use_sliding_window=True, max_window_layers=28, sliding_window=4),
         "padded by 3": padded(3),
         "speculators": speculators("dflash", aux_hidden_state_layer_ids=INPUTS),
-        "speculators without a kind of layers": both(speculators("dflash", aux_hidden_state_layer_ids=INPUTS),
-            inside("transformer_layer_config", model_type="absent")),
+        "speculators without a kind of layers": both(
+            speculators("dflash", aux_hidden_state_layer_ids=INPUTS),
+            inside("transformer_layer_config", model_type="absent"),
+        ),
         "no bonus anchor": top(dspark_bonus_anchor=False),
         "features of all layers": inside("dflash_config", use_aux_hidden_state=True),
         "what AngelSlim writes": top(architectures=["QwenDFlashDraftModel"], attention_backend="flex_attention"),
@@ -251,24 +262,31 @@ SAME = {
     },
     "dflash fp8": {
         "with scales": both(tensors(narrow), top(quantization_config=FP8)),
-        "with scales and rows of pairs": both(interleaved, tensors(narrow),
-            top(quantization_config=FP8, is_neox_style=False)),
+        "with scales and rows of pairs": both(
+            interleaved, tensors(narrow), top(quantization_config=FP8, is_neox_style=False)
+        ),
     },
     "dflash window": {
         "mixed kinds, without the flag": top(use_sliding_window=False),
-        "of the section": both(top(layer_types="absent"),
-            inside("dflash_config", use_swa=True, swa_window_size=5, causal=True)),
+        "of the section": both(
+            top(layer_types="absent"), inside("dflash_config", use_swa=True, swa_window_size=5, causal=True)
+        ),
         "window at the top": both(top(layer_types="absent"), inside("dflash_config", use_swa=True, is_causal=True)),
-        "another window at the top": both(top(layer_types="absent", sliding_window=4096),
-            inside("dflash_config", use_swa=True, swa_window_size=5, causal=True)),
+        "another window at the top": both(
+            top(layer_types="absent", sliding_window=4096),
+            inside("dflash_config", use_swa=True, swa_window_size=5, causal=True),
+        ),
         "from a layer on": top(layer_types="absent", use_sliding_window=True, max_window_layers=0),
         "causal by name": inside("dflash_config", causal=True),
     },
     "dflash window both ways": {
-        "MiMo": both(top(layer_types="absent", sliding_window="absent"),
-            inside("dflash_config", use_swa=True, swa_window_size=5, causal="absent")),
-        "ModelOpt": both(top(layer_types=["full_attention"] * 2),
-            inside("dflash_config", use_swa=True, swa_window_size=5)),
+        "MiMo": both(
+            top(layer_types="absent", sliding_window="absent"),
+            inside("dflash_config", use_swa=True, swa_window_size=5, causal="absent"),
+        ),
+        "ModelOpt": both(
+            top(layer_types=["full_attention"] * 2), inside("dflash_config", use_swa=True, swa_window_size=5)
+        ),
         "at the top": both(inside("dflash_config", causal="absent"), top(is_causal=False)),
         "speculators": speculators("dflash", aux_hidden_state_layer_ids=INPUTS, sliding_window_non_causal=True),
     },
@@ -281,8 +299,9 @@ SAME = {
     },
     "dflash2": {
         "SGLang, by the fields": top(architectures=["DFlashDraftModel"]),
-        "by the projector": both(top(architectures=["DFlashDraftModel"]),
-            inside("dflash_config", projector_type="dflash2")),
+        "by the projector": both(
+            top(architectures=["DFlashDraftModel"]), inside("dflash_config", projector_type="dflash2")
+        ),
         "sizes at the top": lift("dflash_config", **{key: key for key in (*CONVOLUTIONS, *SELECTOR)}),
         "both ways": top(is_causal=False),
         "block_size in the section": move("dflash_config", "block_size"),
@@ -299,8 +318,9 @@ SAME = {
             move("dflash_config", "markov_rank", "markov_head_type", "block_size", "mask_token_id", "target_layer_ids"),
             top(architectures=["DFlashDraftModel"]),
         ),
-        "by the projector": both(top(architectures=["DFlashDraftModel"]),
-            inside("dflash_config", projector_type="dspark")),
+        "by the projector": both(
+            top(architectures=["DFlashDraftModel"]), inside("dflash_config", projector_type="dspark")
+        ),
         "ModelOpt": both(
             move("dflash_config", "markov_rank", "markov_head_type", "mask_token_id", "target_layer_ids"),
             top(architectures=["DFlashDraftModel"], enable_confidence_head="absent"),
@@ -314,16 +334,19 @@ SAME = {
         "rank of DeepSeek-V4": rename(markov_rank="dspark_markov_rank"),
         "rows of pairs": both(top(rope_is_neox_style=False), interleaved),
         "padded by 3": padded(3),
-        "speculators, stated": speculators("dspark", aux_hidden_state_layer_ids=INPUTS, sample_from_anchor=True,
-            **CONFIDENCE),
-        "speculators, as many drafts as rows": speculators("dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE,
-            **speculative_tokens(4)),
+        "speculators, stated": speculators(
+            "dspark", aux_hidden_state_layer_ids=INPUTS, sample_from_anchor=True, **CONFIDENCE
+        ),
+        "speculators, as many drafts as rows": speculators(
+            "dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE, **speculative_tokens(4)
+        ),
     },
     "dspark fill-in": {
         "a bonus anchor": top(sample_from_anchor="absent", dspark_bonus_anchor=True),
         "speculators": speculators("dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE),
-        "speculators, fewer drafts than rows": speculators("dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE,
-            **speculative_tokens(3)),
+        "speculators, fewer drafts than rows": speculators(
+            "dspark", aux_hidden_state_layer_ids=INPUTS, **CONFIDENCE, **speculative_tokens(3)
+        ),
     },
     "p-eagle": {
         "PARD's key": rename(ptd_token_id="pard_token"),
@@ -332,10 +355,13 @@ SAME = {
         "three axes": tensors(lambda t: {**t, "mask_hidden": t["mask_hidden"][None]}),
         "names of a model": tensors(prefixed),
         "a mask among the padding": both(padded(3), mask_in(V + 1)),
-        "speculators": both(rename(ptd_token_id="mask_token_id"),
-            speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS)),
-        "speculators' defaults": both(rename(ptd_token_id="mask_token_id"),
-            speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS, norm_before_residual=None)),
+        "speculators": both(
+            rename(ptd_token_id="mask_token_id"), speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS)
+        ),
+        "speculators' defaults": both(
+            rename(ptd_token_id="mask_token_id"),
+            speculators("peagle", eagle_aux_hidden_state_layer_ids=INPUTS, norm_before_residual=None),
+        ),
     },
     "pard": {"the key of heads": rename(pard_token="ptd_token_id"), "both keys": top(ptd_token_id=V - 1)},
     "standalone": {
@@ -344,7 +370,7 @@ SAME = {
         "the older generation": both(top(rope_parameters="absent"), top(rope_theta=1e4, rope_scaling=None)),
         "mrope": top(rope_parameters={**ROPE, "type": "mrope", "rope_type": "mrope", "mrope_section": [2, 1, 1]}),
     },
-}  # fmt: skip
+}
 """Base -> spellings with the same proposals."""
 OTHER = {
     "eagle3": {
@@ -388,4 +414,4 @@ OTHER = {
         "embedding": top(embed_requires_grad=False),
     },
     "pard": {"mask": top(pard_token=3), "no mask": top(pard_token="absent")},
-}  # fmt: skip
+}

@@ -34,15 +34,28 @@ class Storm:
         shapes = [(rng.randint(1, 4), rng.randint(narrow, 9)) for _ in range(rng.randint(1, 3))]
         self.max_in_flight, packs = rng.randint(1, 3), seed % 3 == 0
         self.scheduler = scheduler(
-            slots=slots, pages=self.pages, context=self.context, depth=depth, extra_rows=extra_rows,
-            read_shapes=shapes, prefill_tokens=rng.randint(1, 30), max_in_flight=self.max_in_flight,
-        )  # fmt: skip
+            slots=slots,
+            pages=self.pages,
+            context=self.context,
+            depth=depth,
+            extra_rows=extra_rows,
+            read_shapes=shapes,
+            prefill_tokens=rng.randint(1, 30),
+            max_in_flight=self.max_in_flight,
+        )
         self.scheduler.packs = packs
         self.truths = {}
         self.device = Device(
-            rng, slots=slots, count=count, size=size, depth=depth, ahead=ahead, extra_rows=extra_rows,
-            truths=self.truths, users=self.pages._users,
-        )  # fmt: skip
+            rng,
+            slots=slots,
+            count=count,
+            size=size,
+            depth=depth,
+            ahead=ahead,
+            extra_rows=extra_rows,
+            truths=self.truths,
+            users=self.pages._users,
+        )
         self.device.packs = packs
         self.device.states = {} if snapshots else None
         self.texts = [self.text(self.context) for _ in range(2)]

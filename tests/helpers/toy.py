@@ -21,15 +21,29 @@ from jspec.models.layers import ForwardBatch
 from jspec.models.stack import LayerParams
 
 TARGET = models.Llama(
-    vocab_size=61, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-    max_length=512, qk_norm=True,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=512,
+    qk_norm=True,
+)
 NEAR = dataclasses.replace(TARGET, num_layers=1)
 """The draft of `bound_drafters`: with the target's weights slightly perturbed, it is often right."""
 DRAFT = models.Llama(
-    vocab_size=61, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
-    max_length=512, tie_embeddings=True,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_length=512,
+    tie_embeddings=True,
+)
 
 _SHAPE = dict(
     **dict(vocab_size=61, draft_vocab_size=48, hidden_size=96, target_hidden_size=32, intermediate_size=64),
@@ -44,9 +58,18 @@ MASKED_HEAD = dataclasses.replace(HEAD, num_layers=2, mask_token=60)
 MASKED = dataclasses.replace(TARGET, hidden_size=96, mask_token=60)
 """Drafts that propose all tokens in one forward; their weights are in `masked`."""
 BLOCK = models.BlockHead(
-    **_SHAPE, num_layers=2, block_size=5, mask_token=60, next_token=True, windows=(None, 6), causal=(False, True),
-    markov="rnn", markov_rank=8, own_embed=True, own_head=True,
-)  # fmt: skip
+    **_SHAPE,
+    num_layers=2,
+    block_size=5,
+    mask_token=60,
+    next_token=True,
+    windows=(None, 6),
+    causal=(False, True),
+    markov="rnn",
+    markov_rank=8,
+    own_embed=True,
+    own_head=True,
+)
 FILL_IN = dataclasses.replace(
     BLOCK, next_token=False, num_layers=1, windows=(None,), causal=(False,), markov=None, markov_rank=0
 )
@@ -57,9 +80,14 @@ DFLASH2 = dataclasses.replace(
     **dict(selector_rank=8, selector_top_k=6),
 )
 ASSISTANT = models.Assistant(
-    vocab_size=61, hidden_size=128, target_hidden_size=32, intermediate_size=64, num_heads=4, target_layers=(1, 0),
+    vocab_size=61,
+    hidden_size=128,
+    target_hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    target_layers=(1, 0),
     head_dims=(16, 16),
-)  # fmt: skip
+)
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))
 """Chooses more clusters than one call of top-k returns."""
 

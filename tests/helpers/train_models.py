@@ -14,9 +14,15 @@ TARGET = dataclasses.replace(
 )
 ONE_LAYER = dataclasses.replace(TARGET, num_layers=1, max_length=32)
 TINY = Llama(
-    vocab_size=61, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
     max_length=32,
-)  # fmt: skip
+)
 MASKED = dataclasses.replace(TINY, vocab_size=31, num_layers=2, tie_embeddings=True)
 LENGTH = 12
 

@@ -375,12 +375,16 @@ WRONG = {
     "heads-layer": ({"layer": lambda _: 2}, "layer=2: must be between 0 and 1, the layers of the pool"),
     "heads-soft_cap": ({"soft_cap": lambda _: 0.0}, "soft_cap=0.0: must be above 0"),
     "heads-sinks": ({"sinks": lambda _: np.zeros(3, np.float32)}, r"sinks \(3,\): must be \(2,\), one for each head"),
-    "heads-windows": ({"prefix_start": lambda _: np.zeros((3, 1), np.int32)},
-        r"prefix_start \(3, 1\): must be \(3, 4\)"),
+    "heads-windows": (
+        {"prefix_start": lambda _: np.zeros((3, 1), np.int32)},
+        r"prefix_start \(3, 1\): must be \(3, 4\)",
+    ),
     "heads-first": ({"keep_first": lambda _: 2}, "keep_first=2: must be at least 0, and 0 without prefix_start"),
     "heads-negative_first": ({"keep_first": lambda _: -1}, "keep_first=-1: must be at least 0"),
-    "heads-no_prefix": ({"prefix": lambda _: None, "prefix_start": lambda _: np.zeros((3, 4), np.int32)},
-        "prefix_start requires prefix_length"),
+    "heads-no_prefix": (
+        {"prefix": lambda _: None, "prefix_start": lambda _: np.zeros((3, 4), np.int32)},
+        "prefix_start requires prefix_length",
+    ),
     "latents-heads": ({"q_rope": lambda q: q[:, :, :1]}, r"q_latent \(.*\) and q_rope \(.*\) must agree in batch"),
     "latents-batch": ({"rows": lambda rows: rows[:1]}, r"rows \(1, .*\): must have the batch of 3"),
     "latents-width": ({"rows": lambda rows: rows[..., 1:]}, "must have .* the 24 elements"),
@@ -391,11 +395,15 @@ WRONG = {
     "latents-no_pool": ({"pool": lambda _: None}, "prefix_length requires pool and page_table"),
     "latents-page_table": ({"table": lambda table: table[:2]}, r"page_table \(2, 3\) and prefix_length \(3,\)"),
     "latents-layer": ({"layer": lambda _: 2}, "layer=2: must be between 0 and 1, the layers of the pool"),
-    "latents-prefix_mask": ({"prefix_mask": lambda _: np.ones((3, 4, 5), bool)},
-        r"prefix_mask \(3, 4, 5\): .* \(3, 4, 12\)"),
-    "latents-no_prefix": ({"prefix": lambda _: None, "prefix_mask": lambda _: np.ones((3, 4, 12), bool)},
-        "prefix_mask requires prefix_length"),
-}  # fmt: skip
+    "latents-prefix_mask": (
+        {"prefix_mask": lambda _: np.ones((3, 4, 5), bool)},
+        r"prefix_mask \(3, 4, 5\): .* \(3, 4, 12\)",
+    ),
+    "latents-no_prefix": (
+        {"prefix": lambda _: None, "prefix_mask": lambda _: np.ones((3, 4, 12), bool)},
+        "prefix_mask requires prefix_length",
+    ),
+}
 NAMES = {"heads": ("q", "k", "v"), "latents": ("q_latent", "q_rope", "rows")}
 
 

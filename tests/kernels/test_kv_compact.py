@@ -46,10 +46,15 @@ def compact(backend, pool, rows, *rest):
 
 @pytest.mark.slow(
     unless=(
-        "nodes_17_tree", "earlier_rows_tree", "no_prefix_tree", "page_of_3-xla", "one_node-xla", "bfloat16_chain",
+        "nodes_17_tree",
+        "earlier_rows_tree",
+        "no_prefix_tree",
+        "page_of_3-xla",
+        "one_node-xla",
+        "bfloat16_chain",
         "bfloat16_tree-xla",
     )
-)  # fmt: skip
+)
 @backends
 @cases
 def test_equals_a_loop_over_rows(case, backend):

@@ -472,10 +472,15 @@ def test_attention_of_a_large_model():
     rounds = [
         Round(prefix=(long,) * batch, nodes=nodes, tree=tree, page_size=page_size, capacity=capacity)
         for batch, nodes, tree, page_size, capacity in (
-            (1, 1, False, 64, 2048), (1, 6, False, 16, 1536), (3, 6, False, 64, 1408), (8, 17, True, 64, 4096),
-            (1, 32, True, 16, 2048), (32, 6, False, 64, 4096), (32, 32, True, 64, 2048),
+            (1, 1, False, 64, 2048),
+            (1, 6, False, 16, 1536),
+            (3, 6, False, 64, 1408),
+            (8, 17, True, 64, 4096),
+            (1, 32, True, 16, 2048),
+            (32, 6, False, 64, 4096),
+            (32, 32, True, 64, 2048),
         )
-    ]  # fmt: skip
+    ]
     rounds += [Round(prefix=(long - 300, 0), nodes=330, page_size=64, capacity=2048)]
     found = {}
     for each in rounds:

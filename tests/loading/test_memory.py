@@ -200,9 +200,15 @@ def test_a_draft_that_does_not_fit_is_refused_before_the_target_is_read(monkeypa
 
 
 WIDE = Llama(
-    vocab_size=64, hidden_size=512, intermediate_size=1024, num_layers=4, num_heads=4, num_kv_heads=1, head_dim=64,
+    vocab_size=64,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=64,
     max_length=4096,
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow

@@ -264,20 +264,24 @@ def test_wrong_functions_are_refused(options, message):
     [
         (lambda m: m.with_params({}), "structure"),
         (lambda m: m.with_params(None), "structure"),
-        (lambda m: m.with_params(m.params.target | {"embed": jnp.ones((VOCAB - 1, WIDTH))}),
-            r"params.*'embed'.*\[22, 16\]"),
+        (
+            lambda m: m.with_params(m.params.target | {"embed": jnp.ones((VOCAB - 1, WIDTH))}),
+            r"params.*'embed'.*\[22, 16\]",
+        ),
         (lambda m: m.with_params(m.params.target | {"up": jnp.ones((WIDTH, 32), jnp.bfloat16)}), "'up'.*bfloat16"),
         (lambda m: m.with_params(m.params.target | {"up": 5}), "'up'.*int"),
         (lambda m: m.with_draft("bundled:python-tiny"), "draft is of type str"),
-        (lambda m: m.with_draft(jspec.from_function(plus(lambda x: x[..., :9]), PARAMS, max_length=9)),
-            "vocabulary of 9"),
+        (
+            lambda m: m.with_draft(jspec.from_function(plus(lambda x: x[..., :9]), PARAMS, max_length=9)),
+            "vocabulary of 9",
+        ),
         (lambda m: jspec.generate(m, PROMPTS, drafter="eagle", max_new_tokens=4), "Eagle"),
         (lambda m: jspec.generate(m.with_draft(None), PROMPTS, drafter=TREE, max_new_tokens=4), "Standalone needs"),
         (lambda m: jspec.generate(m, PROMPTS, max_new_tokens=48), "context of 48"),
         (lambda m: jspec.generate(m, "text"), "tokenizer"),
         (lambda m: jspec.from_module(apply, max_length=9), "module is of type function"),
     ],
-)  # fmt: skip
+)
 def test_wrong_uses_are_refused(model, change, message, needs):
     needs("flax")
     with pytest.raises((ValueError, TypeError), match=message):

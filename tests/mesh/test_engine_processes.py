@@ -120,15 +120,33 @@ def test_two_processes_serve_and_one_ends_with_the_other(start, kind, tmp_path, 
 def test_two_processes_run_generate_and_one_prints(start, kind, tmp_path):
     """`jspec generate` gives the text of one process, once, also under a grammar."""
     options = (
-        "--tensor", 2, "--dtype", "float32", "--max-new-tokens", 8, "--regex", "[a-z ]{4}=[0-9]+", "--json",
-        "--processes", 2,
-    )  # fmt: skip
+        "--tensor",
+        2,
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        8,
+        "--regex",
+        "[a-z ]{4}=[0-9]+",
+        "--json",
+        "--processes",
+        2,
+    )
 
     def command(address, index):
         return (
-            "-m", "jspec", "generate", work.PROMPTS[0], "--model", work.MODEL, *options, "--coordinator", address,
-            "--process-id", index,
-        )  # fmt: skip
+            "-m",
+            "jspec",
+            "generate",
+            work.PROMPTS[0],
+            "--model",
+            work.MODEL,
+            *options,
+            "--coordinator",
+            address,
+            "--process-id",
+            index,
+        )
 
     ends = [process.wait(several.SECONDS) for process in start(command, kind, 1)]
     assert ends == [0, 0], several.logs(tmp_path)

@@ -207,9 +207,15 @@ def sample(ordered=True, kind="dense"):
 def test_gemma_4_config_determines_the_target_layers():
     """The target's last layer of each kind; in "shared" these have the keys of others."""
     assert sample(True)[2] == Assistant(
-        vocab_size=96, hidden_size=48, target_hidden_size=32, intermediate_size=64, num_heads=4,
-        target_layers=(1, 1, 1, 2), head_dims=(16, 16, 16, 32), clusters=Clusters(12, 5),
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=48,
+        target_hidden_size=32,
+        intermediate_size=64,
+        num_heads=4,
+        target_layers=(1, 1, 1, 2),
+        head_dims=(16, 16, 16, 32),
+        clusters=Clusters(12, 5),
+    )
     assert sample(False, "shared")[2].target_layers == (2, 2, 2, 3)
     assert sample(False, "shared")[2].clusters is None
 
@@ -255,17 +261,21 @@ def test_an_assistant_of_a_llama(tmp_path, capsys):
         ({"num_centroids": 13}, "vocab_size=96 is not a multiple of count=13"),
         ({"centroid_intermediate_top_k": 13}, "chosen must be between 1 and count=12"),
         ({"tie_word_embeddings": False}, "not supported: tie_word_embeddings=False"),
-        ({"num_kv_shared_layers": 2},
-            "num_kv_shared_layers=2: must be 0 or 4: all layers of an assistant read the target's"),
-        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
-            "not supported in an assistant: hidden_size_per_layer_input=8"),
+        (
+            {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers=2: must be 0 or 4: all layers of an assistant read the target's",
+        ),
+        (
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+            "not supported in an assistant: hidden_size_per_layer_input=8",
+        ),
         ({"use_double_wide_mlp": True}, "not supported in an assistant: use_double_wide_mlp=True"),
         ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8}, "enable_moe"),
         ({"sliding_window": 16}, "layer 0 reads .*window=16.*layer 1 of the target has .*window=8"),
         ({"head_dim": 8}, "layer 0 reads"),
         ({"global_head_dim": 16}, "layer 3 reads"),
     ],
-)  # fmt: skip
+)
 def test_unsupported_configs_are_errors(change, message):
     target, raw, _, _ = sample()
     text = {name: value for name, value in change.items() if name not in raw}
@@ -289,12 +299,15 @@ def test_a_gemma_4_assistant_requires_a_gemma_4_target():
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.layers.0.self_attn.k_proj.weight", np.zeros((8, 48)),
-            "1 unused tensor\\(s\\) in the checkpoint; this assistant does not"),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            np.zeros((8, 48)),
+            "1 unused tensor\\(s\\) in the checkpoint; this assistant does not",
+        ),
         ("masked_embedding.token_ordering", np.zeros(96, np.int64), "must hold each of the 96 tokens once"),
         ("pre_projection.weight", np.zeros((48, 32)), r"has shape \(48, 32\), but config.json implies \(48, 64\)"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_are_errors(tmp_path, name, tensor, message):
     target, raw, config, params = sample()
     path = write(tmp_path, raw, config, params) / "model.safetensors"

@@ -31,13 +31,22 @@ TARGETS = {
     "llama": Llama(**SHAPE, **HEADS),
     "qwen3": Llama(**SHAPE, **HEADS, qk_norm=True, tie_embeddings=True),
     "experts": Llama(**SHAPE, **HEADS, experts=EXPERTS),
-    "sinks": GptOss(61, 48, **HEADS, windows=(24, None), max_length=512, experts=EXPERTS, rope=Rope(scaling=YARN),
-        gate_limit=1.5),
+    "sinks": GptOss(
+        61, 48, **HEADS, windows=(24, None), max_length=512, experts=EXPERTS, rope=Rope(scaling=YARN), gate_limit=1.5
+    ),
     "norms after": dataclasses.replace(families.KINDS["olmo3"], windows=(70, None, 70)),
     "factors": families.KINDS["granite"],
     "sandwich": dataclasses.replace(families.KINDS["gemma3"], intermediate_size=80),
-    "shared keys": Gemma4(*(61, 48, 80, 4), attention=(SLIDING, FULL, SLIDING), max_length=512, shared_layers=1,
-        double_wide_mlp=True, per_layer_size=8, experts=EXPERTS, soft_cap=30.0),
+    "shared keys": Gemma4(
+        *(61, 48, 80, 4),
+        attention=(SLIDING, FULL, SLIDING),
+        max_length=512,
+        shared_layers=1,
+        double_wide_mlp=True,
+        per_layer_size=8,
+        experts=EXPERTS,
+        soft_cap=30.0,
+    ),
     "latents": Deepseek(
         **SHAPE,
         num_heads=4,
@@ -53,7 +62,7 @@ TARGETS = {
         experts=Routed(Router(count=6, chosen=2, sigmoid=True, normalize=True, groups=3, kept_groups=2), width=24),
         dense_layers=1,
     ),
-}  # fmt: skip
+}
 
 
 def weights(target, dtype):
@@ -127,12 +136,20 @@ def random_tree(rng, tokens, start, nodes, vocabulary):
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        ("qwen3", "bfloat16"), ("qwen3", "float32"), ("experts", "float32"), ("sinks", "bfloat16"),
-        ("sinks", "float32"), ("norms after", "bfloat16"), ("factors", "bfloat16"), ("sandwich", "bfloat16"),
-        ("shared keys", "bfloat16"), ("shared keys", "float32"), ("latents", "bfloat16"),
+        ("qwen3", "bfloat16"),
+        ("qwen3", "float32"),
+        ("experts", "float32"),
+        ("sinks", "bfloat16"),
+        ("sinks", "float32"),
+        ("norms after", "bfloat16"),
+        ("factors", "bfloat16"),
+        ("sandwich", "bfloat16"),
+        ("shared keys", "bfloat16"),
+        ("shared keys", "float32"),
+        ("latents", "bfloat16"),
         ("latent queries", "float32"),
     ],
-)  # fmt: skip
+)
 def test_a_token_has_the_same_bits_in_every_forward(name, dtype):
     target = TARGETS[name].exactly()
     reader, rng = Reader(target, weights(target, dtype)), np.random.default_rng(1)

@@ -85,10 +85,15 @@ QWEN3_6 = {
     "mtp_use_dedicated_embeddings": False,
     "partial_rotary_factor": 0.25,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
-        "rope_theta": 1e7, "rope_type": "default"},
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
+        "rope_type": "default",
+    },
     "vocab_size": 248_320,
-}  # fmt: skip
+}
 QWEN3_6_SIZES = {
     "qwen3.6-27b": {
         "hidden_size": 5120,
@@ -99,11 +104,17 @@ QWEN3_6_SIZES = {
         "num_key_value_heads": 4,
     },
     "qwen3.6-35b-a3b": {
-        "hidden_size": 2048, "linear_num_value_heads": 32, "moe_intermediate_size": 512, "num_attention_heads": 16,
-        "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "hidden_size": 2048,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
         "shared_expert_intermediate_size": 512,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("size", QWEN3_6_SIZES)

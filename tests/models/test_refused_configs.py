@@ -34,8 +34,11 @@ REFUSED = [
     ("gemma3", {"layer_types": [FULL] * 3}, "must be 4 of"),
     ("gemma3", {"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters has the keys \['rope_type'\]"),
     ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "factor=4.0, but .*full_attention.factor=8.0"),
-    ("gemma3", {"rope_local_base_freq": 5.0},
-        "rope_theta has two values, 5.0 and .*sliding_attention.rope_theta=10000.0"),
+    (
+        "gemma3",
+        {"rope_local_base_freq": 5.0},
+        "rope_theta has two values, 5.0 and .*sliding_attention.rope_theta=10000.0",
+    ),
     ("gemma3", {"num_key_value_heads": 3}, "is not a multiple of kv_heads=3"),
     ("gemma3", {"hidden_size": "absent"}, "'hidden_size' is missing"),
     ("gemma4-shared", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -48,8 +51,11 @@ REFUSED = [
     ("gemma4-shared", {"layer_types": [FULL] * 3}, "must be 4 of"),
     ("gemma4-shared", {"layer_types": [LINEAR] * 4}, "must be 4 of sliding_attention, full_attention"),
     ("gemma4-shared", {"per_layer_config": {"1": {"rope_theta": 1.0}}}, "per_layer_config of layer 1"),
-    ("gemma4-shared", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}},
-        "rope_type='yarn' is not supported; must be default or proportional"),
+    (
+        "gemma4-shared",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}},
+        "rope_type='yarn' is not supported; must be default or proportional",
+    ),
     ("gemma4-shared", {"num_kv_shared_layers": 3}, "layer 1 has no layer of its kind to share with among the first 1"),
     ("gemma4-shared", {"num_key_value_heads": 3}, "is not a multiple of kv_heads=3"),
     ("gemma4-shared", {"sliding_window": None}, "sliding_window=None: must be an int"),
@@ -94,8 +100,11 @@ REFUSED = [
     ("qwen3_next", {"layer_types": [SLIDING] * 3}, "must be 3 of linear_attention, full_attention"),
     ("qwen3_next", {"layer_types": [LINEAR]}, "must be 3 of"),
     ("qwen3_next", {"rope_parameters": {"rope_type": "axial", "rope_theta": 1.0}}, "must be default or linear or"),
-    ("qwen3_next", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.2}},
-        "partial_rotary_factor=0.2: must rotate a positive, even number"),
+    (
+        "qwen3_next",
+        {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.2}},
+        "partial_rotary_factor=0.2: must rotate a positive, even number",
+    ),
     ("qwen3_next", {"linear_num_value_heads": 3}, "value_heads=3 is not a multiple of key_heads=2"),
     ("qwen3_next", {"num_key_value_heads": 3}, "is not a multiple of num_kv_heads=3"),
     ("qwen3_next", {"num_experts": 0, "intermediate_size": "absent"}, "'intermediate_size' is missing"),
@@ -105,7 +114,7 @@ REFUSED = [
     ("qwen3_moe", {"num_experts_per_tok": 9}, "chosen=9: must be between 1 and 8"),
     ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an int"),
     ("qwen3_5_moe", {"norm_topk_prob": False}, r"norm_topk_prob=False \(must be True\)"),
-]  # fmt: skip
+]
 """Family of `hf.build`, what is changed, and the error. `transformers` ignores the last key: the weights of experts of
 Qwen3.5 are normalized in any case, and those of Qwen3-Next by the key."""
 

@@ -21,8 +21,10 @@ COMMON_BAD = {
     "frequency_penalty": ["1", -1e39, {}],
     "repetition_penalty": [0, -1, "1"],
     "min_tokens": [-2, 0.5, "1", 10**9, 300],
-    "logit_bias": [*([], "x", {"a": 1}, {"-1": 1}, {"99999999": 1}, {"5": "1"}, {"5": True}, {"٣": 1}, {"05": 1}),
-        {"1" * 50: 0}],
+    "logit_bias": [
+        *([], "x", {"a": 1}, {"-1": 1}, {"99999999": 1}, {"5": "1"}, {"5": True}, {"٣": 1}, {"05": 1}),
+        {"1" * 50: 0},
+    ],
     "stop": [5, [5], "", ["a", ""], ["x"] * 17, ["y" * 300], {"a": 1}],
     "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
     "stop_token_ids": [5, [-1], ["a"], [10**9], [5] * 65],
@@ -46,8 +48,14 @@ COMMON_BAD = {
     "ignore_eos": [1, 0, "yes", []],
     "speculation": [5, "ngram", [], {"depth": -1}, {"depth": 1.5}, {"depth": "1"}, {"drafter": 5}, {"steps": 1}],
     "response_format": [
-        *({"type": "json_schema"}, "text", {}, {"type": "xml"}, {"type": "text", "x": 1},
-            {"type": "json_object", "a": 1}),
+        *(
+            {"type": "json_schema"},
+            "text",
+            {},
+            {"type": "xml"},
+            {"type": "text", "x": 1},
+            {"type": "json_object", "a": 1},
+        ),
         {"type": "json_schema", "json_schema": {"name": "a", "schema": True}},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "multipleOf": 2}}},
     ],
@@ -59,7 +67,7 @@ COMMON_BAD = {
     "guided_regex": ["(", "a" * 50 + "\\1", 5, {}],
     "guided_choice": ["x", [], [""], {}],
     "guided_whitespace_pattern": [" ", 5],
-}  # fmt: skip
+}
 BAD = {
     "/v1/completions": {
         **COMMON_BAD,
@@ -156,10 +164,25 @@ def test_malformed_bodies_name_the_field(shared):
 
 
 RAW = [
-    b"", b"{", b"null", b"[]", b'"x"', b"5", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
-    b'{"prompt": NaN}', b'{"temperature": 1e999, "prompt": "x"}', b'{"n": ' + b"9" * 5000 + b"}", b"[" * 100_000,
-    b'{"prompt":' * 50_000, b'{"prompt": "x"} trailing', b'{prompt: "x"}', b"\xef\xbb\xbf", b"prompt=x",
-]  # fmt: skip
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"x"',
+    b"5",
+    b"\xff\xfe",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": NaN}',
+    b'{"temperature": 1e999, "prompt": "x"}',
+    b'{"n": ' + b"9" * 5000 + b"}",
+    b"[" * 100_000,
+    b'{"prompt":' * 50_000,
+    b'{"prompt": "x"} trailing',
+    b'{prompt: "x"}',
+    b"\xef\xbb\xbf",
+    b"prompt=x",
+]
 
 
 @pytest.mark.parametrize("raw", RAW, ids=lambda raw: raw[:24])

@@ -65,10 +65,16 @@ DOCUMENTS = [
     ({"type": "integer", "minimum": 10**18}, ["1000000000000000000", "2" * 25], ["999999999999999999"]),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1", "1.00"], ["0", "0.00", "1.01", "-1"]),
     ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, ["0.1", "7"], ["0", "0.0"]),
-    ({"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}, ["0.25", "0.3", "0.4990"],
-        ["0.2", "0.249", "0.5", "0.50", "0"]),
-    ({"type": "number", "exclusiveMinimum": -1.5, "maximum": 12.05}, ["-1.4", "12.0500", "12", "3.9"],
-        ["-1.5", "-2", "12.06", "13"]),
+    (
+        {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5},
+        ["0.25", "0.3", "0.4990"],
+        ["0.2", "0.249", "0.5", "0.50", "0"],
+    ),
+    (
+        {"type": "number", "exclusiveMinimum": -1.5, "maximum": 12.05},
+        ["-1.4", "12.0500", "12", "3.9"],
+        ["-1.5", "-2", "12.06", "13"],
+    ),
     ({"type": "integer", "nullable": True, "x-order": 1}, ["1", "null"], ["true"]),
     ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}]}, ["[]", "[1]", "[1, 2]"], ["[2]", "[1, 2, 3]"]),
     ({"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 2}, ["[1, 2, 2]"], ["[1]"]),
@@ -81,17 +87,23 @@ DOCUMENTS = [
     ({"type": "string", "maxLength": 1}, ['"\\""', '"/"'], ['"\\/"', '"\\u0041"']),
     ({"type": "integer", "unit": "m", "_minimum": 5}, ["1"], ["1.5"]),
     ({"anyOf": [{"minimum": 3}, {"maximum": 0}], "type": "integer"}, ["3", "-1"], ["2", "3.5"]),
-    ({"properties": {"a": {"const": 1}, "b": {"const": 2}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        ['{"a": 1}', '{"b": 2}'], ["{}"]),
+    (
+        {"properties": {"a": {"const": 1}, "b": {"const": 2}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a": 1}', '{"b": 2}'],
+        ["{}"],
+    ),
     ({"type": "string", "format": "duration"}, ['"P1DT2H"', '"PT5S"', '"P2W"'], ['"P"', '"1D"', '"PT"']),
     ({"type": "string", "format": "ipv4"}, ['"255.0.10.1"'], ['"256.0.0.1"', '"01.0.0.1"']),
     ({"type": "string", "format": "ipv6"}, ['"::"', '"1::8"', '"1:2:3:4:5:6:7:8"'], ['"1:2"', '"1::2::3"']),
     ({"type": "string", "format": "email"}, ['"a.b@c.org"'], ['"a@b"', '"@c.org"']),
     ({"type": "string", "format": "uri"}, ['"https://a.org/x?y#z"'], ['"a.org"', '"http:// "']),
     ({"type": "string", "format": "hostname"}, ['"a-b.org"'], ['"-a.org"', '"a..b"']),
-    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"const": 1}}, ['{"b": 1}'],
-        ['{"c": 1}']),
-]  # fmt: skip
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"const": 1}},
+        ['{"b": 1}'],
+        ['{"c": 1}'],
+    ),
+]
 
 
 @pytest.mark.parametrize(("schema", "inside", "outside"), DOCUMENTS, ids=str)

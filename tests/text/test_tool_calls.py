@@ -90,19 +90,31 @@ SPELLINGS = [
     ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', [("f", {"x": 1})]),
     ("hermes", '<tool_call> {"name":"f","arguments":{"x":1}} </tool_call>', [("f", {"x": 1})]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', [("f", {"x": 1})]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
-        [("f", {"x": "</tool_call>"})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+        [("f", {"x": "</tool_call>"})],
+    ),
     ("llama3-json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
-    ("llama3-json", '{"name": "f", "arguments": {"x": "}"}}; {"name": "g", "parameters": {}}',
-        [("f", {"x": "}"}), ("g", {})]),
+    (
+        "llama3-json",
+        '{"name": "f", "arguments": {"x": "}"}}; {"name": "g", "parameters": {}}',
+        [("f", {"x": "}"}), ("g", {})],
+    ),
     ("mistral-json", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "123456789"}]', [("f", {"x": [1]})]),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}[TOOL_CALLS]g{}", [("f", {}), ("g", {})]),
-    ("pythonic", "[f(x='a)]', y=[1, (2, -3)], z={'k': None}), g()]",
-        [("f", {"x": "a)]", "y": [1, [2, -3]], "z": {"k": None}}), ("g", {})]),
+    (
+        "pythonic",
+        "[f(x='a)]', y=[1, (2, -3)], z={'k': None}), g()]",
+        [("f", {"x": "a)]", "y": [1, [2, -3]], "z": {"k": None}}), ("g", {})],
+    ),
     ("pythonic", "[f(x='a\nb')]", [("f", {"x": "a\nb"})]),
     ("pythonic", "[f(x=true, y=null)]", [("f", {"x": True, "y": None})]),
-    ("gemma", '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true,null,None]}}<tool_call|>',
-        [("f", {"x": "a}", "y": {"z": [1, True, None, None]}})]),
+    (
+        "gemma",
+        '<|tool_call>call:f{x:<|"|>a}<|"|>,y:{z:[1,true,null,None]}}<tool_call|>',
+        [("f", {"x": "a}", "y": {"z": [1, True, None, None]}})],
+    ),
     (
         "qwen3-coder",
         "<tool_call>\n<function=f>\n<parameter=x>\na\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
@@ -115,7 +127,7 @@ SPELLINGS = [
         [("f", {"b": False, "n": None})],
     ),
     ("deepseek-v3.1", TEXT_OF_V31, [("f", {"x": 1}), ("g", {})]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "text", "calls"), SPELLINGS)
@@ -212,8 +224,11 @@ def test_calls_come_after_thinking():
         ("Write functools[...]", "functools", None),
         ("<function_calls></function_calls>", "olmo", None),
         ("<{{ dsml_token }}function_calls>", "deepseek-v3.2", None),
-        ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
-            "llama3-json", None),
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
+            "llama3-json",
+            None,
+        ),
         ("[func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", None),
         ("[TOOL_CALLS]{{ name }}[ARGS][THINK][/THINK]", "mistral", "mistral"),
         ("[TOOL_CALLS] [{{ calls }}]", "mistral-json", None),
@@ -223,7 +238,7 @@ def test_calls_come_after_thinking():
         ("to={{ 'functions.' + name }}<|channel|>commentary <|message|>", "harmony", "harmony"),
         ("{{ name + '<｜tool▁sep｜>' + tool['function']['arguments'] }}", "deepseek-v3.1", None),
     ],
-)  # fmt: skip
+)
 def test_formats_are_known_by_the_template(template, tools, thinking):
     called, form = detect_tools(template), detect_thinking(template)
     assert (called and called.name, form and form.name) == (tools, thinking)
