@@ -147,7 +147,7 @@ def test_the_kernel_rounds_where_the_reference_does(case):
             np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=step, atol=step)
 
 
-@pytest.mark.slow(unless=(*(case.name for case in SUMS), "one of each kind", "as Llama 3.1 8B", "-norms"))
+@pytest.mark.slow(unless=(*(case.name for case in SUMS), "one of each kind", "as Llama 3.1 8B", "norms"))
 @cases
 def test_lowers_for_cuda(case, monkeypatch):
     monkeypatch.setattr(platform, "interpret", lambda: False)
