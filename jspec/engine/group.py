@@ -358,7 +358,7 @@ class Group:
                 trial, branch = program.timed
                 began = None if self._read_last else self._reported_at
                 seconds = now - (program.dispatched_at if began is None else began)
-                trial.record(branch, seconds, rounds, exact=began is not None)
+                trial.record(branch, seconds, rounds, alone=began is not None)
             self._reported_at = now
         self._read_last = isinstance(program.plan, Read)
         return [(request, outputs[request]) for request in changed]

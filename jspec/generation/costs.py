@@ -115,9 +115,9 @@ class Trial:
         self.costs = self._next()
         return self, branch
 
-    def record(self, branch: int, seconds: float, rounds: int, *, exact: bool = True) -> None:
-        """Adds the time of a call in a branch. exact: of its rounds alone; other times count after many calls only."""
-        if not exact and self._taken[branch] < LONE_CALLS:
+    def record(self, branch: int, seconds: float, rounds: int, *, alone: bool = True) -> None:
+        """Adds the time of a call in a branch. alone: of its rounds alone; other times count after many calls only."""
+        if not alone and self._taken[branch] < LONE_CALLS:
             return
         times = self._begun.times
         times[branch].append(seconds / rounds)

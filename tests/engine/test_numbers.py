@@ -109,7 +109,7 @@ def test_costs_are_times_from_report_to_report(monkeypatch):
     """Times of bursts after a burst; others are those since their dispatch."""
     records = []
     fake = FakeGroup(monkeypatch, 0)
-    fake.device.trial = lambda *record, exact: records.append((*record, exact))
+    fake.device.trial = lambda *record, alone: records.append((*record, alone))
     fake.submit([1, 2, 3], 40)
     fake.turn(5)
     fake.submit([4, 5, 6], 8)
@@ -126,9 +126,9 @@ def test_costs_are_times_from_report_to_report(monkeypatch):
     numbers = [number for number, *_ in records]
     assert numbers == [*range(1, len(numbers)), len(fake.bursts) - 1]
     follows = [False, *(kinds[i - 1] for i in range(2, len(kinds)) if kinds[i])]
-    assert [exact for *_, exact in records[:-1]] == follows[: len(records) - 1]
+    assert [alone for *_, alone in records[:-1]] == follows[: len(records) - 1]
     assert records[-1] == (len(fake.bursts) - 1, READ + ROUND, 1, False)
-    assert all(seconds == ROUND * rounds for _, seconds, rounds, exact in records if exact)
+    assert all(seconds == ROUND * rounds for _, seconds, rounds, alone in records if alone)
 
 
 def rounds_of_bursts(monkeypatch, before_turn=lambda fake, turn: None):

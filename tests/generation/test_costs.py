@@ -274,7 +274,7 @@ def test_times_of_more_than_rounds_count_after_many_calls(directory):
     while not trial.done:
         _, branch = trial.turn()
         calls += 1
-        trial.record(branch, 1.0 + branch, 1, exact=False)
+        trial.record(branch, 1.0 + branch, 1, alone=False)
     assert calls == 2 * (costs.LONE_CALLS + costs.REPEATS - 1)
     assert trial.costs == (1000.0, costs.UNAFFORDABLE, 3000.0)
 
