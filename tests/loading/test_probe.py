@@ -57,8 +57,8 @@ def pairs_side_by_side(tensors):
 
 
 PLANTED = {
-    "eagle layers higher": (EAGLE, {"eagle_config": {AUX: [2, 4, 5]}}, None, "captured layers one lower"),
-    "eagle layers lower": (EAGLE, {"eagle_config": {AUX: [0, 2, 3]}}, None, "captured layers one higher"),
+    "eagle layers higher": (EAGLE, {"eagle_config": {}, AUX: [3, 5, 6]}, None, "captured layers one lower"),
+    "eagle layers lower": (EAGLE, {"eagle_config": {}, AUX: [1, 3, 4]}, None, "captured layers one higher"),
     "eagle residual": (EAGLE, {"norm_before_residual": True}, None, "norm_before_residual"),
     "eagle output": (EAGLE, {"norm_output": True}, None, "norm_output"),
     "eagle pairs": (EAGLE, {}, pairs_side_by_side, "the other layout of rotary pairs"),
