@@ -198,6 +198,10 @@ def _prefill(case: TargetCase, size: int, cache: Any, how: str, lengths: Any = L
     return cache
 
 
+def _check_steps(case: TargetCase) -> None:
+    _step(case, case.empty(), WIDTH + 4, "read token by token")
+
+
 def _check_chunks(case: TargetCase) -> None:
     for size in (CHUNK, WIDTH):
         before = np.array(LENGTHS) - 1
@@ -331,9 +335,7 @@ _CHECKS = {
     "logits are finite or -inf, and depend on the text": _check_finite,
     "logits do not depend on later tokens": _check_causal,
     "a sequence does not depend on the others of its batch": _check_batch,
-    "token by token, with sequences at different positions": lambda case: _step(
-        case, case.empty(), WIDTH + 4, "read token by token"
-    ),
+    "token by token, with sequences at different positions": _check_steps,
     "in chunks, with sequences that end in earlier ones": _check_chunks,
     "in trees, of which a path is committed": _check_trees,
     "old contents of a cache do not matter, even NaN": _check_uncommitted,
