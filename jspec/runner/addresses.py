@@ -25,7 +25,7 @@ TRIES = 128
 def keep_apart(device: Any) -> list[jax.Array]:
     """Keeps a small free block of a GPU's memory apart, as long as the returned arrays live.
 
-    device: a `jax.Device`; for those of other kinds nothing is done.
+    device: a `jax.Device`; those of other kinds than a GPU are left alone.
     """
     if device.platform != "gpu":
         return []
