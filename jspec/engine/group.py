@@ -21,7 +21,8 @@ from jspec.engine.schedule import Scheduler
 from jspec.engine.versions import Versions
 from jspec.generation.result import FINISH_REASONS
 from jspec.loading.model import Model
-from jspec.runner.device import Device, InFlight
+from jspec.runner.device import Device
+from jspec.runner.in_flight import InFlight
 from jspec.runner.plan import Burst, Output, Plan, Read
 from jspec.runner.request import Request
 from jspec.runner.runner import on_own_device

@@ -14,19 +14,17 @@ from jspec.core.embeds import Embeds
 from jspec.core.method import Method
 from jspec.core.pieces import Pieces
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, Params, RowSampling, TopTokens
-from jspec.generation.costs import Trial
+from jspec.core.types import Accept, Params, RowSampling
 from jspec.generation.embeds import embeds_dtype, embeds_of
 from jspec.generation.options import MAX_SUPPORT, MAX_TOP_LOGPROBS
-from jspec.generation.result import top_pairs
 from jspec.generation.score import Chunk, TokenScores
 from jspec.generation.speculation import draft_limits
-from jspec.generation.support import token_supports
 from jspec.loading.model import Model
 from jspec.models.adapted import is_adapted
 from jspec.runner.automaton_pool import AutomatonPool, GrammarPool, StopPool
-from jspec.runner.plan import Burst, Output, Read
-from jspec.runner.programs import Admitted, ReadPlan, Report, View
+from jspec.runner.in_flight import InFlight
+from jspec.runner.plan import Burst, Read
+from jspec.runner.programs import Admitted, ReadPlan, View
 from jspec.runner.ready import Program, Ready, joined_needs
 from jspec.runner.request import Needs, Request
 from jspec.runner.runner import Runner
@@ -64,27 +62,6 @@ class OneShape:
     option_set: int
 
 
-@dataclasses.dataclass(eq=False)
-class InFlight:
-    """A dispatched program, whose report is being copied to the host.
-
-    places: the row of each request in the report.
-    timed: the costs to measure by its rounds, and their branch. dispatched_at: when, on a clock of the caller.
-    """
-
-    plan: Read | Burst
-    report: Report | Future[Report]
-    places: dict[Request, int]
-    vocab_size: int
-    timed: tuple[Trial, int] | None = None
-    dispatched_at: float = 0.0
-
-    def wait(self) -> "dict[Request, Output]":
-        """Waits for the report; returns the output of each request."""
-        report = self.report.result() if isinstance(self.report, Future) else jax.device_get(self.report)
-        return {request: _output(request, report, row, self.vocab_size) for request, row in self.places.items()}
-
-
 class Device:
     """Runs the plans of a scheduler.
 
@@ -112,7 +89,8 @@ class Device:
         self.stops, self.grammars = StopPool(model), GrammarPool(model)
         parts = method.target, method.drafter
         self.packs = only is None and method.watch is None and all(map(optional.packs, parts))
-        self._last_sampling, self._last_automata = (None, None), dict[str, object]()
+        self._last_sampling: tuple[object, object] = (None, None)
+        self._last_automata: dict[str, object] = {}
         self.runner, self._adapts = Runner(model.params, method, sizes, greedy_rule), is_adapted(model.params)
         self._buckets = self._admissions = [sizes.slots]
         if only is None:
@@ -290,8 +268,8 @@ class Device:
         elif kind == "admit":
             self.runner.compile("admit", self._admitted([], rows))
         else:
-            automata = {name: pool.at(level) for name, pool, level in self._pools(needs)}
-            inputs = {**automata, "sampling": self._columns([None] * rows, needs)}
+            inputs: dict[str, Any] = {name: pool.at(level) for name, pool, level in self._pools(needs)}
+            inputs["sampling"] = self._columns([None] * rows, needs)
             arguments = self._arguments(_nothing(program), self._layout([], program), needs)
             self.runner.compile(kind, *arguments, inputs=inputs)
 
@@ -410,41 +388,11 @@ def option_set_of(sampling: Sampling | None) -> int:
 
 def _nothing(program: Program) -> Read | Burst:
     """A plan without requests for a program; it changes nothing."""
-    burst = Burst([], [], rounds=1, per_round=1, stop_early=False)
-    return Read(program.rows, program.columns) if program.kind == "read" else burst
+    if program.kind == "read":
+        return Read(program.rows, program.columns)
+    return Burst([], [], rounds=1, per_round=1, stop_early=False)
 
 
 def _argument(x: np.ndarray | np.int32) -> Array:
     """A host array as an argument of a jitted program, copied to the device at the call."""
     return cast(Array, x)
-
-
-def _output(request: Request, report: Report, row: int, vocab_size: int) -> Output:
-    count, recorded = int(report.length[row]) - len(request.all_tokens), report.recorded
-    tokens = report.tokens[row, :count].tolist()
-    logprobs = top = sampled = support = None
-    if recorded is not None:
-        logprobs, sampled = recorded.logprobs[row, :count].tolist(), [0.0] * count
-        if recorded.sampled_logprobs is not None:
-            sampled = recorded.sampled_logprobs[row, :count].tolist()
-        if request.support:
-            rows = jax.tree.map(lambda x: x[row, :count], recorded.support)
-            support = token_supports(rows, tokens, request.support, vocab_size)
-        if recorded.top is not None and request.top_logprobs:
-            columns = TopTokens(recorded.top.ids[row, :count], recorded.top.logprobs[row, :count])
-            top = top_pairs(columns, request.top_logprobs)
-    stats = report.stats
-    return Output(
-        length=int(report.length[row]),
-        tokens=tokens,
-        finish_code=int(report.finish_code[row]),
-        rounds=int(stats.rounds[row]),
-        accept_counts=stats.accept_counts[row].tolist(),
-        branch_counts=None if stats.branch_counts is None else stats.branch_counts[row].tolist(),
-        origin=report.origin[row, :count].tolist(),
-        logprobs=logprobs,
-        top_logprobs=top,
-        sampled_logprobs=sampled,
-        support=support,
-        dropped=int(stats.dropped[row]),
-    )
