@@ -261,6 +261,7 @@ def measure(
         try:
             report("compiling")
             engine.warm_up()
+            startup.freeze_objects()  # as jspec serve does
             if settles:
                 run(engine, cases[0][1])
             for result, load in cases:

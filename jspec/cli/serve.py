@@ -15,7 +15,7 @@ from jspec.core.options import option, options_of
 from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine
 from jspec.generation.options import EngineOptions
-from jspec.loading.startup import notify_if_slow
+from jspec.loading.startup import freeze_objects, notify_if_slow
 from jspec.runner.request import EngineError
 from jspec.text.chat_reader import THINKING
 from jspec.text.tool_calls import FORMATS
@@ -154,6 +154,7 @@ def run(options: Options) -> int:
             )
             with notify_if_slow(_COMPILING):
                 service.warm_up(options.warm_up)
+            freeze_objects()
             running = server.make_server(service, bound, grace=options.grace, surface=surface)
             with interrupt.first_to(running.handle_exit):
                 running.run(sockets=[bound])

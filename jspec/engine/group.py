@@ -261,11 +261,12 @@ class Group:
         rounds: of the burst; None: as many as take about `burst_seconds`.
         """
         began = self._work_clock()
+        timed = any(program.timed for _, program in self._in_flight)
         if rounds is None:
             rounds = max(1, min(MAX_ROUNDS, round(self._burst_seconds / self._round_seconds)))
-            if any(program.timed for _, program in self._in_flight):
+            if timed:
                 rounds = max(rounds, TIMED_ROUNDS)
-        plan = self.scheduler.plan(rounds)
+        plan = self.scheduler.plan(rounds, timed=timed)
         self._dispatch(plan)
         results = self._collect(news=bool(plan))
         now = time.monotonic()

@@ -143,10 +143,10 @@ class Scheduler:
 
     # Called in every turn of the engine
 
-    def plan(self, rounds: int) -> Plan:
+    def plan(self, rounds: int, *, timed: bool = False) -> Plan:
         """The next programs.
 
-        rounds: most rounds of the burst, at least 1.
+        rounds: most rounds of the burst, at least 1. timed: all of them, even if a sequence ends while others wait.
         """
         bursting = sum(isinstance(program, Burst) for program in self._in_flight) < self.max_in_flight
         reading = sum(isinstance(program, Read) for program in self._in_flight) < self.max_in_flight
@@ -158,7 +158,7 @@ class Scheduler:
         # Otherwise, a request just preempted would return at once.
         admissions = self._admit() if reading and self.preemptions == before else []
         read = self._plan_read(rounds) if reading else None
-        burst = self._plan_burst(rounds, read is not None) if bursting else None
+        burst = self._plan_burst(rounds, read is not None, timed) if bursting else None
         released, self._released = self._released, []
         return Plan(released, admissions, read, burst)
 
@@ -365,7 +365,7 @@ class Scheduler:
         self._skipped = self._skipped + 1 if fills and self._skipped < MAX_SKIPPED else 0
         return self._skipped > 0
 
-    def _plan_burst(self, rounds: int, reading: bool) -> Burst | None:
+    def _plan_burst(self, rounds: int, reading: bool, timed: bool) -> Burst | None:
         """A burst over all running requests, including those whose prefill ends just before it."""
         requests = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not requests or self._reads_first(len(requests), reading):
@@ -377,7 +377,7 @@ class Scheduler:
             row_limit=[self._row_limit(request) for request in requests],
             rounds=rounds,
             per_round=self.depth + 1,
-            stop_early=bool(self._queue),
+            stop_early=bool(self._queue) and not timed,
         )
         self._dispatch(burst)
         return burst

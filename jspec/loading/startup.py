@@ -1,7 +1,8 @@
-"""JAX's compilation cache, a count of compilations, and a notice if one takes long."""
+"""JAX's compilation cache, a count of compilations, a notice if one takes long, and no pauses after the start."""
 
 import contextlib
 import functools
+import gc
 import os
 import stat
 import sys
@@ -107,6 +108,16 @@ def _replace_damaged_entries() -> None:
     entries.put_executable_and_time = guard(
         entries.put_executable_and_time, None, "a compiled program cannot be kept: is the disk full?"
     )
+
+
+def freeze_objects() -> None:
+    """Exempts all present objects from garbage collection, once a process has loaded and compiled what it needs.
+
+    Those of JAX alone are hundreds of thousands, and no thread runs while a full collection looks at them, for 0.1 s
+    and more.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def compilations(thread: int | None = None) -> int:

@@ -106,7 +106,15 @@ class Runner:
         self._trials: dict[int, costs.Trial | None] = {}
         # The state; only its shapes if no device is local.
         empty = _empty_state if self.here else _empty_state.eval_shape
-        self.state: DecodeState = empty(params, method=method, sizes=sizes)
+        try:
+            self.state: DecodeState = jax.block_until_ready(empty(params, method=method, sizes=sizes))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"slots={sizes.slots}, pages={sizes.pages}: no free block of the memory is large enough; use fewer "
+                "pages, or free what else is in the memory"
+            ) from error
         places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
         local = self.state.length.devices() if self._placement is None else self._placement.devices

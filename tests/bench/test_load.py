@@ -1,6 +1,7 @@
 """`jspec bench --load`: the load, what is counted of it, and the command as a user types it."""
 
 import dataclasses
+import gc
 import json
 from types import SimpleNamespace
 
@@ -221,7 +222,9 @@ def measured(monkeypatch, compiles=(), repeats=2, error=None, start=FakeEngine):
 
     monkeypatch.setattr(traffic, "run", one_run)
     monkeypatch.setattr(startup, "compilations", lambda: events[0])
+    frozen = gc.get_freeze_count()
     traffic.measure([(result, [])], start, repeats, lambda _: None)
+    assert start is not FakeEngine or gc.get_freeze_count() > frozen
     return result
 
 

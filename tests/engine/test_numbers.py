@@ -131,6 +131,18 @@ def test_costs_are_times_from_report_to_report(monkeypatch):
     assert all(seconds == ROUND * rounds for _, seconds, rounds, alone in records if alone)
 
 
+@pytest.mark.parametrize("timed", (False, True))
+def test_only_a_timed_burst_goes_on_when_a_sequence_ends(monkeypatch, timed):
+    """A third request waits. The first burst is dispatched before any is timed."""
+    fake = FakeGroup(monkeypatch, 0)
+    fake.device.trial = (lambda *record, alone: None) if timed else None
+    for new in (40, 40, 8):
+        fake.submit([1, 2, new], new)
+    fake.turn(5)
+    assert fake.scheduler.waiting == 1 and len(fake.bursts) > 2
+    assert {burst.stop_early for burst in fake.bursts[1:]} == {not timed}
+
+
 def rounds_of_bursts(monkeypatch, before_turn=lambda fake, turn: None):
     fake = FakeGroup(monkeypatch, 0, burst_seconds=1.0)
     fake.submit([1], 60)

@@ -9,6 +9,7 @@ import toy
 import jspec
 from jspec.core.types import Params
 from jspec.engine.engine import Engine
+from jspec.runner import runner
 from jspec.runner.ready import Program
 from jspec.runner.request import Request
 from jspec.runner.sizing import slot_buckets
@@ -54,3 +55,16 @@ def test_models_with_recurrent_states_have_few_views(recurrent):
         ready = engine.groups[0].device.ready
         padded = {kind: [ready._padded(Program(kind, rows=n)).rows for n in (3, 7, 19)] for kind in ("burst", "admit")}
     assert padded == {"burst": [4, 16 if recurrent else 8, 20], "admit": [4, 16, 20]}
+
+
+@pytest.mark.parametrize("message", ("RESOURCE_EXHAUSTED: out of memory", "INTERNAL: another one"))
+def test_pages_need_one_free_block_of_the_memory(monkeypatch, message):
+    """Free bytes in several blocks may suffice for `fit` and not for a pool."""
+
+    def refuse(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(runner, "_empty_state", refuse)
+    error = ValueError if message.startswith("RESOURCE") else jax.errors.JaxRuntimeError
+    with pytest.raises(error, match="slots=2, pages=9: no free block" if error is ValueError else "another one"):
+        Engine(jspec.load("bundled:python-tiny"), drafter=None, slots=2, context=32, pages=9, page_size=8)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import extras  # noqa: F401
 import jax
@@ -13,7 +14,7 @@ import toy
 import jspec
 from jspec.core.method import with_last
 from jspec.core.types import Params
-from jspec.train import trainer
+from jspec.train import online, trainer
 from jspec.train.block import BlockLearner
 from jspec.train.head import HeadLearner
 from jspec.train.online import LEAST_ROUNDS, Learn
@@ -194,6 +195,24 @@ def test_steps_take_no_more_than_their_share(monkeypatch):
         learning.turn(None, None, [0, 0], 1.0 if turn % 2 else 0.5)
         assert learning.steps <= 0.1 * learning._seconds + 1
     assert learning.steps >= 22
+
+
+@pytest.mark.slow
+def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch):
+    """A GPU needs seconds for the first runs of a program, which would leave too few steps in a share of the time."""
+    learning, now = FAST.begin(model("eagle")), [0.0]
+    learning._compiled.wait()
+    monkeypatch.setattr(online, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def train_step(state, *args, **kwargs):
+        now[0] += 2.0 if learning.steps < 5 else 0.125
+        return state, jnp.zeros(()), None
+
+    monkeypatch.setattr(online, "_sample", lambda *args, **kwargs: None)
+    monkeypatch.setattr(online.trainer, "train_step", train_step)
+    for _ in range(33):
+        learning._step(None, None)
+    assert learning._spent == 2.0 * 16 + 0.125 * 17
 
 
 @pytest.mark.slow
