@@ -1,7 +1,7 @@
 """Adaptive drafting: picks one of several drafters every round, by acceptance and cost."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from jspec.core import optional, tree
-from jspec.core.checks import shorten
+from jspec.core.checks import check_int, shorten
 from jspec.core.options import check_options, option, set_checked
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
@@ -25,9 +25,6 @@ from jspec.drafters.table import PROPOSING
 
 MOST = 8
 """Maximum drafters of one `Adaptive`; the loop's program contains a round of each."""
-MOST_TOKENS = 32
-"""Tokens of a round, of all sequences together, up to which `one_depth` offers the deeper drafter. With more, the time
-of a round grows with its tokens."""
 DEPTHS = (1, 2, 5, 8)
 """Depths of the default drafters with a draft."""
 WITHOUT_DRAFT = (Plain(), Ngram(depth=3), Ngram(depth=6))
@@ -69,8 +66,9 @@ class Adaptive:
       lookup per round.
     urgency: how much more those sequences count that need the most rounds to their limit, at least 0: a batch ends with
       its last one. An engine takes 0, since other requests take the places of those that end.
-    one_depth: whether programs have one drafter of each kind only, which saves the time of compiling the others: the
-      deepest whose round verifies at most 32 tokens of all sequences, or the shallowest.
+    depths: sequences -> depth. A program of up to this many sequences has, of each kind, only the deepest drafter that
+      is no deeper; a program of more has the shallowest. This saves the time of compiling the others, and with a
+      single kind there is nothing to choose. None: programs have all drafters.
     target: the configuration of the target; set by `bind`.
     """
 
@@ -82,7 +80,7 @@ class Adaptive:
     probe: int = option(32, least=2)
     watch: bool = option(True)
     urgency: float = option(12.0, least=0.0)
-    one_depth: bool = option(False)
+    depths: Any = None
     target: Target | None = None
 
     def __post_init__(self):
@@ -93,7 +91,8 @@ class Adaptive:
             raise ValueError(
                 f"Adaptive: costs of {len(costs[0][1])} drafters; must be those of the {len(drafters)} in `drafters`"
             )
-        set_checked(self, drafters=drafters, costs=costs)
+        depths = None if self.depths is None else _check_depths(self.depths)
+        set_checked(self, drafters=drafters, costs=costs, depths=depths)
 
     # The drafters
 
@@ -181,20 +180,32 @@ class Adaptive:
 
     def costs_at(self, batch: int) -> list[float] | None:
         """The costs of a round with each drafter, interpolated at a batch; None: they are to be measured."""
-        return None if self.costs is None else interpolated(self.costs, batch)
+        if self.costs is None:
+            return None if self._chooses else [1.0] * len(self.branches)
+        return interpolated(self.costs, batch)
 
     def offered(self, batch: int) -> list[int]:
         """The drafters of programs for this many sequences."""
         choices, best = self._choices, {}
+        if self.depths is None:
+            return list(range(len(choices.depth)))
+        most = next((depth for size, depth in self.depths if batch <= size), 0)
         for index in np.argsort(choices.depth, kind="stable").tolist():
-            kind = index if choices.kind[index] < 0 or not self.one_depth else ("kind", choices.kind[index])
-            if kind not in best or batch * (choices.depth[index] + 1) <= MOST_TOKENS:
+            kind = index if choices.kind[index] < 0 else ("kind", choices.kind[index])
+            if kind not in best or choices.depth[index] <= most:
                 best[kind] = index
         return sorted(best.values())
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether some program has several drafters."""
+        return self.depths is None or len({*self._choices.kind.tolist()}) > 1 or -1 in self._choices.kind
 
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], AdaptiveState]:
         """Chooses the drafter of this round; returns it with the new state."""
         state: AdaptiveState = s.draft
+        if not self._chooses:
+            return jnp.int32(self.offered(s.length.shape[0])[0]), state
         assert s.costs is not None
         choices, live, rows, remaining = self._choices, ~s.done, self._rows(state), s.limit - s.length
         depth = self._depth(s)
@@ -260,6 +271,8 @@ class Adaptive:
             hidden = committed.hidden if drafter.capture_layers else None
             absorbed = dataclasses.replace(committed, hidden=hidden)
             states.append(drafter.extend(params, dataclasses.replace(s, draft=part), absorbed))
+        if not self._chooses:
+            return dataclasses.replace(state, states=tuple(states))
         # Evidence about the drafter of this round.
         rows = self._rows(state)
         taken, depth = state.taken - 1, self._depth(s)
@@ -344,6 +357,14 @@ def _defaults(target: Target, draft: object) -> list[Drafter]:
                 raise
             break
     return defaults
+
+
+def _check_depths(depths: object) -> tuple[tuple[int, int], ...]:
+    """The pairs of sequences and depth, ascending; TypeError or ValueError unless they are positive."""
+    if not isinstance(depths, Mapping | tuple) or not depths:
+        raise TypeError(f"Adaptive: depths={shorten(depths)}: must be depths by number of sequences")
+    pairs = dict(depths).items()
+    return tuple(sorted((check_int("depths", a, least=1), check_int("depths", b, least=1)) for a, b in pairs))
 
 
 def _check_drafters(drafters: object) -> tuple[Drafter, ...]:

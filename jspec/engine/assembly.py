@@ -14,7 +14,7 @@ from jspec.engine.group import MAX_IN_FLIGHT
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.generation.embeds import PromptEmbeds
-from jspec.generation.method import choose_drafter, choose_method, knows_greedy
+from jspec.generation.method import by_sequences, choose_drafter, choose_method, knows_greedy
 from jspec.generation.options import EngineOptions, RequestOptions, check_grammar_options
 from jspec.generation.speculation import draft_limits
 from jspec.loading.model import Model
@@ -43,6 +43,8 @@ def assemble(
     # The method of a round. Some request may sample, so the rule is chosen for sampling.
     any_row, accept = RowSampling(temperature=jnp.zeros(1)), options.accept
     drafter = choose_drafter(options.drafter, model)
+    if options.drafter == "auto" and accept is None and model.draft is not None:
+        drafter = by_sequences(drafter, model)
     method, _ = choose_method(
         model.target, model.draft, optional.continuous(drafter), accept, any_row, placement=model.placement
     )

@@ -14,15 +14,37 @@ from jspec.core.types import DRAFTER_PARTS, Accept, Drafter, RowSampling, Target
 from jspec.drafters.base import MAX_DEPTH
 from jspec.generation.options import check_rule
 from jspec.loading.model import Model
+from pallas_kernels import platform
+
+MOST_WHOLE = 16
+"""Sequences of a round up to which an engine's default chains have their whole length."""
+SHORTER = {"gpu": {48: 3, 96: 2}}
+"""Platform -> sequences of a round -> depth of the default chains of an engine; 1 with more sequences. The time of a
+round grows with its tokens where these are more than about 150."""
 
 
 def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
     """Resolves a drafter; "auto" is the one for the loaded draft; without one, plain decoding or n-grams by cost."""
     if isinstance(drafter, str) and drafter == "auto":
         if model.draft is None:
-            return drafters.Adaptive(drafters.WITHOUT_DRAFT, one_depth=True)
+            return drafters.Adaptive(drafters.WITHOUT_DRAFT, depths={4: 6})
         drafter = model.draft.drafter
     return drafters.resolve(drafter)
+
+
+def by_sequences(drafter: Drafter, model: Model) -> Drafter:
+    """The default drafter of an engine for a loaded draft: its chains are shorter in rounds of many sequences.
+
+    Args:
+      drafter: the one of `choose_drafter`.
+    """
+    table, depth = SHORTER.get(platform.platform()), drafter.bind(model.target, model.draft).depth
+    if table is None or depth < 2 or getattr(drafter, "width", None) != 1 or not dataclasses.is_dataclass(drafter):
+        return drafter
+    shorter = [size for size in sorted({1, *table.values()}) if size < depth]
+    chains = [dataclasses.replace(drafter, depth=size) for size in shorter]
+    depths = {MOST_WHOLE: depth, **{count: min(size, depth) for count, size in table.items()}}
+    return drafters.Adaptive((*chains, drafter), depths=depths)
 
 
 def knows_greedy(rule: str | Accept | None) -> bool:

@@ -1,5 +1,6 @@
 """Choices of `Adaptive` by value: probes, defaults, what is offered, whose state is shared, and what rounds cost."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +10,8 @@ import pytest
 from jspec.bench import measure, weights
 from jspec.core import optional
 from jspec.drafters import DRAFTERS, Adaptive, Block, Eagle, Mtp, Ngram, Standalone, Suffix, policy
-from jspec.generation.method import choose_drafter
+from jspec.generation.method import by_sequences, choose_drafter
+from pallas_kernels import platform
 
 CHOICES = policy.Choices(
     np.array([-1, 0, 0, 0, 1, 1], np.int32), np.array([0, 1, 5, 3, 4, 2], np.int32), np.zeros(2, bool), np.ones(2, int)
@@ -58,7 +60,7 @@ def test_probes(value, most, previous, index, expected):
 
 
 DEFAULTS = {
-    "adaptive": dict(rate=0.1, prior=0.7, hysteresis=0.03, probe=32, watch=True, one_depth=False),
+    "adaptive": dict(rate=0.1, prior=0.7, hysteresis=0.03, probe=32, watch=True, depths=None),
     "block": dict(depth=None, width=1, num_nodes=None, sampled=False, window=None, keep_first=0),
     "eagle": dict(depth=5, width=1, sampled=False, exact=True, window=None, keep_first=0),
     "frozen-kv-mtp": dict(depth=5, width=1, sampled=False, position="committed"),
@@ -78,17 +80,44 @@ def test_defaults(name):
 
 def test_the_default_is_that_of_the_loaded_draft():
     auto = choose_drafter("auto", SimpleNamespace(draft=None))
-    assert (auto.drafters, auto.one_depth) == ((DRAFTERS["plain"](), Ngram(depth=3), Ngram(depth=6)), True)
+    assert (auto.drafters, auto.depths) == ((DRAFTERS["plain"](), Ngram(depth=3), Ngram(depth=6)), ((4, 6),))
     assert choose_drafter("auto", SimpleNamespace(draft=SimpleNamespace(drafter="eagle"))) == Eagle()
 
 
+@pytest.mark.parametrize(("batch", "chain"), [(1, 3), (4, 3), (5, 2), (8, 2), (9, 1), (99, 1)])
+def test_depths_offer_one_chain_and_every_tree(batch, chain):
+    """The deepest chain within the depth of these sequences; beyond them, the shallowest."""
+    drafters = (None, Ngram(depth=2), Ngram(depth=5), Ngram(depth=8), Suffix(width=2, depth=9))
+    adaptive = Adaptive(drafters, depths={8: 7, 4: 8}).bind(SimpleNamespace(), None)
+    assert adaptive.offered(batch) == [0, chain, 4] and optional.wants_costs(adaptive)
+    assert dataclasses.replace(adaptive, depths=None).offered(batch) == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
-    ("batch", "deep", "chain"), [(1, 8, 2), (3, 8, 2), (4, 8, 1), (4, 7, 2), (5, 7, 1), (99, 7, 1)]
+    ("draft", "depth", "others", "depths"),
+    [
+        ("eagle", 5, (1, 2, 3), {16: 5, 48: 3, 96: 2}),
+        ("standalone", 4, (1, 2, 3), {16: 4, 48: 3, 96: 2}),
+        ("mtp", 3, (1, 2), {16: 3, 48: 3, 96: 2}),
+        ("mtp", 2, (1,), {16: 2, 48: 2, 96: 2}),
+        ("block", 15, (1, 2, 3), {16: 15, 48: 3, 96: 2}),
+        ("mtp", 1, (), None),
+    ],
 )
-def test_one_depth_offers_one_chain_and_every_tree(batch, deep, chain):
-    """The deeper chain verifies at most 32 tokens of all sequences."""
-    drafters = (None, Ngram(depth=2), Ngram(depth=deep), Suffix(width=2, depth=9), Suffix(width=3, depth=40))
-    assert Adaptive(drafters, one_depth=True).bind(SimpleNamespace(), None).offered(batch) == [0, chain, 3, 4]
+def test_default_chains_of_engines_are_shorter_for_many_sequences(monkeypatch, draft, depth, others, depths):
+    drafter = DRAFTERS[draft]()
+    bound = dataclasses.replace(drafter, depth=depth)
+    monkeypatch.setattr(type(drafter), "bind", lambda self, target, draft: bound)
+    model = SimpleNamespace(target=None, draft=None)
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
+    assert by_sequences(drafter, model) is drafter
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    default = by_sequences(drafter, model)
+    if depths is None:
+        assert default is drafter
+    else:
+        chains = tuple(dataclasses.replace(drafter, depth=other) for other in others)
+        assert default == Adaptive((*chains, drafter), depths=depths)
 
 
 MODEL = "the target and its weights"

@@ -10,6 +10,7 @@ import jspec
 from jspec import Speculation
 from jspec.drafters import Adaptive, Eagle, Ngram, Plain, Standalone
 from jspec.engine.engine import Engine
+from jspec.generation import method
 from jspec.loading.model import Model
 
 RNG = np.random.default_rng(3)
@@ -189,3 +190,31 @@ def test_a_request_over_http_limits_its_drafts():
     messages = [error.json()["error"]["message"] for error in errors]
     assert messages[0] == "speculation.depth=3: must be at most 2, the depth of the drafter"
     assert messages[1] == "speculation.drafter='eagle': must be one of auto, plain, ngram"
+
+
+@pytest.mark.slow
+def test_default_chains_are_shorter_in_larger_views(monkeypatch):
+    """Whatever the depth of a round, tokens are those of plain decoding, and what is drafted is counted."""
+    monkeypatch.setattr(method, "SHORTER", {"cpu": {4: 2}})
+    monkeypatch.setattr(method, "MOST_WHOLE", 1)
+    options = dict(seed=5, sampling=SAMPLING, ignore_eos=True, max_new_tokens=40)
+    with Engine(model(), **{**SIZES, "slots": 8}) as engine:
+        drafter = engine.groups[0].device.method.drafter
+        assert [branch.depth for branch in drafter.branches] == [1, 2, 4]
+        engine.groups[0].device.stops.insert(((), True))  # that of ignore_eos, before programs are compiled for it
+        engine.warm_up(sampling=SAMPLING)
+        # Alone, and up to four, sequences have the rounds of one depth, until some of them end.
+        whole, two = (jspec.generate(model(), PROMPTS[:3], drafter=Standalone(depth), **options) for depth in (4, 2))
+        assert_same(engine.generate(PROMPTS[:1], **options)[0], whole[0])
+        few = engine.generate(PROMPTS[:3], **options).stats
+        assert few.branches.counts[:, 1].sum() >= two.stats.rounds.sum() - 5
+        # Of many, the last ones draft more.
+        before, prompts = engine.metrics(), PROMPTS * 2
+        out = engine.generate(prompts, **{**options, "max_new_tokens": [*range(4, 30, 2), 50]})
+        after = engine.metrics()
+    plain = jspec.generate(model(), prompts, drafter=Plain(), **{**options, "max_new_tokens": [*range(4, 30, 2), 50]})
+    assert out.tokens == plain.tokens
+    rounds = out.stats.branches.counts.sum((0, 2))
+    assert rounds[0] and rounds[1:].any() and rounds.sum() == out.stats.rounds.sum()
+    assert after.drafted - before.drafted == out.stats.drafted == rounds @ [1, 2, 4]
+    assert after.accepted - before.accepted == out.stats.accepted

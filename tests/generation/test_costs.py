@@ -23,7 +23,7 @@ from jspec.loading import memory
 from jspec.models import sizes
 from jspec.runner import programs
 
-DRAFTER = Adaptive(WITHOUT_DRAFT, one_depth=True)
+DRAFTER = Adaptive(WITHOUT_DRAFT, depths={4: 6})
 REPEATED = [3, 4, 5, 6, 7, 8] * 4
 DISTINCT = list(range(10, 34))
 NEW = 24
@@ -142,10 +142,10 @@ def test_a_repeated_call_has_its_key_and_its_memory_ready(directory, monkeypatch
     assert len(sizes._shapes) == count - 2, "weights that are gone are forgotten"
 
 
-def test_programs_have_one_depth_by_their_tokens():
+def test_programs_have_one_depth_by_their_sequences():
     drafter = DRAFTER.bind(toy.TARGET, None)
     assert [drafter.offered(batch) for batch in (1, 4, 5, 8, 64)] == [[0, 2], [0, 2], [0, 1], [0, 1], [0, 1]]
-    everything = dataclasses.replace(drafter, one_depth=False)
+    everything = dataclasses.replace(drafter, depths=None)
     assert everything.offered(64) == [0, 1, 2]
 
 
