@@ -48,8 +48,11 @@ def in_batches(model: Model, prompt_ids: list[list[int]]) -> tuple[list[list[int
     most, parts = limits(len(prompt_ids)), []
     for begin in range(0, len(prompt_ids), SLOTS):
         piece = slice(begin, begin + SLOTS)
-        options = {"max_new_tokens": most[piece], "sampling": SAMPLING, "seed": begin}
-        parts.append(jspec.generate(model, prompt_ids[piece], **options))
+        # The noise of each prompt is that of its place among all, as in one call of the engine.
+        seeds = [(0, index) for index in range(len(prompt_ids))[piece]]
+        parts.append(
+            jspec.generate(model, prompt_ids[piece], max_new_tokens=most[piece], sampling=SAMPLING, seed=seeds)
+        )
     rounds = sum(int(part.stats.rounds.max()) for part in parts)
     return [x for part in parts for x in part.tokens], rounds, sum(int(part.stats.rounds.sum()) for part in parts)
 

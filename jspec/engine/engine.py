@@ -79,7 +79,7 @@ class Engine:
         and snapshots. None: 0.9, or 0.75 on a CPU, whose memory other programs use as well.
       page_size: rows per cache page. Whole pages are what requests share.
       prefill_tokens: prompt tokens a group reads between two bursts while others generate.
-      burst_ms: time of rounds on the device between two reports to the host, in milliseconds.
+      burst_ms: milliseconds of rounds between two reports to the host. None: 25, or 100 on a CPU.
       prefix_cache: whether requests share the pages of equal beginnings, and snapshots of what is not in pages: one per
         slot, or as many as fit into a tenth of the memory for pages.
       max_queue: largest number of waiting requests, of all groups together; None: any number.
@@ -113,7 +113,7 @@ class Engine:
             check_model(model)
             options = EngineOptions(**keywords).for_model(model)
             compare({**vars(options), "target": model.target, "draft": model.draft})
-        assert options.context is not None
+        assert options.context is not None and options.burst_ms is not None
         self.model, self.context, self._params = model, options.context, model.params
         if options.learn is not None and adapters:
             raise ValueError(f"learn={options.learn}: must be None with adapters")

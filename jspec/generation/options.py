@@ -23,10 +23,13 @@ from jspec.generation.speculation import Speculation
 from jspec.loading import memory
 from jspec.loading.model import Model
 from jspec.text.stream import Stops, check_stop
+from pallas_kernels import platform
 
 MAX_SEED = 2**32 - 1
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
+BURST_MS = {"cpu": 100.0}
+"""Platform -> default of `burst_ms`, 25 elsewhere. On a CPU the host's work for a burst takes cores from the rounds."""
 MAX_TOP_LOGPROBS = 20
 """Largest number of most probable tokens to record with each new token."""
 MAX_SUPPORT = 1024
@@ -142,7 +145,9 @@ class EngineOptions:
     )
     page_size: int = option(DEFAULT_PAGE_SIZE, "rows per cache page", metavar="ROWS", least=1)
     prefill_tokens: int = option(1024, "prompt tokens that are read between two bursts of rounds", least=1)
-    burst_ms: float = option(25.0, "time that rounds run before new tokens are sent", metavar="MS", above=0.0)
+    burst_ms: float | None = option(
+        None, "time that rounds run before new tokens are sent (default: 25; on a CPU 100)", metavar="MS", above=0.0
+    )
     prefix_cache: bool = option(True, "do not share the cache pages of equal beginnings")
     max_queue: int | None = option(
         None, "requests that may wait for a slot, of all groups together (default: any number)", least=0
@@ -156,12 +161,13 @@ class EngineOptions:
             raise TypeError(f"learn={shorten(self.learn)}: must be a jspec.train.online.Learn, or None")
 
     def for_model(self, model: Model) -> "EngineOptions":
-        """Fills in context and share of the memory where they are None; ValueError for a context beyond the model's."""
+        """Fills in what depends on the model and the device; ValueError for a context beyond the model's."""
         longest = model.target.max_length
         context = min(longest, DEFAULT_CONTEXT) if self.context is None else self.context
         check_int("context", context, least=2, most=longest)
         fraction = memory.usable_fraction() if self.memory_fraction is None else self.memory_fraction
-        return dataclasses.replace(self, context=context, memory_fraction=fraction)
+        burst_ms = BURST_MS.get(platform.platform(), 25.0) if self.burst_ms is None else self.burst_ms
+        return dataclasses.replace(self, context=context, memory_fraction=fraction, burst_ms=burst_ms)
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -175,7 +181,7 @@ class EngineKeywords(TypedDict, total=False):
     memory_fraction: float | None
     page_size: int
     prefill_tokens: int
-    burst_ms: float
+    burst_ms: float | None
     prefix_cache: bool
     max_queue: int | None
     learn: Any

@@ -11,6 +11,7 @@ from jspec.bench import measure, weights
 from jspec.core import optional
 from jspec.drafters import DRAFTERS, Adaptive, Block, Eagle, Mtp, Ngram, Standalone, Suffix, policy
 from jspec.generation.method import by_sequences, choose_drafter
+from jspec.generation.options import EngineOptions
 from pallas_kernels import platform
 
 CHOICES = policy.Choices(
@@ -118,6 +119,14 @@ def test_default_chains_of_engines_are_shorter_for_many_sequences(monkeypatch, d
     else:
         chains = tuple(dataclasses.replace(drafter, depth=other) for other in others)
         assert default == Adaptive((*chains, drafter), depths=depths)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 100.0), ("gpu", 25.0), ("tpu", 25.0)])
+def test_bursts_are_longer_on_a_cpu(monkeypatch, device, expected):
+    monkeypatch.setattr(platform, "platform", lambda: device)
+    model = SimpleNamespace(target=SimpleNamespace(max_length=64))
+    assert EngineOptions().for_model(model).burst_ms == expected
+    assert EngineOptions(burst_ms=7.0).for_model(model).burst_ms == 7.0
 
 
 MODEL = "the target and its weights"
