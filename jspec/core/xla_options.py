@@ -24,6 +24,7 @@ tokens: its kernels widen the weights inside the product, while for cuBLAS they 
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -89,6 +90,7 @@ def prefers_cublas(params: PyTree, tokens: int) -> bool:
     return not any(leaf.dtype.itemsize == 1 and leaf.dtype != np.bool_ for leaf in jax.tree.leaves(params))
 
 
+_MAKING = threading.Lock()
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -104,6 +106,7 @@ class LoopProgram(Generic[P, R]):
         functools.update_wrapper(self, function)
         self._function, self._static, self._donated = function, tuple(static_argnames), tuple(donate_argnames)
         self._many, self._devices = False, 1
+        self._jitted: Any = None
         self._variants: dict[tuple[bool, bool], Self] = {(False, False): self}
 
     def variant(self, *, many: bool = False, devices: int = 1) -> Self:
@@ -113,21 +116,25 @@ class LoopProgram(Generic[P, R]):
         devices: of the split model; all above one have the same options.
         """
         key = many, devices > 1
-        if key not in self._variants:
-            program = type(self)(self._function, static_argnames=self._static, donate_argnames=self._donated)
-            program._many, program._devices, program._variants = many, devices, self._variants
-            self._variants[key] = program
-        return self._variants[key]
+        with _MAKING:
+            if key not in self._variants:
+                program = type(self)(self._function, static_argnames=self._static, donate_argnames=self._donated)
+                program._many, program._devices, program._variants = many, devices, self._variants
+                self._variants[key] = program
+            return self._variants[key]
 
-    @functools.cached_property
+    @property
     def jitted(self) -> Any:
-        """The jitted function."""
-        return jax.jit(
-            self._function,
-            static_argnames=self._static,
-            donate_argnames=self._donated,
-            compiler_options=loop_options(many=self._many, devices=self._devices),
-        )
+        """The jitted function; the same one in all threads, as each would compile for itself."""
+        with _MAKING:
+            if self._jitted is None:
+                self._jitted = jax.jit(
+                    self._function,
+                    static_argnames=self._static,
+                    donate_argnames=self._donated,
+                    compiler_options=loop_options(many=self._many, devices=self._devices),
+                )
+            return self._jitted
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the jitted function."""

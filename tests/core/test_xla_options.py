@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +94,26 @@ def test_the_options_are_read_at_the_first_use(monkeypatch):
     assert program(jnp.int32(1), by=2) == 3 and program(jnp.int32(2), by=2) == 4
     assert "add" in program.lower(jnp.int32(1), by=2).as_text()
     assert read == [(True, 1)] and program._cache_size() == 1
+
+
+def test_threads_share_a_jitted_function(monkeypatch):
+    """Otherwise each of them would compile its programs again."""
+    functions, barrier = [], threading.Barrier(4)
+
+    def jit(function, **options):
+        time.sleep(0.05)
+        functions.append(object())
+        return functions[-1]
+
+    monkeypatch.setattr(xla_options.jax, "jit", jit)
+    program = LoopProgram(lambda x: x, static_argnames=(), donate_argnames=())
+
+    def jitted(_):
+        barrier.wait()
+        return program.variant(many=True).jitted
+
+    with ThreadPoolExecutor(4) as pool:
+        assert {*pool.map(jitted, range(4))} == {*functions} and len(functions) == 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")
