@@ -59,8 +59,12 @@ def engine(monkeypatch):
 
 
 def grow(engine):
-    """Requests with more stop sets than the table of the first ones has space for."""
-    return [engine.submit(PROMPTS[0], stop=[stop], max_new_tokens=4) for stop in range(50, 60)]
+    """Requests with more stop sets than the table of the first ones has space for; none ends before all are there."""
+    submitted = threading.Event()
+    engine.groups[0].ask(submitted.wait)
+    handles = [engine.submit(PROMPTS[0], stop=[stop], max_new_tokens=4) for stop in range(50, 60)]
+    submitted.set()
+    return handles
 
 
 @pytest.mark.slow
