@@ -352,3 +352,11 @@ def test_options_that_contradict_each_other(capsys, tmp_path):
         (["bench", "--preset", "tiny", "--plot", "none/x.png"], "--plot none/x.png: "),
     ):
         assert check(capsys, arguments, message) == 2
+
+
+def test_a_missing_extra_is_one_line(capsys, monkeypatch, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert cli.main(["generate", "--model", str(tmp_path / "model.gguf"), "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith('model.gguf: requires gguf: pip install "jspec-decoding[gguf]"')

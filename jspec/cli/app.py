@@ -71,6 +71,10 @@ def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -
         return 0
     except (ValueError, TypeError) as error:
         return _refuse(str(error), options)
+    except ModuleNotFoundError as error:  # Of an extra, unless it is our own fault.
+        if package.NAME not in str(error):
+            raise
+        return _refuse(str(error), options)
     except OSError as error:  # One of the system without the name of a file is of a standard stream.
         stream = error.strerror and not error.filename
         return _refuse(f"output cannot be written ({error.strerror})" if stream else str(error), options)
