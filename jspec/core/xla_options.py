@@ -91,6 +91,7 @@ def prefers_cublas(params: PyTree, tokens: int) -> bool:
 
 
 _MAKING = threading.Lock()
+"""Held while a variant or a jitted function is made."""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jspec.core.checks import shorten
 from jspec.core.types import DRAFTER_PARTS, Drafter
-from jspec.drafters.adaptive import WITHOUT_DRAFT, Adaptive
+from jspec.drafters.adaptive import WITHOUT_DRAFT, WITHOUT_DRAFT_DEPTHS, Adaptive
 from jspec.drafters.base import check_drafter
 from jspec.drafters.block import Block
 from jspec.drafters.eagle import Eagle
@@ -21,6 +21,7 @@ from jspec.drafters.table import PROPOSING
 __all__ = [
     "DRAFTERS",
     "WITHOUT_DRAFT",
+    "WITHOUT_DRAFT_DEPTHS",
     "Adaptive",
     "Block",
     "Eagle",

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ DEPTHS = (1, 2, 5, 8)
 """Depths of the default drafters with a draft."""
 WITHOUT_DRAFT = (Plain(), Ngram(depth=3), Ngram(depth=6))
 """The default drafters without one."""
+WITHOUT_DRAFT_DEPTHS = {4: 6}
+"""Their `depths`: the time of a round grows with its tokens where these are more than about 32, as on a CPU."""
 
 
 @struct
@@ -186,9 +189,9 @@ class Adaptive:
 
     def offered(self, batch: int) -> list[int]:
         """The drafters of programs for this many sequences."""
-        choices, best = self._choices, {}
         if self.depths is None:
-            return list(range(len(choices.depth)))
+            return list(range(len(self.branches)))
+        choices, best = self._choices, {}
         most = next((depth for size, depth in self.depths if batch <= size), 0)
         for index in np.argsort(choices.depth, kind="stable").tolist():
             kind = index if choices.kind[index] < 0 else ("kind", choices.kind[index])
@@ -363,8 +366,8 @@ def _check_depths(depths: object) -> tuple[tuple[int, int], ...]:
     """The pairs of sequences and depth, ascending; TypeError or ValueError unless they are positive."""
     if not isinstance(depths, Mapping | tuple) or not depths:
         raise TypeError(f"Adaptive: depths={shorten(depths)}: must be depths by number of sequences")
-    pairs = dict(depths).items()
-    return tuple(sorted((check_int("depths", a, least=1), check_int("depths", b, least=1)) for a, b in pairs))
+    check = partial(check_int, "depths", least=1, owner="Adaptive")
+    return tuple(sorted((check(size), check(depth)) for size, depth in dict(depths).items()))
 
 
 def _check_drafters(drafters: object) -> tuple[Drafter, ...]:

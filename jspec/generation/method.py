@@ -27,7 +27,7 @@ def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
     """Resolves a drafter; "auto" is the one for the loaded draft; without one, plain decoding or n-grams by cost."""
     if isinstance(drafter, str) and drafter == "auto":
         if model.draft is None:
-            return drafters.Adaptive(drafters.WITHOUT_DRAFT, depths={4: 6})
+            return drafters.Adaptive(drafters.WITHOUT_DRAFT, depths=drafters.WITHOUT_DRAFT_DEPTHS)
         drafter = model.draft.drafter
     return drafters.resolve(drafter)
 
@@ -38,8 +38,11 @@ def by_sequences(drafter: Drafter, model: Model) -> Drafter:
     Args:
       drafter: the one of `choose_drafter`.
     """
-    table, depth = SHORTER.get(platform.platform()), drafter.bind(model.target, model.draft).depth
-    if table is None or depth < 2 or getattr(drafter, "width", None) != 1 or not dataclasses.is_dataclass(drafter):
+    table = SHORTER.get(platform.platform())
+    if table is None or getattr(drafter, "width", None) != 1 or not dataclasses.is_dataclass(drafter):
+        return drafter
+    depth = drafter.bind(model.target, model.draft).depth
+    if depth < 2:
         return drafter
     shorter = [size for size in sorted({1, *table.values()}) if size < depth]
     chains = [dataclasses.replace(drafter, depth=size) for size in shorter]
