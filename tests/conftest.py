@@ -6,10 +6,10 @@ at run time in the modules that only take arrays.
 
 import ctypes
 import gc
-import itertools
 import os
 import pathlib
 import threading
+import time
 
 import optional
 import pytest
@@ -232,15 +232,17 @@ MOST_BYTES = 3 * 2**30
 """Memory of a process in which programs are kept: two of them fit into 8 GB."""
 
 
-CHECKED = itertools.count()
-"""Tests that this process has run. Listing the maps takes milliseconds, so one test in ten does it."""
+SECONDS = 2.0
+"""Time between two looks at the maps, whose listing takes milliseconds: a test that compiles much takes longer."""
+LOOKED = [time.monotonic()]
 
 
 @pytest.fixture(autouse=True)
 def room_for_programs():
     """Forgets compiled programs between two tests where they have taken half of the maps a process may have."""
     yield
-    if next(CHECKED) % 10 == 0 and MAPS.exists():
+    if time.monotonic() > LOOKED[0] + SECONDS and MAPS.exists():
+        LOOKED[0] = time.monotonic()
         resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         if resident > MOST_BYTES or MAPS.read_bytes().count(b"\n") > MOST_MAPS:
             forget_programs()

@@ -9,6 +9,8 @@ import tiers
 class Item:
     """A point of a test, as pytest collects it."""
 
+    module = None
+
     def __init__(self, test, point, *unless):
         self.nodeid, self.callspec = f"{test}[{point}]", types.SimpleNamespace(id=point)
         self.own_markers = [pytest.mark.slow(unless=unless).mark] if unless else []
@@ -49,6 +51,15 @@ def test_parts_have_all_slow_tests_of_a_file_once_and_all_fast_ones():
     assert sum(map(len, slow_in)) == len(set().union(*slow_in)) == 18
     files = [{name.partition("::")[0] for name in names} for names in slow_in]
     assert sum(map(len, files)) == 9
+
+
+def test_slow_tests_that_share_nothing_are_in_several_parts():
+    items = [Item("tests/test_a.py::test", point, "z") for point in "abcdefghi"]
+    assert tiers.leave_fast(items) == {"tests/test_a.py::test: slow(unless='z')"}
+    for item in items:
+        item.module = types.SimpleNamespace(SHARES_NOTHING=True)
+    parts = [tiers.split_slow(items, part)[0] for part in ("1/3", "2/3", "3/3")]
+    assert all(parts) and sorted(item.nodeid for part in parts for item in part) == [item.nodeid for item in items]
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/2/3"])

@@ -20,6 +20,7 @@ from jspec.analysis.verify_subject import Subject, default_prompts
 from jspec.core.types import Params
 from jspec.drafters import Eagle, Ngram, Pruned, Standalone, Suffix
 
+SHARES_NOTHING = True
 PROMPTS = toy.PROMPTS
 ONCE = ("pages", "batches", "chunks", "log-probabilities", "proposals", "trees", "sampling", "engine", "forwards")
 IN_TURN = {"ends of texts": 3, "rounds": 2, **dict.fromkeys(ONCE, 1)}

@@ -49,7 +49,7 @@ def split_slow(items: Iterable[pytest.Item], part: str) -> tuple[list[pytest.Ite
     """The tests without the slow tests of other parts, and these.
 
     A file, whose tests share programs, is in one part, which depends on its name alone: all parts of any commits
-    together are the whole tier.
+    together are the whole tier. Tests of a module that sets SHARES_NOTHING have a part each, by their ids.
 
     part: "i/n", the i-th of n parts, from 1 on.
 
@@ -65,6 +65,7 @@ def split_slow(items: Iterable[pytest.Item], part: str) -> tuple[list[pytest.Ite
     selected, others = [], []
     for item in items:
         slow = item.get_closest_marker("slow") is not None
-        file = item.nodeid.partition("::")[0]
-        (others if slow and zlib.crc32(file.encode()) % count != index - 1 else selected).append(item)
+        apart = getattr(getattr(item, "module", None), "SHARES_NOTHING", False)
+        unit = item.nodeid if apart else item.nodeid.partition("::")[0]
+        (others if slow and zlib.crc32(unit.encode()) % count != index - 1 else selected).append(item)
     return selected, others

@@ -12,6 +12,7 @@ from pathlib import Path
 import product
 import pytest
 
+SHARES_NOTHING = True
 TESTS = Path(__file__).parent
 PRODUCT = "product_on_eight_devices.py"
 MODULES = (
