@@ -1,9 +1,10 @@
 """The short causal convolution before the delta rule, over the nodes of a token tree.
 
-Dimensions: B batch, N new nodes, R rows of the round, C channels, W inputs that the convolution remembers.
+Dimensions: B batch, N new nodes, R rows of the round, A accepted tokens, C channels, W inputs before the root, which
+the convolution needs, W1 = W + 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,55 +20,49 @@ def short_conv(
     mask: Bool[Array, "#B N R"] | None,
     nodes: int,
 ) -> Float[Array, "B N C"]:
-    """A causal convolution, channel by channel, over each node and its W = W1 - 1 nearest ancestors.
+    """Depthwise causal convolution over each node and its W nearest ancestors.
 
     Args:
       window: the inputs before the root, oldest first.
       weight: oldest input first, the node's own last.
-      mask: as in `api.tree_delta_rule`; None: a chain, whose last `nodes` tokens are the nodes.
+      inputs: of the rows; the nodes are the last ones.
+      mask: as in `api.tree_delta_rule`; None: a chain.
+      nodes: N.
 
     Returns:
       the sums, in float32.
     """
-    count, rows = window.shape[1], inputs.shape[1]
-    line = jnp.concatenate([window, inputs], axis=1)
-    wide = weight.astype(jnp.float32)
-    out = inputs[:, rows - nodes :].astype(jnp.float32) * wide[count][None, None]
-    ancestor = _chain_ancestor(line, nodes) if mask is None else _tree_ancestor(line, mask)
-    for distance in range(1, count + 1):
-        out = out + ancestor(distance).astype(jnp.float32) * wide[count - distance][None, None]
+    width, rows = window.shape[1], inputs.shape[1]
+    history = jnp.concatenate([window, inputs], axis=1)
+    taps = weight.astype(jnp.float32)
+    out = inputs[:, rows - nodes :].astype(jnp.float32) * taps[width][None, None]
+    for distance, ancestor in enumerate(_ancestors(history, mask, nodes, width), 1):
+        out = out + ancestor.astype(jnp.float32) * taps[width - distance][None, None]
     return out
 
 
-def _chain_ancestor(line: jax.Array, nodes: int) -> Callable[[int], jax.Array]:
-    """A function that returns the inputs of the ancestors at a distance [B, N, C], for the last nodes of a chain."""
+def _ancestors(history: jax.Array, mask: jax.Array | None, nodes: int, count: int) -> Iterator[jax.Array]:
+    """The inputs [B, N, C] of the nodes' parents, then of their grandparents, up to `count` generations.
 
-    def ancestor(distance: int) -> jax.Array:
-        first = line.shape[1] - nodes - distance
-        return line[:, first : first + nodes]
-
-    return ancestor
-
-
-def _tree_ancestor(line: jax.Array, mask: jax.Array) -> Callable[[int], jax.Array]:
-    """The same for the nodes of a tree; `line` holds the window, then the rows."""
-    window = line.shape[1] - mask.shape[2]
-    visible = jnp.concatenate([jnp.ones((*mask.shape[:2], window), bool), mask], axis=2)
+    history: [B, W + R, C], the window, then the inputs of the rows.
+    """
+    if mask is None:
+        first = history.shape[1] - nodes
+        yield from (history[:, first - distance : first - distance + nodes] for distance in range(1, count + 1))
+        return
+    visible = jnp.concatenate([jnp.ones((*mask.shape[:2], count), bool), mask], axis=2)
     steps = suffix_sum(visible.astype(jnp.int32))
-    column = jnp.arange(line.shape[1], dtype=jnp.int32)[None, None]
-
-    def ancestor(distance: int) -> jax.Array:
-        # A node sees one row of each generation, and nearer ones have higher indices.
+    column = jnp.arange(history.shape[1], dtype=jnp.int32)[None, None]
+    for distance in range(1, count + 1):
+        # A node sees its ancestors only, so the one at this distance has as many visible rows after it.
         index = jnp.where(visible & (steps == distance), column, 0).sum(-1, dtype=jnp.int32)
-        return jnp.take_along_axis(line, index[:, :, None], axis=1, mode="clip")
-
-    return ancestor
+        yield jnp.take_along_axis(history, index[:, :, None], axis=1, mode="clip")
 
 
 def slide(
     window: Float[Array, "B W C"], inputs: Float[Array, "B A C"], length: Int[Array, " B"]
 ) -> Float[Array, "B W C"]:
-    """The window after the first `length[b]` inputs."""
-    line = jnp.concatenate([window, inputs], axis=1)
+    """The window after committing the first `length[b]` inputs of each sequence."""
+    history = jnp.concatenate([window, inputs], axis=1)
     index = length[:, None] + jnp.arange(window.shape[1], dtype=jnp.int32)[None]
-    return jnp.take_along_axis(line, index[:, :, None], axis=1, mode="clip")
+    return jnp.take_along_axis(history, index[:, :, None], axis=1, mode="clip")

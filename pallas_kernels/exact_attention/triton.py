@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import platform
 from pallas_kernels._triton import call, int32_or_none, padded, refuse_dtype
-from pallas_kernels._triton_specs import Specs, Stored, state_shapes
+from pallas_kernels._triton_specs import PagedPrefix, Specs, state_shapes
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths
 from pallas_kernels.exact_attention.config import TUNING, Config, default_config
@@ -92,9 +92,9 @@ def exact_attention(
         config = dataclasses.replace(config, spread=False)
     # An array as the layer, because XLA compiles a kernel once for all calls that differ only in their arrays.
     table, length = int32_or_none(page_table), int32_or_none(prefix_length)
-    stored = None
+    paged = None
     if pool is not None and table is not None and length is not None:
-        stored = Stored(jnp.full(1, layer, jnp.int32), pool, table, length)
+        paged = PagedPrefix(jnp.full(1, layer, jnp.int32), pool, table, length)
     path = count = None
     if mask is not None:
         path, count = (x.astype(jnp.int32) for x in paths(mask, batch, nodes, rows))
@@ -104,14 +104,14 @@ def exact_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "window": window}
     interpret = platform.resolve_interpret(interpret)
     work = _Work(
-        queries, k_rows, v_rows, path, count, int32_or_none(first_row), stored, sinks, config, options, interpret
+        queries, k_rows, v_rows, path, count, int32_or_none(first_row), paged, sinks, config, options, interpret
     )
-    if stored is None or (path is None and not config.spread):
+    if paged is None or (path is None and not config.spread):
         return _result(work, ()).reshape(q.shape)
     if not config.spread:
-        return _result(work, _prefix(work, stored)).reshape(q.shape)
-    states = _segments(work, stored)
-    return (_fold(work, stored, states) if path is None else _result(work, states)).reshape(q.shape)
+        return _result(work, _prefix(work, paged)).reshape(q.shape)
+    states = _segments(work, paged)
+    return (_fold(work, paged, states) if path is None else _result(work, states)).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _Work:
     path: jax.Array | None  # [B, N, R]
     count: jax.Array | None  # [B, N]
     first_row: jax.Array | None  # [B]
-    stored: Stored | None
+    paged: PagedPrefix | None
     sinks: jax.Array | None  # [K, G]
     config: Config
     options: dict[str, Any]
@@ -157,14 +157,14 @@ class _Work:
         return call(kernel, interpret=self.interpret, **(settings | options))
 
 
-def _segments(work: _Work, stored: Stored) -> Sequence[jax.Array]:
+def _segments(work: _Work, paged: PagedPrefix) -> Sequence[jax.Array]:
     """The state of each segment of the prefix, in slots.
 
     In a tree, the last slot is that of `_prefix`. In a chain, the last slots are for the segments from the last one of
     the prefix on, with the round's own rows.
     """
     batch, nodes, kv_heads, group, dim = work.queries.shape
-    segments, chain = seen_segments(stored.capacity, work.options["window"]), work.path is None
+    segments, chain = seen_segments(paged.capacity, work.options["window"]), work.path is None
     own_tiles, specs = work.tiles if chain else 0, Specs(1)
     shapes = state_shapes(segments + (work.tails if chain else 1), work.queries)
     k_spec, v_spec, *_ = specs.round(work.rows, dim, None)
@@ -186,14 +186,14 @@ def _segments(work: _Work, stored: Stored) -> Sequence[jax.Array]:
             specs.queries(nodes, group, dim),
             *((k_spec, v_spec) if chain else (None, None)),
             None if seen is None else specs.sequence(nodes),
-            *specs.stored(stored),
+            *specs.paged(paged),
         ],
         out_specs=specs.states(shapes),
         name="exact_attention_segments",
-    )(work.queries, *((work.k_rows, work.v_rows) if chain else (None, None)), seen, *stored.arrays)
+    )(work.queries, *((work.k_rows, work.v_rows) if chain else (None, None)), seen, *paged.arrays)
 
 
-def _prefix(work: _Work, stored: Stored) -> Sequence[jax.Array]:
+def _prefix(work: _Work, paged: PagedPrefix) -> Sequence[jax.Array]:
     """The state of all whole segments of the prefix, and the state of the whole blocks after them."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
     shapes, specs, seen = state_shapes(2, work.queries), Specs(work.tiles), work.seen
@@ -204,14 +204,14 @@ def _prefix(work: _Work, stored: Stored) -> Sequence[jax.Array]:
         in_specs=[
             specs.queries(nodes, group, dim),
             None if seen is None else specs.sequence(nodes),
-            *specs.stored(stored),
+            *specs.paged(paged),
         ],
         out_specs=specs.states(shapes),
         name="exact_attention_prefix",
-    )(work.queries, seen, *stored.arrays)
+    )(work.queries, seen, *paged.arrays)
 
 
-def _fold(work: _Work, stored: Stored, states: Sequence[jax.Array]) -> jax.Array:
+def _fold(work: _Work, paged: PagedPrefix, states: Sequence[jax.Array]) -> jax.Array:
     """The result of a chain from the states of all segments."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
     specs = Specs(pl.cdiv(nodes * group, work.config.fold_rows))
@@ -219,7 +219,7 @@ def _fold(work: _Work, stored: Stored, states: Sequence[jax.Array]) -> jax.Array
         _fold_kernel,
         rows=work.rows,
         tails=work.tails,
-        capacity=stored.capacity,
+        capacity=paged.capacity,
         window=work.options["window"],
         config=work.config,
     )
@@ -230,13 +230,13 @@ def _fold(work: _Work, stored: Stored, states: Sequence[jax.Array]) -> jax.Array
         in_specs=[specs.sequence(), specs.sinks(work.sinks), *specs.states(states)],
         out_specs=specs.queries(nodes, group, dim),
         name="exact_attention",
-    )(stored.length, work.sinks, *states)
+    )(paged.length, work.sinks, *states)
 
 
 def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
     """The result from the states of `_prefix`, or in a tree of `_segments`; without states, from the prefix itself."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
-    config, chain, stored = work.config, work.path is None, work.stored
+    config, chain, paged = work.config, work.path is None, work.paged
     specs = Specs(work.tiles if chain else nodes * pl.cdiv(group, config.own_block_m))
     return work.call(
         functools.partial(_own_kernel, config=config, tiles=specs.tiles, **work.options),
@@ -248,7 +248,7 @@ def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
             specs.queries(nodes, group, dim),
             *specs.round(work.rows, dim, work.path, shared=work.k_rows.shape[0] == 1),
             None if work.first_row is None else specs.sequence(),
-            *specs.stored(stored),
+            *specs.paged(paged),
             specs.sinks(work.sinks),
             *specs.states(states),
         ],
@@ -261,7 +261,7 @@ def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
         work.path,
         work.count,
         work.first_row,
-        *((None,) * 4 if stored is None else stored.arrays),
+        *((None,) * 4 if paged is None else paged.arrays),
         work.sinks,
         *states,
     )
@@ -283,10 +283,10 @@ def _segments_kernel(
     window: int | None,
 ) -> None:
     """The state of each segment, see `_segments`. Slots of segments in which a tile sees no row are not written."""
-    *stored_refs, peak_ref, total_ref, sum_ref = refs
+    *paged_refs, peak_ref, total_ref, sum_ref = refs
     states = peak_ref, total_ref, sum_ref
     job = pl.program_id(2)
-    prefix = Prefix.load(*stored_refs, window=window)
+    prefix = Prefix.load(*paged_refs, window=window)
     assert prefix is not None
     done = prefix.length // BLOCK
     whole = done // PER_SEGMENT
@@ -367,8 +367,8 @@ def _prefix_kernel(
     window: int | None,
 ) -> None:
     """The segments that are committed as a whole, merged; and the state after the blocks that are, of the next."""
-    *stored_refs, peak_ref, total_ref, sum_ref = refs
-    prefix = Prefix.load(*stored_refs, window=window)
+    *paged_refs, peak_ref, total_ref, sum_ref = refs
+    prefix = Prefix.load(*paged_refs, window=window)
     assert prefix is not None
     tile = Tile.load(q_ref, 0, pl.program_id(1) % tiles * config.block_m, q_ref.shape[0], config.block_m)
     starts = prefix.starts(tile, q_ref.shape[0], rows, count_ref, window)
@@ -389,7 +389,7 @@ def _own_kernel(
     table_ref: Ref | None,
     length_ref: Ref | None,
     sinks_ref: Ref | None,  # [G]
-    *refs: Ref,  # those of `States`, if anything is stored; then [N, G, D] the result
+    *refs: Ref,  # those of `States`, if there is a prefix; then [N, G, D] the result
     config: Config,
     tiles: int,
     scale: float,
