@@ -19,10 +19,10 @@ P = TypeVar("P")
 
 @runtime_checkable
 class SlotCache(Protocol):
-    """Methods of a cache, in addition to `Cache`, for sequences to come and go.
+    """A cache for engines, in which sequences come and go: methods in addition to those of `Cache`.
 
-    Defaults, for classes that inherit them: the last two of a cache that has everything in pages, the two before of one
-    without pages.
+    Inherit the defaults of `with_table` and `pooled` in a cache without pages, and those of `state_of` and `with_state`
+    in one without slot state.
     """
 
     def take(self, slots: Int[Array, " R"]) -> Self:
@@ -34,17 +34,17 @@ class SlotCache(Protocol):
         ...
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """Sets the block tables; itself if it has no pages of the common pool."""
+        """Sets the block tables; a cache without pages returns itself."""
         return self
 
     def pooled(self, pages: int) -> Self:
-        """An empty cache of the same sequences with `pages` pages in the common pool, none of them owned by anyone."""
+        """An empty cache for the same sequences, with `pages` free pages in the common pool."""
         return self
 
     def state_of(self, slot: Int[Array, ""]) -> PyTree:
-        """A copy of the slot state of a sequence: its state outside of the common pool; None: nothing.
+        """A copy of the slot state of a sequence: its state outside of the common pool; None: there is none.
 
-        Sequences share the pages of a prefix, but such a state can only be copied where the prefix ends. Its fields
+        Sequences can share pages, but a slot state can only be copied, where their common prefix ends. Its fields
         specify the split over devices (`jspec.core.struct.leaf`).
         """
         return None
@@ -55,7 +55,7 @@ class SlotCache(Protocol):
 
 
 def is_slot_cache(x: object) -> bool:
-    """For `is_leaf`: whether `x` is a cache."""
+    """Whether `x` is a cache; for `is_leaf` of `jax.tree`."""
     return isinstance(x, SlotCache)
 
 
@@ -89,14 +89,14 @@ def put(s: DecodeState, slots: Int[Array, " R"] | None, part: DecodeState) -> De
 def with_table(s: DecodeState, table: Int[Array, "R W"]) -> DecodeState:
     """Sets the block tables in the target's cache and in the draft's."""
 
-    def owned(tree: P) -> P:
+    def change(tree: P) -> P:
         return map_parts(lambda c: c.with_table(table), lambda x: x, tree)
 
-    return dataclasses.replace(s, cache=owned(s.cache), draft=owned(s.draft))
+    return dataclasses.replace(s, cache=change(s.cache), draft=change(s.draft))
 
 
 def _rebuild(s: DecodeState, change: Callable[..., PyTree], *others: DecodeState) -> DecodeState:
-    """Applies `change` to every per-sequence field; of the others, those of the last state count."""
+    """Applies `change` to every per-sequence field; takes the other fields from the last state."""
     fields = {}
     for field in dataclasses.fields(s):
         values = [getattr(state, field.name) for state in (s, *others)]
@@ -111,5 +111,5 @@ def _rebuild(s: DecodeState, change: Callable[..., PyTree], *others: DecodeState
 
 
 def clear(tree: P, slots: Int[Array, " n"]) -> P:
-    """A drafter's state with zeros in these slots; slots out of range are skipped. Caches are left as they are."""
+    """Zeros these slots of a drafter's state, except in its caches; slots out of range are skipped."""
     return map_parts(lambda c: c, lambda x: x.at[slots].set(jnp.zeros((), x.dtype), mode="drop"), tree)

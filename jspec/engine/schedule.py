@@ -25,11 +25,11 @@ from jspec.runner.ready import Ready
 from jspec.runner.request import Phase, Request
 
 OVERHEAD = 256
-"""Fixed cost of a program, in columns: about as many as a processor computes while it reads the weights."""
+"""Fixed cost of a program, in columns: about the columns computed in the time it takes to read the weights."""
 FULL = 0.75
 """Share of running slots above which bursts take precedence over reads."""
 MAX_SKIPPED = 3
-"""Bursts to skip in a row at most, to fill the slots."""
+"""Maximum number of consecutive bursts skipped to fill slots."""
 
 
 class Scheduler:
@@ -42,12 +42,12 @@ class Scheduler:
     extra_rows: rows of the drafter's cache beyond those of the target's.
     read_shapes: (sequences, columns) of the read programs; `shapes` has the smallest first. The first chunk of a
       sequence has `extra_rows` tokens less than columns, and `pages.min_prefill` tokens must fit.
-    prefill_tokens: columns of a read while other sequences run, in all; or the read has the smallest shape.
-    max_in_flight: reads, and bursts, in flight at most; `plan` then adds no other one.
+    prefill_tokens: maximum columns of all rows of a read while sequences decode; allows at least the smallest shape.
+    max_in_flight: maximum reads in flight, and maximum bursts.
 
-    Attributes:
+    Attributes, set by the caller:
       programs: the compiled programs.
-      packs: whether reads have pieces of prompts: a sequence may have several rows, all but the last of them full.
+      packs: whether a read may split a chunk over several rows, all but the last full.
 
     Raises:
       ValueError: too few columns.
@@ -83,11 +83,11 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: deque[Read | Burst] = deque()
         self.preemptions = self._skipped = 0
-        self.programs, self.packs = Ready([slots]), False  # those of a device take their place
+        self.programs, self.packs = Ready([slots]), False
         self._patience = 0.0
-        """Cost so far, in columns, of slots whose requests wait for a read worth its cost."""
+        """Cost of a delayed read so far, in columns, by the slots that wait for it."""
 
-    # Called for users
+    # Requests
 
     def submit(self, request: Request) -> None:
         """Puts a request into the queue.
@@ -103,7 +103,7 @@ class Scheduler:
         self._enqueue(request)
 
     def check_fits(self, request: Request) -> None:
-        """Checks that a request could be served if it were alone. May be called from any thread.
+        """Checks that a request fits without any other request. May be called from any thread.
 
         Raises:
           ValueError: it can never fit.
@@ -114,10 +114,10 @@ class Scheduler:
                 f"{size} may become {request.limit} tokens long, the context is {self.context}: "
                 "shorten one of them or raise context"
             )
-        need, there = self.pages.holding(self._all_rows(request)), self.pages.count - 1
-        if need > there:
+        need, total = self.pages.holding(self._all_rows(request)), self.pages.count - 1
+        if need > total:
             raise ValueError(
-                f"{size} may need {need} pages of {self.pages.size} rows, there are {there}: "
+                f"{size} may need {need} pages of {self.pages.size} rows, there are {total}: "
                 "shorten one of them or raise pages"
             )
 
@@ -133,10 +133,10 @@ class Scheduler:
             self._queue.pop(bisect_left(self._queue, request.order, key=lambda other: other.order))
             request.phase = Phase.CANCELLED
         elif not request.ended:
-            self._leave(request, Phase.CANCELLED)
+            self._release(request, Phase.CANCELLED)
 
     def forget(self) -> None:
-        """Empties the prefix cache after a change of weights; pages of admitted requests have rows of the old ones."""
+        """Empties the prefix cache after a change of weights; admitted requests register none of their old rows."""
         self.pages.forget()
         for request in self._admitted:
             request.registered = None
@@ -144,9 +144,10 @@ class Scheduler:
     # Called in every turn of the engine
 
     def plan(self, rounds: int, *, timed: bool = False) -> Plan:
-        """The next programs.
+        """Plans the next programs.
 
-        rounds: most rounds of the burst, at least 1. timed: all of them, even if a sequence ends while others wait.
+        rounds: maximum rounds of the burst, at least 1.
+        timed: run all of them, even if a sequence ends while others wait.
         """
         bursting = sum(isinstance(program, Burst) for program in self._in_flight) < self.max_in_flight
         reading = sum(isinstance(program, Read) for program in self._in_flight) < self.max_in_flight
@@ -155,7 +156,7 @@ class Scheduler:
             for request in list(self._admitted):
                 if request.phase is Phase.RUNNING:
                     self._grow(request, rounds, preempt=True)
-        # Otherwise, a request just preempted would return at once.
+        # After a preemption admit none, or the preempted request would return at once.
         admissions = self._admit() if reading and self.preemptions == before else []
         read = self._plan_read(rounds) if reading else None
         burst = self._plan_burst(rounds, read is not None, timed) if bursting else None
@@ -165,7 +166,7 @@ class Scheduler:
     def update(self, program: Read | Burst, outputs: Mapping[Request, Output]) -> list[Request]:
         """Processes the report of the oldest program in flight. Returns the requests with new tokens or an end.
 
-        outputs: by request; of a read, only those for which it chose a token. Those of cancelled requests are dropped.
+        outputs: of all requests for which the program may have chosen tokens; those of ended ones are dropped.
 
         Raises:
           ValueError: another program is older, or an output does not continue its request.
@@ -182,7 +183,7 @@ class Scheduler:
                     raise ValueError(f"outputs: lacks request {index} of the program")
                 if self._process(request, outputs[request]):
                     changed.append(request)
-            if request.phase is Phase.PREEMPTED and not request.in_flight:  # It may return.
+            if request.phase is Phase.PREEMPTED and not request.in_flight:  # Queue it again.
                 self._preempted.remove(request)
                 self._enqueue(request)
         return changed
@@ -194,7 +195,7 @@ class Scheduler:
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing is to be done until a program is compiled."""
+        """Whether there is nothing to do until a program is compiled."""
         return self.programs.busy and not (self._admitted or self._preempted or self._released or self._in_flight)
 
     @property
@@ -219,17 +220,17 @@ class Scheduler:
         shapes = self._allowed_shapes()
         most_rows, most_columns = max(rows for rows, _ in shapes), max(rows * size for rows, size in shapes)
         reading = [request for request in self._admitted if request.phase is Phase.READING]
-        left = sum(request.prefill_length - request.prefilled for request in reading)
-        rows, place = len(reading), 0
+        tokens = sum(request.prefill_length - request.prefilled for request in reading)
+        rows, index = len(reading), 0
         admissions: list[Request] = []
-        while (
-            place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
-        ):
-            request = self._queue[place]
+        while index < min(len(self._queue), self.slots):
+            if not self._free_slots or rows >= most_rows or tokens >= most_columns:
+                break
+            request = self._queue[index]
             if sharing.waits(request) or not self._has_programs(request):
-                place += 1
+                index += 1
                 continue
-            # Look up the prefix cache, and prompts in prefill.
+            # Look up the prefix cache, then look for a prompt in prefill with more of the prefix.
             most = request.prefill_length - self.pages.min_prefill
             prefix = self.pages.match(request.all_tokens, most, request.salt)
             request.waits_for = sharing.reader(self.pages, self._admitted, request, prefix)
@@ -238,23 +239,22 @@ class Scheduler:
                 continue
             if not self._try_admit(request, prefix):  # Younger requests do not overtake it.
                 break
-            self._queue.pop(place)
-            rows, left = rows + 1, left + request.prefill_length - request.prefilled
+            self._queue.pop(index)
+            rows, tokens = rows + 1, tokens + request.prefill_length - request.prefilled
             admissions.append(request)
         return admissions
 
     def _has_programs(self, request: Request) -> bool:
-        """Whether it can run beside those with slots."""
+        """Whether the compiled programs can run a request together with the requests in slots."""
         best = max(self._small_shapes, key=lambda shape: self._worth([request], shape))
         return self.programs.admits(request, self._admitted, self.waiting, self._small_shapes, best)
 
     def _try_admit(self, request: Request, prefix: list[int]) -> bool:
-        """Gives a request a slot and the pages of its prefill and of one round. False if pages are too few: the pages
-        of the prefix are given back.
+        """Gives a request a slot, and pages for its prefill and one round. False: too few pages; frees the prefix.
 
         Leaves one page for each admitted sequence, or these would preempt it at once.
         """
-        # Of a recurrent target, two prompts diverge where the cached pages go on after the last snapshot.
+        # A recurrent target continues from the last snapshot. Matched pages after it end where two prompts diverge.
         usable = self.pages.usable(prefix)
         need = self.pages.holding(self._rows(request, request.prefill_length + 1)) - usable
         beyond, prefix = prefix[usable:], prefix[:usable]
@@ -281,6 +281,7 @@ class Scheduler:
     # Prefill
 
     def _allowed_shapes(self) -> list[tuple[int, int]]:
+        """The shapes of reads: only small ones while sequences decode."""
         decodes = any(request.phase is Phase.RUNNING for request in self._admitted)
         return self._small_shapes if decodes else self.shapes
 
@@ -296,7 +297,7 @@ class Scheduler:
         if self._postpones(requests, (rows, size), rounds):
             return None
         self._patience = 0.0
-        # The chunk of each request, and its state after it.
+        # Add the chunk of each request, and advance the request.
         read = Read(rows, size)
         for request, number in zip(requests, self._chunks(requests, (rows, size)), strict=False):
             read.add(request, number)
@@ -309,7 +310,7 @@ class Scheduler:
         return read
 
     def _chunks(self, requests: list[Request], shape: tuple[int, int]) -> list[int]:
-        """Tokens of the first requests that a read of this shape has room for."""
+        """The chunk lengths of the first requests, as many as fit into a read of this shape."""
         (rows, size), counts = shape, []
         while rows and len(counts) < len(requests):
             counts.append(self._chunk(requests[len(counts)], size, rows if self.packs else 1))
@@ -321,14 +322,14 @@ class Scheduler:
         return sum(self._chunks(requests, shape))
 
     def _worth(self, requests: list[Request], shape: tuple[int, int]) -> float:
-        """Tokens prefilled by a read of this shape, per cost."""
+        """Tokens prefilled by a read of this shape, divided by its cost in columns."""
         return self._tokens(requests, shape) / (shape[0] * shape[1] + OVERHEAD)
 
     def _postpones(self, requests: list[Request], shape: tuple[int, int], rounds: int) -> bool:
         """Whether to delay a read until more slots are free, to fill more of its columns.
 
-        Only if all slots are taken and requests wait, or first tokens would be late without need, and until the idle
-        slots have cost as much as the empty columns would: at most twice the optimal cost.
+        Delays only while all slots are taken and requests wait: otherwise it gains nothing, and first tokens are late.
+        Stops once the idle slots have cost as much as the empty columns would: at most twice the optimal cost.
         """
         running = [request for request in self._admitted if request.phase is Phase.RUNNING]
         if not self._queue or self._free_slots or not running or self._admitted[0].phase is Phase.READING:
@@ -339,16 +340,16 @@ class Scheduler:
         return True
 
     def _chunk(self, request: Request, size: int, rows: int) -> int:
-        """Tokens of a request in at most `rows` rows of `size` columns.
+        """Length of a request's next chunk in at most `rows` rows of `size` columns.
 
         In the first chunk of a sequence, the drafter's cache gets `extra_rows` rows more than the target's.
         """
         extra = self.extra_rows if request.prefilled == request.cached else 0
-        room = extra if self.packs else 0  # Those rows follow in the last piece.
+        room = extra if self.packs else 0  # columns of the last row for these
         count = min(size * rows - extra, request.prefill_length - request.prefilled)
         count -= max(0, room - -count % size)
         ends = [pages * self.pages.size - request.prefilled for pages in request.save_points]
-        # A state can only be saved at the end of a page.
+        # Snapshots exist only at the end of a page.
         if self.pages.snapshots is not None and request.prefilled + count < request.prefill_length:
             ends.append(count - (request.prefilled + count) % self.pages.size)
         count = min([count, *(number for number in ends if number >= self.pages.min_prefill)])
@@ -357,7 +358,7 @@ class Scheduler:
     # Decode
 
     def _reads_first(self, running: int, reading: bool) -> bool:
-        """Whether to skip a burst of few sequences, which takes nearly as long as one of many.
+        """Whether to skip a burst of `running` sequences, because one of more takes hardly longer.
 
         reading: whether this plan has a read.
         """
@@ -391,7 +392,7 @@ class Scheduler:
         return request.limit - 1 + self.extra_rows
 
     def _row_limit(self, request: Request) -> int:
-        """Rows of the pages of a sequence. With all the pages it can need, nothing holds it."""
+        """Rows of a sequence's pages; with all the pages it can need, a limit that never holds it."""
         rows = len(request.pages) * self.pages.size
         return rows if rows < self._all_rows(request) else max(rows, request.limit + self.extra_rows)
 
@@ -421,7 +422,7 @@ class Scheduler:
         """Takes a request out of its slot; it returns to the queue when nothing of it is in flight."""
         self.preemptions += 1
         request.preemptions += 1
-        self._leave(request, Phase.PREEMPTED)
+        self._release(request, Phase.PREEMPTED)
         if request.in_flight:
             self._preempted.add(request)
         else:
@@ -433,8 +434,8 @@ class Scheduler:
         request.phase = Phase.WAITING
         insort(self._queue, request, key=lambda other: other.order)
 
-    def _leave(self, request: Request, phase: Phase) -> None:
-        """Takes a request's slot and pages, if it has any."""
+    def _release(self, request: Request, phase: Phase) -> None:
+        """Frees the slot and pages of a request, if it has any. phase: its next one."""
         request.phase = phase
         self._preempted.discard(request)
         if request.slot is not None:
@@ -454,8 +455,7 @@ class Scheduler:
     def _register_pages(self, request: Request, rows: int) -> None:
         """Adds complete pages of a request to the prefix cache. rows: written before any later program."""
         if (registered := request.registered) is not None:
-            names = request.all_tokens, rows, request.pages, registered, request.salt
-            request.registered = self.pages.register(*names)
+            request.registered = self.pages.register(request.all_tokens, rows, request.pages, registered, request.salt)
 
     def _process(self, request: Request, output: Output) -> bool:
         """Appends the new tokens of a request. Returns whether it got tokens or ended."""
@@ -468,7 +468,7 @@ class Scheduler:
         request.branch_counts = output.branch_counts
         if output.finish_code:
             request.finish_code = output.finish_code
-            self._leave(request, Phase.DONE)
+            self._release(request, Phase.DONE)
         elif request.phase is Phase.RUNNING:  # The last token has no row yet.
             self._register_pages(request, request.length - 1)
         return bool(output.tokens or output.finish_code)

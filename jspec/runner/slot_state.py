@@ -1,6 +1,6 @@
-"""The on-device state of an engine's S slots, before any sequence is in it, and its parts.
+"""The initial on-device state of an engine's S slots, and its caches.
 
-Pools of pages belong to all slots. All other state of a sequence in caches and drafters is slot state: it can be copied
+All slots share the pools of pages. All other state of a sequence in caches and drafters is slot state: it can be copied
 to a snapshot at the end of a prefix, but not shared.
 """
 
@@ -32,10 +32,11 @@ class Sizes:
     slots: maximum number of running sequences.
     context: tokens of the longest sequence.
     page_size: rows per page.
-    pages: of each pool, page 0 included.
-    snapshots: places for slot states of prefixes; 0 if there are none, or if nothing is shared.
-    samples: whether every burst counts as one with sampling: what `always_samples` returns, or the rule needs.
-    max_rounds: of a burst.
+    pages: pages of each pool, page 0 included.
+    snapshots: maximum number of snapshots; 0 without slot state or prefix sharing.
+    samples: whether all programs take a temperature, even if no sequence samples: because of the drafter
+      (`always_samples`) or the acceptance rule.
+    max_rounds: maximum rounds of a burst.
     """
 
     slots: int
@@ -54,8 +55,8 @@ class Sizes:
 
 @on_devices
 def empty_state(params: Params, *, method: Method, sizes: Sizes) -> DecodeState:
-    """A state of empty slots and of pools of pages."""
-    # All but the caches: zeros of the shapes after a prefill.
+    """A state of empty slots, with pools of free pages."""
+    # Everything except the caches: zeros, in the shapes of a state after prefill.
     like = dataclasses.replace(_prefilled_shapes(params, method, sizes), sampling=None)
     target_cache = method.target.init_cache(params.target, sizes.slots, sizes.context, sizes.page_size)
     draft_state = method.drafter.init(params, sizes.slots, sizes.context, sizes.page_size)
@@ -81,24 +82,23 @@ def always_samples(params: Params, *, method: Method, sizes: Sizes) -> bool:
 
 
 def _prefilled_shapes(params: Params, method: Method, sizes: Sizes) -> DecodeState:
-    """The shapes of `_prefilled`: a drafter's state has all its parts only after a prompt is read."""
+    """The shapes of `_prefilled`: a drafter's state has all its parts only after a prefill."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(lambda params: params, params))
-    # They do not depend on these sizes.
+    # The shapes do not depend on these sizes, so they should not miss the cache.
     sizes = dataclasses.replace(sizes, pages=1, snapshots=0, max_rounds=MAX_ROUNDS)
     return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), method, sizes)
 
 
 @lru_cache(maxsize=32)
 def _shapes_once(structure: Any, leaves: tuple[tuple[Any, Any], ...], method: Method, sizes: Sizes) -> DecodeState:
-    """Cached, as an engine needs the same shapes several times, and a forward has to be traced for them."""
+    """Cached, because tracing a forward is slow, and an engine needs the same shapes several times."""
     params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
     return jax.eval_shape(partial(_prefilled, method=method, sizes=sizes), params)
 
 
 def _prefilled(params: Params, *, method: Method, sizes: Sizes) -> DecodeState:
-    """The state after prompts of 4 tokens."""
+    """The state after prompts of 4 tokens, prefilled in two chunks."""
     count = sizes.slots
-    # Prompts of four tokens, read in two chunks.
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
     keys, stop = seeds_to_keys(jnp.zeros((count, 2), jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
     sampling = RowSampling(temperature=jnp.zeros(count)) if sizes.samples else None
@@ -107,7 +107,7 @@ def _prefilled(params: Params, *, method: Method, sizes: Sizes) -> DecodeState:
     return prefill(params, prompts, method=method, capacity=sizes.context, page_size=sizes.page_size, chunk=2)
 
 
-# Parts of the state
+# Caches of a state
 
 
 def all_caches(tree: PyTree) -> list[slots.SlotCache]:
@@ -116,7 +116,7 @@ def all_caches(tree: PyTree) -> list[slots.SlotCache]:
 
 
 def without_slots(params: Params, method: Method) -> set[str]:
-    """The kinds of caches of target and draft without the methods of `slots.SlotCache`."""
+    """The class names of caches of target and draft that lack methods of `slots.SlotCache`."""
 
     def lacks(x: PyTree) -> bool:
         return hasattr(x, "commit") and not slots.is_slot_cache(x)
@@ -129,12 +129,12 @@ def without_slots(params: Params, method: Method) -> set[str]:
 
 
 def slot_states(caches: PyTree) -> list[PyTree]:
-    """The shapes of the slot state of each cache, of a state or of a part of it."""
+    """The shapes of the slot state of each cache in a state, or in a part of it."""
     return [jax.eval_shape(lambda cache: cache.state_of(jnp.int32(0)), cache) for cache in all_caches(caches)]
 
 
 def empty_snapshots(cache: Cache, count: int, placement: sharding.Placement | None = None) -> list[PyTree]:
-    """`count` places for slot states of the target's cache."""
+    """`count` empty snapshots of the target's cache: its slot states with a new first axis."""
 
     def empty(cache: Cache) -> list[PyTree]:
         return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), slot_states(cache))
@@ -145,18 +145,18 @@ def empty_snapshots(cache: Cache, count: int, placement: sharding.Placement | No
 def lookahead(s: DecodeState, drafter: Drafter) -> int | None:
     """Lookahead of a cache row, in tokens, or None if prefix sharing is impossible.
 
-    Rows are shared only if these later tokens agree as well. Where the target's cache has slot state, sequences can
-    share the prefixes of snapshots. A drafter's cache may hold more rows than the target's, so its slot state would
-    belong to another prefix: it must have pages only.
+    Rows are shared only if these later tokens agree as well. If the target's cache has slot state, prefixes with a
+    snapshot can be shared. A drafter's cache may have more rows than the target's, so its slot state would belong to
+    another prefix: a drafter with slot state rules out sharing.
     """
-    # The largest lookahead of the parts decides.
+    # The maximum over the parts; None if one has none.
     tokens = [_lookahead(part, state) for part, state in _parts(drafter, s.draft)]
     known = [number for number in tokens if number is not None]
     return max(known, default=0) if len(known) == len(tokens) else None
 
 
 def extra_rows(s: DecodeState, drafter: Drafter) -> int:
-    """Rows of a sequence in the drafter's caches beyond those of the target's."""
+    """Additional rows of a sequence in the drafter's caches, compared with the target's."""
     return max(
         optional.extra_rows(part, default=int(bool(all_caches(state)))) for part, state in _parts(drafter, s.draft)
     )
@@ -177,7 +177,7 @@ def _lookahead(drafter: Drafter, state: PyTree) -> int | None:
 
 
 def zeros(x: jax.ShapeDtypeStruct) -> Array:
-    """An array of zeros, or of keys of the seed 0."""
+    """An array of zeros; of random keys, those of seed 0."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return seeds_to_keys(jnp.zeros((*x.shape, 2), jnp.uint32))
     return jnp.zeros(x.shape, x.dtype)
