@@ -1,14 +1,14 @@
 """Checkpoint directories of EAGLE heads: config.json and tensors, in two layouts.
 
-"safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), written by SpecForge, read by SGLang: the
-config.json of a Llama with a few more keys, and the first layer of an EAGLE-3 head under `midlayer`. "speculators"
-(github.com/vllm-project/speculators), which vLLM reads, is for EAGLE-3 only and has the configuration of the layer
-under `transformer_layer_config`, and the layer under `layers.0`. A P-EAGLE head has a mask token and the tensor
-`mask_hidden` in addition, in both layouts. A head with latent attention has the first layout, with DeepSeek's keys and
-tensors in its layers.
+"safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), written by SpecForge and read by SGLang:
+the config.json of a Llama with a few more keys; the first layer of an EAGLE-3 head is under `midlayer`. "speculators"
+(github.com/vllm-project/speculators), read by vLLM, is for EAGLE-3 only: the configuration of the layer is under
+`transformer_layer_config`, and the layer under `layers.0`. In both layouts, a P-EAGLE head has a mask token and the
+tensor `mask_hidden` in addition. A head with latent attention has the first layout, with DeepSeek's keys and tensors in
+its layers.
 
-Optional weights are read if they exist. An unused tensor is an error: without it, the head would silently draft other
-tokens than in training.
+Optional weights are read if they exist. An unused tensor is an error: the head would silently draft other tokens than
+in training.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ _WITH_MASKS = dataclasses.replace(
     fields={**SPELLINGS.fields, _MASK_TOKEN[0]: _MASK_TOKEN[1:]},
     options={**SPELLINGS.options, "parallel_drafting": (True,), "speculators_model_type": ("peagle",)},
 )
-"""Those of heads with masks, which have a tensor `mask_hidden`."""
+"""The spellings of P-EAGLE heads."""
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 _LATENT_OPTIONS = {
     "eagle_decoder_type": ("llama", "kimik2"),
@@ -75,21 +75,21 @@ _LATENT_OPTIONS = {
     "mla_use_nope": (False,),
     **dict.fromkeys(("rope_interleave", "rope_interleaved"), (True,)),
 }
-_OF_EAGLE3 = (
+_EAGLE3_KEYS = (
     *("fc_norm", "norm_before_residual", "norm_before_fc", "norm_output", "num_aux_hidden_states"),
     *common.CAPTURED,
 )
-"""Options of EAGLE-3 heads only."""
+"""Keys of EAGLE-3 heads only."""
 _FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
-"""Older names of the norms for each captured layer."""
+"""Older names of the norms of captured layers."""
 _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
-"""Copies of the target's tensors, and those for training alone."""
+"""Tensors to ignore: copies of the target's, and some for training only."""
 
 
 def read_fields(config: Fields, names: set[str]) -> Fields:
-    """Read the fields of a head; vLLM's converted EAGLE-1 heads have theirs in a section. names: of its tensors."""
+    """Read the fields of a head; in EAGLE-1 heads converted by vLLM, they are under `model`. names: of its tensors."""
     spellings = _WITH_MASKS if "mask_hidden" in names else SPELLINGS
-    # DeepSeek's keys, beside those of all heads.
+    # Latent attention has DeepSeek's keys in addition.
     if is_latent(names):
         spellings = dataclasses.replace(
             spellings,
@@ -104,26 +104,26 @@ def read_fields(config: Fields, names: set[str]) -> Fields:
 
 def parse_config(source: Source, target: Decoder) -> EagleHead:
     """Parse the config.json of a head of either layout."""
-    # Options of other forwards.
+    # Refuse what needs another forward.
     config, names = source.config, source.files.names()
     common.check_class(config, is_latent(names))
     eagle3, masks = is_eagle3(config, names), "mask_hidden" in names
-    stated = [
+    peagle = [
         *common.find_architectures(config, ["peagle"]),
         *(config.describe(key) for key in _MASK_TOKEN if config.has(key)),
     ]
-    if stated and not masks:
-        raise CheckpointError(f"{config.where}: {stated[0]} is of P-EAGLE, but the tensor 'mask_hidden' is missing")
+    if peagle and not masks:
+        raise CheckpointError(f"{config.where}: {peagle[0]} is of P-EAGLE, but the tensor 'mask_hidden' is missing")
     if masks and not eagle3:
         refuse(config.where, ["the tensor 'mask_hidden' of P-EAGLE"], "an EAGLE-1 head")
     fields = read_fields(config, names)
-    _refuse(config, fields, eagle3)
+    _check_options(config, fields, eagle3)
     fields = _with_depth(fields, names) if eagle3 else fields
     # The configuration.
     kind, latent = EagleHead, {}
     if is_latent(names):
         kind, latent = LatentHead, {"latent": _read_latent(fields, eagle3)}
-        # No such attention reads the dimensions of whole heads, whatever the file states.
+        # Latent attention does not use head_dim, so its value does not matter.
         fields.read_int("head_dim", None)
         fields = fields.replaced(head_dim=latent["latent"].rope_dim)
     layers = common.read_layers(fields, target, eagle3 and "lm_head.weight" in names)
@@ -136,20 +136,20 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         windows=windows if any(windows) else (),
         norm_before_residual=fields.read_flag("norm_before_residual", False),
         norm_output=fields.read_flag("norm_output", False),
-        # An EAGLE-1 head reads rows of the table. Those of others are normed.
+        # EAGLE-1 heads read embeddings without the target's factor; EAGLE-3 heads normalize them.
         embed_scale=None if eagle3 or target.embed_factor == 1.0 else 1.0,
         mask_token=common.read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
     )
     if isinstance(head, LatentHead):
         _check_latent(fields, head)
-    # Shapes shared with the target.
+    # An EAGLE-1 head continues from the target's hidden state.
     if not eagle3 and head.hidden_size != target.hidden_size:
         raise fields.wrong("hidden_size", head.hidden_size, f"must be the target's, {target.hidden_size}")
     return head
 
 
 def is_eagle3(config: Fields, names: set[str]) -> bool:
-    """Whether it is an EAGLE-3 head, with a norm of the feature, rather than one of EAGLE-1 or EAGLE-2."""
+    """Whether this is an EAGLE-3 head, with a norm of the feature, rather than an EAGLE-1 or EAGLE-2 head."""
     stated = is_speculators(config) or config.has("eagle_config") or bool(common.find_architectures(config, ["eagle3"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
@@ -160,7 +160,7 @@ def is_latent(names: set[str]) -> bool:
 
 
 def _read_latent(fields: Fields, eagle3: bool) -> Latent:
-    """Read the sizes of latent attention; all its norms have one epsilon in SGLang and vLLM."""
+    """Read the sizes of latent attention. As in SGLang and vLLM, all its norms have one epsilon."""
     if not eagle3:
         refuse(fields.where, ["the tensor kv_b_proj of latent attention"], "an EAGLE-1 head")
     latent = dataclasses.replace(parse_latent(fields), eps=read_eps(fields))
@@ -171,7 +171,7 @@ def _read_latent(fields: Fields, eagle3: bool) -> Latent:
 
 
 def _check_latent(fields: Fields, head: LatentHead) -> None:
-    """Raises CheckpointError if the layers would need another attention than DeepSeek's."""
+    """Raise CheckpointError if the layers need another attention than DeepSeek's."""
     if head.num_kv_heads != head.num_heads:
         problem = f"must be num_attention_heads={head.num_heads} with latent attention"
         raise fields.wrong("num_key_value_heads", head.num_kv_heads, problem)
@@ -179,19 +179,19 @@ def _check_latent(fields: Fields, head: LatentHead) -> None:
         raise fields.wrong("sliding_window", next(filter(None, head.windows)), "latent attention has no windows")
     if fields.read_flag("is_neox_style", False):
         raise fields.wrong("is_neox_style", True, "must be false with latent attention")
-    # vLLM takes any scaling for YaRN, and SGLang no other.
+    # vLLM treats any scaling as YaRN, and SGLang accepts no other.
     if not isinstance(head.rope.scaling, YarnRope | None):
         raise fields.wrong("rope_scaling", fields.value("rope_scaling"), "must be yarn or none with latent attention")
 
 
-def _refuse(config: Fields, fields: Fields, eagle3: bool) -> None:
+def _check_options(config: Fields, fields: Fields, eagle3: bool) -> None:
     """Raise CheckpointError if the configuration requires another forward than `EagleHead`'s."""
     if fields.read_flag("norm_before_fc", False) and fields.read_flag("fc_norm", False):
         refuse(config.where, ["norm_before_fc together with fc_norm"])
     if fields.read_int("truncated_vocab_size", size := fields.read_int("vocab_size")) != size:
         raise fields.wrong("truncated_vocab_size", fields.read_int("truncated_vocab_size"), f"must be {size}")
     if not eagle3:
-        refuse(config.where, [fields.describe(key) for key in _OF_EAGLE3 if fields.is_set(key)], "an EAGLE-1 head")
+        refuse(config.where, [fields.describe(key) for key in _EAGLE3_KEYS if fields.is_set(key)], "an EAGLE-1 head")
     if config.read_text("speculators_model_type", None) == "eagle3" and not config.has("norm_before_residual"):
         raise CheckpointError(
             f"{config.where}: the key 'norm_before_residual' is missing, and its default is false in speculators but "
@@ -200,7 +200,7 @@ def _refuse(config: Fields, fields: Fields, eagle3: bool) -> None:
 
 
 def _with_depth(fields: Fields, names: set[str]) -> Fields:
-    """The fields with the depth of a head of one layer; in some files, num_hidden_layers is the target's."""
+    """Correct the depth of a head with one layer: in some files, num_hidden_layers is the target's."""
     layers = {name.split(".")[1] if name.startswith("layers.") else "0" for name in names if "mlp." in name}
     stated = fields.read_int("num_hidden_layers")
     if stated == 1 or layers != {"0"}:
@@ -217,7 +217,7 @@ def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
         if any(fields.read_ints(key, None, least=-1) for key in common.CAPTURED):
             raise fields.wrong("use_aux_hidden_state", False, "must be true with ids of captured layers")
         return (count + 1,)
-    # By default an early, a middle and a late layer.
+    # The default: an early, a middle and a late layer.
     captured = common.read_captured(fields, target, (1, count // 2 - 1, count - 4))
     # A stated count must agree.
     stated = fields.read_int("num_aux_hidden_states", len(captured))
@@ -229,14 +229,14 @@ def _read_captured(fields: Fields, target: Decoder) -> tuple[int, ...]:
 
 
 def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str | None) -> dict[str, Any]:
-    """Describe a head in a layout."""
+    """The config.json of a head in a layout. verifier: the name of the target."""
     _check_layout(layout, config, params)
     first, latent = params.layers[0], config.latent if isinstance(config, LatentHead) else None
     layers = common.describe_layers(
         config, "deepseek_v3" if latent else "llama", not latent and first.o_bias is not None
     )
-    # Options of EAGLE-3, at the top level in both layouts.
-    norms: dict[str, Any] = {
+    # Keys of EAGLE-3, at the top level in both layouts.
+    eagle3: dict[str, Any] = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": params.input_norm is not None,
         "fc_norm": params.fc_norms is not None,
@@ -248,21 +248,21 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
         name, kind, tokens = "Eagle3Speculator", "eagle3", 3
         if config.at_once:
             name, kind, tokens = "PEagleSpeculator", "peagle", 8
-            norms["mask_token_id"] = config.mask_token
+            eagle3["mask_token_id"] = config.mask_token
         raw = speculators.describe(config, name, kind, tokens, verifier, layers)
-        return {**raw, **norms, "eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
+        return {**raw, **eagle3, "eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
     layers |= {"bias": params.fc_bias is not None}
     if latent:
         del layers["head_dim"]
     layers |= describe_latent(latent) if latent else {"qkv_bias": first.qkv_bias is not None}
     if config.version == 1:
         return {**layers, "architectures": ["LlamaForCausalLM"]}
+    # Captured layers: vLLM reads them at the top level, as inputs of layers; SGLang in the section, as outputs.
     outputs = [layer - 1 for layer in config.capture_layers] if params.fc is not None else []
-    # SGLang reads the list in the section, and vLLM this one.
     inputs = {} if params.fc is None else {"eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
     return {
         **layers,
-        **norms,
+        **eagle3,
         **({"ptd_token_id": config.mask_token, "parallel_drafting": True} if config.at_once else {}),
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if latent else "LlamaForCausalLMEagle3"],
         "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
@@ -308,8 +308,8 @@ def matches(source: Source) -> bool:
 def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EagleParams:
     """Read the weights of a head.
 
-    As in SGLang, the target's embedding is used and not the copy that many heads contain, unless the head's width
-    differs or config.json states training of its own (`embed_requires_grad`).
+    As in SGLang, the head uses the target's embedding instead of the copy in many checkpoints, unless its width differs
+    or config.json states that the embedding was trained (`embed_requires_grad`).
     """
     # Which tensors the head has, from its options and its names.
     names = tensors.names()
@@ -325,7 +325,7 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
         qk_norm=source.config.section("transformer_layer_config").read_text("model_type", None) == "qwen3",
     )
     _check_biases(source.config, fields, names)
-    # Read them, with rows for the target's tokens.
+    # Read them; embedding and LM head get rows for the target's tokens.
     size, ids, mask_embed = config.vocab_size, None, None
     if eagle3:
         tokens = vocabulary.read_vocabulary(tensors, fields, size, config.draft_vocab_size)
@@ -340,7 +340,7 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
         ids = tokens.ids
     params = dataclasses.replace(weights.read(table, tensors), ids=ids, mask_embed=mask_embed)
     _check_norms(config, tensors)
-    # Tensors of no use are known by name; refuse all others.
+    # Ignore tensors known to have no effect, and refuse all others.
     unread = _UNREAD if eagle3 else _UNREAD | {"lm_head.weight"}
     owner = f"EAGLE-{config.version} head, if it is one and its config.json is complete,"
     tensors.refuse_unread(owner, lambda name: name in unread or name.endswith("inv_freq"))
@@ -348,27 +348,27 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
 
 
 def _has_embed(fields: Fields, names: set[str]) -> bool:
-    """Whether a head of the target's width has an embedding of its own; the mask token's is learned with it."""
+    """Whether a head has a trained embedding. By default only that of P-EAGLE, learned with the mask token's."""
     return fields.read_flag("embed_requires_grad", {"mask_hidden", "embed_tokens.weight"} <= names)
 
 
 def _check_biases(config: Fields, fields: Fields, names: set[str]) -> None:
-    """Raises CheckpointError if biases of config.json are missing, whose writer would have stored them.
+    """Raise CheckpointError if config.json asks for biases, in keys of its layout, and there are no tensors.
 
-    SafeAILab's and SpecForge's heads ignore `attention_bias`, a copy of the target's key.
+    Heads of SafeAILab and SpecForge ignore `attention_bias`: it is copied from the target's config.json.
     """
-    honored = "attention_bias" if is_speculators(config) else "qkv_bias"
-    keys = (honored,) if is_eagle3(config, names) else (honored, "bias")
+    attention = "attention_bias" if is_speculators(config) else "qkv_bias"
+    keys = (attention,) if is_eagle3(config, names) else (attention, "bias")
     for key, tensor in (("bias", "fc.bias"), ("qkv_bias", "q_proj.bias"), ("attention_bias", "q_proj.bias")):
         if fields.read_flag(key, False) and key in keys and not any(name.endswith(tensor) for name in names):
             raise CheckpointError(f"{fields.where}: {fields.describe(key)}, but there are no tensors {tensor!r}")
 
 
 def _has_fc(config: EagleHead, fields: Fields, tensors: Tensors) -> bool:
-    """Whether the feature is a projection of captured states; the target's last hidden state can be one itself.
+    """Whether a projection of captured states gives the feature; otherwise it is the target's last hidden state.
 
     Raises:
-      CheckpointError: such a head has a projection of more states.
+      CheckpointError: `fc.weight` reads several states, but config.json states that it captures only the last one.
     """
     if fields.read_flag("use_aux_hidden_state", True) or config.hidden_size != config.target_hidden_size:
         return True
@@ -382,7 +382,7 @@ def _has_fc(config: EagleHead, fields: Fields, tensors: Tensors) -> bool:
 
 
 def _find_fc_norms(config: EagleHead, fields: Fields, names: set[str]) -> Sequence[str]:
-    """The norms of captured layers, under either of two names; none if there are none."""
+    """The names of the norms of captured layers, numbered or older ones; empty if there are none."""
     numbered = [f"fc_norm.{index}.weight" for index in range(len(config.capture_layers))]
     norms = _FC_NORMS if _FC_NORMS[0] in names else numbered
     return norms if _check_flag(fields, "fc_norm", norms[0], names) else ()
@@ -397,7 +397,7 @@ def _check_flag(fields: Fields, key: str, tensor: str, names: set[str]) -> bool:
 
 
 def _check_norms(config: EagleHead, tensors: Tensors) -> None:
-    """Raises CheckpointError if a layer after the first one has two names for its norm, and they differ."""
+    """Raise CheckpointError if a layer after the first has its norm under two names with different values."""
     for index in range(1, config.num_layers):
         norms = [f"layers.{index}.{name}.weight" for name in ("input_layernorm", "hidden_norm")]
         if not set(norms) <= tensors.names():
@@ -410,10 +410,10 @@ def _check_norms(config: EagleHead, tensors: Tensors) -> None:
 
 
 def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their names in a layout."""
+    """All weights by their names in a layout."""
     midlayer = config.version == 3 and layout == "safeailab"
     first = "midlayer." if midlayer else "layers.0."
-    # The optional tensors of this head.
+    # The names of optional tensors, for the table.
     optional = {"fc.bias": params.fc_bias, "input_norm.weight": params.input_norm, first: first}
     for index, layer in enumerate(params.layers):
         prefix = f"layers.{index}." if index else first
@@ -424,9 +424,9 @@ def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterat
                 prefix + "self_attn.o_proj.bias": layer.o_bias,
             }
         if midlayer and index:
-            # SGLang reads this one, as it has one class for all layers.
+            # SGLang has one class for all layers, so it reads this name in each.
             yield prefix + "hidden_norm.weight", layer.attention_norm
-    # The table with these tensors, then the ids.
+    # Write by the table, then the ids of a reduced vocabulary.
     table = config.weights(
         {name for name, weight in optional.items() if weight is not None},
         embed=params.embed is not None,

@@ -1,4 +1,4 @@
-"""What a family of language models provides to be read from and written to Hugging Face checkpoints."""
+"""Reading and writing Hugging Face checkpoints of a family of language models."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -21,17 +21,17 @@ C = TypeVar("C", bound=Decoder)
 class Family(Generic[C]):
     """A family of language models. docs/extending-models.md walks through one.
 
-    config: the class of its configurations.
+    config: class of the configurations.
     architectures: classes of `transformers` -> model_type.
-    parse_config: from a config.json to the configuration.
-    describe: the config.json of a configuration.
-    table: the table of the weights of a configuration, in a checkpoint of tensors with these names; no names: in
-      the layout of the writer. By default it does not depend on names.
-    modalities: beginnings of the names of tensors of other modalities.
-    spare: whether another tensor may remain unread, by its name; by default none may.
-    open_tensors: the tensors of a checkpoint.
-    with_mtp: the configuration with the MTP heads of the checkpoint, if they are wanted.
-    as_stored: the configuration, after it is split over devices, for weights in the format of the checkpoint.
+    parse_config: returns the configuration of a config.json.
+    describe: returns the config.json of a configuration.
+    table: returns the table of a configuration's weights (`jspec.models.weights`), for a checkpoint with tensors of
+      these names; for no names, the table to write. By default it does not depend on names.
+    modalities: name prefixes of tensors of other modalities, which are ignored.
+    spare: whether a tensor of this name may remain unread; by default none may.
+    open_tensors: opens the tensors of a checkpoint, in this dtype.
+    with_mtp: returns the configuration with the MTP heads of the checkpoint, if the flag is True.
+    as_stored: adapts a configuration, already split over devices, to weights that stay in the checkpoint's format.
     """
 
     config: type[C]
@@ -46,7 +46,7 @@ class Family(Generic[C]):
     as_stored: Callable[[C, Tensors], C] = lambda config, tensors: config
 
     def read_params(self, config: C, tensors: Tensors) -> PyTree:
-        """The weights of a model, with the shapes of `config.param_shapes`."""
+        """The weights of a model, with the shapes of `config.param_shapes`; CheckpointError if they do not fit."""
         table = self.table(config, tensors.names())
         params = weights.read(table, tensors)
         if table.lm_head is None:

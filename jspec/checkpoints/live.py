@@ -1,4 +1,4 @@
-"""Arrays of JAX in the place of arrays of NumPy, for code that reads checkpoints."""
+"""JAX arrays with NumPy's interface, so that the readers of checkpoints run on them unchanged."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -11,33 +11,33 @@ from jaxtyping import Array
 
 
 class ArrayView:
-    """What moves the items of an array alike, with NumPy's interface."""
+    """NumPy's indexing, transposing and reshaping, by one method: `moved`."""
 
     def moved(self, function: Callable[[Any], Any]) -> Self:
-        """The result of a function that moves items of an array."""
+        """Applies a function that selects or moves items to the arrays of this one."""
         raise NotImplementedError
 
     @property
     def T(self) -> Self:
-        """With the axes reversed."""
+        """The transpose."""
         return self.moved(lambda array: array.T)
 
     def __getitem__(self, index: Any) -> Self:
         return self.moved(lambda array: array[index])
 
     def reshape(self, *shape: Any) -> Self:
-        """With other axes."""
+        """As `numpy.reshape`."""
         return self.moved(lambda array: array.reshape(*shape))
 
     def swapaxes(self, first: int, second: int) -> Self:
-        """With two axes in each other's place."""
+        """As `numpy.swapaxes`."""
         return self.moved(lambda array: array.swapaxes(first, second))
 
 
 class LiveArray(ArrayView):
-    """An array with NumPy's interface whose operations are those of JAX: they run on its devices, or are traced.
+    """A JAX array, possibly traced, with NumPy's interface: operations run on its devices, or are traced.
 
-    NumPy's functions dispatch to JAX's (NumPy Enhancement Proposal 18). An assignment to items replaces the array.
+    NumPy's functions dispatch to those of jax.numpy (NumPy Enhancement Proposal 18). Assignments replace the array.
     """
 
     def __init__(self, array: Array):
@@ -65,7 +65,7 @@ class LiveArray(ArrayView):
     def __array_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], options: dict[str, Any]
     ) -> Any:
-        """A function of NumPy."""
+        """Called by a function of NumPy."""
         if function is np.array_equal:
             return _same(*map(_array, args))
         out = getattr(jnp, function.__name__)(*map(_array, args), **options)
@@ -84,19 +84,19 @@ class LiveArray(ArrayView):
         return LiveArray(other + self.array)
 
     def astype(self, dtype: DTypeLike, copy: bool = True) -> "LiveArray":
-        """In another type; itself if it has it already, whatever `copy`: nothing changes an array of JAX."""
+        """In another dtype. Never copies without need, whatever `copy`, because JAX arrays are immutable."""
         return self if self.dtype == np.dtype(dtype) else LiveArray(self.array.astype(dtype))
 
 
 def _array(x: Any) -> Any:
-    """What JAX takes in the place of an argument of NumPy."""
+    """An argument of a NumPy function, for JAX: arrays instead of `LiveArray`, also within lists."""
     if isinstance(x, LiveArray):
         return x.array
     return [_array(item) for item in x] if isinstance(x, list | tuple) else x
 
 
 def _same(a: Array, b: Array) -> bool:
-    """Whether two arrays are known to be equal: traced ones are if they are one."""
+    """Whether two arrays are known to be equal; traced ones only if they are the same object."""
     if a is b:
         return True
     if isinstance(a, Tracer) or isinstance(b, Tracer):

@@ -1,4 +1,4 @@
-"""Weights in arrays, such as those of a training loop, under the names of a library."""
+"""Models from arrays in memory, such as those of a training loop, under the names of a library."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ from jspec.models.decoder import Decoder
 from jspec.models.quantized import quantize
 
 _WHERE = Path("arrays")
-"""What errors name in the place of a directory."""
+"""The name in error messages, where a checkpoint has a directory."""
 
 
 class _Named(ArrayFiles):
-    """The arrays, which may be traced."""
+    """Arrays in place of the files of a checkpoint; they may be traced."""
 
     def __init__(self, arrays: Mapping[str, Any]):
         super().__init__(_WHERE, arrays)
@@ -44,16 +44,16 @@ class _Named(ArrayFiles):
 
 
 class LiveTensors(Tensors):
-    """Arrays in the place of tensors, without a copy on the host. Does not check for NaN or infinity."""
+    """Tensors in place, without a copy on the host. Does not check for NaN or infinity."""
 
     checks_values = False
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
-        """An array to be filled."""
+        """An array to be filled, in the dtype of the model."""
         return LiveArray(jnp.zeros(shape, self.dtype))
 
     def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
-        """Arrays side by side on their last axis."""
+        """The concatenation of the parts on the last axis, quantized if the options ask for it."""
         arrays = [part.array for part in parts]
         if self.placement is not None:
             arrays = self.placement.arrange(options, arrays)
@@ -61,19 +61,17 @@ class LiveTensors(Tensors):
         if self.weights is None or not options.linear:
             return array
         self.check_devices(options, array.shape)
-        # `Placement.spread` places the parts of a quantized matrix, as all of this is one program.
+        # Place nothing: this is traced, and `Placement.spread` places the result.
         return quantize(array, self.weights)
 
 
 def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tuple[int, ...]]:
-    """Parse a configuration, and the ids that end a text; CheckpointError as `language_model.parse_config`.
+    """Parse a configuration. Returns it and the ids that end a text; CheckpointError as `language_model.parse_config`.
 
-    config: what a config.json holds, its file or directory, or a configuration itself; otherwise TypeError.
+    config: the content of a config.json, its file or directory, or a configuration; otherwise TypeError.
     """
-    # The configuration of a model.
     if isinstance(config, Decoder):
         return config, ()
-    # The content of a config.json, or its file.
     if isinstance(config, str | Path):
         path = Path(config)
         fields = read_fields(path / "config.json" if path.is_dir() else path)
@@ -89,19 +87,19 @@ def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tu
 
 
 def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRANSFORMERS) -> Plan[Decoder]:
-    """Plan a model of one of the families. Its `read` is one program, compiled once for arrays of one shape.
+    """Plan a model of one of the families. `Plan.read` is one program, compiled once per set of shapes.
 
-    Its configuration has MTP heads if there are weights of them.
+    The configuration of the plan has MTP heads if the arrays have weights for them.
 
-    arrays: by Hugging Face name, or as another library holds them; on any devices, traced ones included.
-    options: its dtype None is that of the arrays; without a placement the program decides where the weights are.
-    names: whose names the arrays have.
+    arrays: by Hugging Face name, or in the pytree of another library; on any devices, or traced.
+    options: dtype None keeps the dtype of the arrays; placement None lets the program place the weights.
+    names: the library of the names, a key of `names.LIBRARIES`, or `TRANSFORMERS`.
 
     Raises:
-      CheckpointError: not an array, or of another dtype than the others; or a library without names for this model.
-      ValueError: an unknown dtype or library, no way to split the model, or a model without what the options ask for.
+      CheckpointError: a value is not an array, dtypes differ, or the library has no names for this model.
+      ValueError: an unknown dtype or library, or a model without support for the options.
     """
-    # The configuration has what the options ask for.
+    # Check the options against the model; the placement defines the split.
     placement, dtype = options.placement, None if options.dtype is None else resolve_dtype(options.dtype)
     config.configured(exact=options.exact is True, kv=options.kv)
     if getattr(config, "tensor", 1) > 1:
@@ -116,7 +114,7 @@ def plan(config: Decoder, arrays: PyTree, options: LoadOptions, names: str = TRA
     checked = {name: _checked(name, array) for name, array in leaves.items()}
     tensors = LiveTensors(_Named(checked), _common_dtype(checked) if dtype is None else np.dtype(dtype))
     tensors.weights = options.weights
-    # MTP heads are known by their arrays.
+    # Arrays show whether there are MTP heads.
     if names == TRANSFORMERS:
         config = language_model.family_by_config(config).with_mtp(config, tensors, True)
     plan = Plan(config, tensors, partial(_read_params, names))
@@ -132,26 +130,26 @@ def _common_dtype(arrays: Mapping[str, Array]) -> np.dtype:
 
 
 def _read_params(names: str, config: Decoder, tensors: Tensors) -> PyTree:
-    """The weights, by the program `_fuse`."""
+    """The weights, from one call of the jitted `_fuse`."""
     assert isinstance(tensors.files, _Named)
-    placement, gathered = tensors.placement, tensors.files.saved
+    placement, arrays = tensors.placement, tensors.files.saved
     if placement is not None:
-        gathered = {name: placement.gather(array) for name, array in gathered.items()}
+        arrays = {name: placement.gather(array) for name, array in arrays.items()}
     static = {"config": config, "dtype": np.dtype(tensors.dtype), "names": names}
-    return _fuse(gathered, **static, placement=placement, weights=tensors.weights)
+    return _fuse(arrays, **static, placement=placement, weights=tensors.weights)
 
 
 def _checked(name: object, array: Any) -> Array:
     if not isinstance(name, str):
         raise CheckpointError(f"{_WHERE}: have the key {name!r}; must have Hugging Face names")
-    # A live array of a readable type.
+    # An array whose values are available.
     if not isinstance(array, jax.Array | np.ndarray | Tracer):
         raise CheckpointError(f"{_WHERE}: {name} is of type {type(array).__name__}; must be an array")
     if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
         raise CheckpointError(
             f"{_WHERE}: {name} has been deleted, as donate_argnums of jax.jit does; give the arrays of the next step"
         )
-    # Drop explicit sharding types.
+    # `_fuse` needs arrays without explicit sharding in their types.
     if isinstance(array, Tracer):
         refuse_types(f"{_WHERE}: {name}", array)
     elif isinstance(array, jax.Array):

@@ -1,9 +1,9 @@
-"""Checkpoints whose matrices have 8 bits, with a scale for each block, output channel or tensor; or 4, for each group.
+"""Quantized checkpoints: matrices of 8 bits, scaled by block, output channel or tensor, or of 4 bits, scaled by group.
 
-Two formats of 8 bits: a matrix `X.weight` in fp8 with the factors of its blocks in `X.weight_scale_inv`, as published
-for DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen3; and those of compressed-tensors
-(github.com/vllm-project/compressed-tensors) in fp8 or int8 with `X.weight_scale`. Those of 4 bits are in `packed.py`.
-Linear layers keep the stored values and scales, unless other weights are asked for. Everything else is widened.
+8 bits have two formats. DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen3 store fp8 in `X.weight`, and the scale of
+each block in `X.weight_scale_inv`. compressed-tensors (github.com/vllm-project/compressed-tensors) stores fp8 or int8,
+and scales in `X.weight_scale`. `packed.py` reads formats of 4 bits. Linear layers keep the stored values and scales,
+unless `Tensors.weights` asks for others; everything else is widened.
 """
 
 import dataclasses
@@ -31,22 +31,22 @@ from jspec.models.quantized import ZERO, Quantized
 from pallas_kernels.packed_matmul import BLOCK, STRIDE, pack, word_rows
 
 FP8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
-"""Types of the matrices."""
+"""Dtypes of 8-bit matrices."""
 _COMPRESSED = {"float-quantized": ("float", FP8), "int-quantized": ("int", INT8)}
-"""Format of compressed-tensors -> what config.json calls the type, and the type."""
+"""Format of compressed-tensors -> `type` in config.json, and dtype."""
 _NAN = 0x7F
-"""Bits of NaN in fp8, but for the sign."""
+"""NaN in fp8, without the sign bit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How matrices are scaled.
+    """How matrices are quantized.
 
-    kind: their type.
-    suffix: of the name of their scales, after the matrix's.
-    block: rows and columns, [out, in], with one scale; None: all of them.
-    spare: end of the names of unused tensors: scales of activations (not quantized here).
-    packing: of the values in words, to unpack while reading; None: each is stored by itself.
+    kind: dtype of the values.
+    suffix: appended to the name of a matrix, gives the name of its scales.
+    block: rows and columns per scale, [out, in]; None: all.
+    spare: suffix of tensors to ignore: scales of activations, not quantized here.
+    packing: how words hold several values; None: one value per element.
     """
 
     kind: np.dtype
@@ -56,7 +56,7 @@ class Scheme:
     packing: Packing | None = None
 
     def group(self, width: int) -> int | None:
-        """Rows of a matrix [in, out] with one scale; None: all."""
+        """Rows per scale of a matrix [in, out]; None: all."""
         size = self.block[1]
         return None if size is None or size >= width else size
 
@@ -73,7 +73,7 @@ def parse_scheme(config: Fields) -> Scheme | None:
     has_producer = isinstance(method.value("producer"), dict)
     producer = method.section("producer").read_text("name", "") if has_producer else ""
     if method.has("quantization"):
-        # What ModelOpt writes beside targets as hf_quant_config.json, it writes here for drafts.
+        # ModelOpt nests the options of drafts, as in the hf_quant_config.json of targets.
         method = method.replaced(quantization=None).joined(method.section("quantization"))
     parse = _METHODS.get(method.read_text("quant_method", producer))
     scheme = None if parse is None else parse(method)
@@ -86,7 +86,7 @@ def parse_scheme(config: Fields) -> Scheme | None:
             "quant_method='gptq' or 'awq' with 4 bits; or quant_method='modelopt' with quant_algo='FP8' or "
             "'FP8_PER_CHANNEL_PER_TOKEN'"
         )
-    # A sparsity of none is no other format.
+    # Refuse unknown options, except those that are empty, off, or a sparsity of "dense".
     dense = ["sparsity_config"] * (method.section("sparsity_config").read_text("format", None) == "dense")
     others = [key for key in method.keys() if key not in (*_KEYS, *dense)]
     refuse(config.where, [method.describe(key) for key in others if not (method.is_empty(key) or method.is_off(key))])
@@ -132,7 +132,7 @@ def _packed(packing: Packing | None) -> Scheme | None:
 
 
 def _parse_gguf(method: Fields) -> Scheme:
-    """As `gguf_model` states it."""
+    """Read the options as written by `gguf_model`."""
     packing = Packing("gguf", 4, GROUP, zeros=False) if method.read_int("bits") == 4 else None
     return Scheme(INT8, "_scale", (1, GROUP), packing=packing)
 
@@ -145,7 +145,7 @@ _METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
     "gguf": _parse_gguf,
     "modelopt": _parse_modelopt,
 }
-"""Quantization method of config.json -> a reader of its options; None: they are not supported."""
+"""`quant_method` -> reader of its options; the reader returns None if they are not supported."""
 
 
 _KEYS = {
@@ -156,11 +156,11 @@ _KEYS = {
     *("quantization_status", "global_compression_ratio", "damp_percent", "damp_auto_increment", "static_groups"),
     *("true_sequential", "model_name_or_path", "is_checkpoint_fp8_serialized", "quant_library"),
 }
-"""Keys of all methods: read, or those whose effect is in the tensors. Others, such as rotations, change the forward."""
+"""Keys read here, or with an effect in the tensors alone. Any other, such as a rotation, may change the forward."""
 
 
 def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
-    """Open the tensors of a checkpoint, with 8-bit matrices and their scales or without."""
+    """Open the tensors of a checkpoint, quantized or not."""
     scheme = parse_scheme(source.config)
     if scheme is None:
         return Tensors(source.safetensors, dtype)
@@ -176,11 +176,11 @@ INT8_CONFIG = {
     "format": "int-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": _CHANNELS}},
 }
-"""The `quantization_config` of what `to_int8` returns."""
+"""The `quantization_config` of a checkpoint from `to_int8`."""
 
 
 def to_int8(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint with its matrices, [out, in], in int8, and a scale for each of their rows."""
+    """Quantize the matrices of a checkpoint, [out, in], to int8 with a scale per row. Others stay as they are."""
     stored: dict[str, np.ndarray] = {}
     for name, array in arrays.items():
         stored[name] = array
@@ -192,9 +192,10 @@ def to_int8(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class ScaledArray(ArrayView):
-    """Narrow values, and beside each its scale, with NumPy's interface: both are moved alike. Both may be `Deferred`.
+    """8-bit values and the scale of each, in arrays of one shape; NumPy's functions apply to both.
 
-    group: rows of a matrix [in, out] with one scale; None: all.
+    narrow, scale: the arrays, possibly `Deferred`.
+    group: rows per scale of a matrix [in, out]; None: all.
     """
 
     def __init__(self, narrow: Any, scale: Any, group: int | None):
@@ -215,7 +216,7 @@ class ScaledArray(ArrayView):
     def __array_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], options: dict[str, Any]
     ) -> Any:
-        """A function of NumPy."""
+        """Applies a function of NumPy to the values, and to the scales."""
         if function is np.array_equal:
             return all(np.array_equal(*(_part(arg, half) for arg in args)) for half in (0, 1))
         narrow, scale = (function(*(_part(arg, half) for arg in args), **options) for half in (0, 1))
@@ -230,7 +231,7 @@ class ScaledArray(ArrayView):
         self.narrow[index], self.scale[index] = _part(values, 0), _part(values, 1)
 
     def wide(self, dtype: DTypeLike) -> np.ndarray:
-        """The values, in a floating-point type."""
+        """The weights: values times scales."""
         return (np.asarray(self.narrow).astype(np.float32) * np.asarray(self.scale)).astype(dtype)
 
     def scales(self) -> np.ndarray:
@@ -238,7 +239,7 @@ class ScaledArray(ArrayView):
         return self.scale[..., :: self.group or self.shape[-2], :]
 
     def is_grouped(self) -> bool:
-        """Whether all rows of a group have its scale. Pieces of a shared expert can begin within a group."""
+        """Whether groups of rows share a scale; not if a piece of a shared expert begins within a group."""
         size = self.group or self.shape[-2]
         return all(
             np.array_equal(rows, np.broadcast_to(rows[..., :1, :], rows.shape))
@@ -249,7 +250,7 @@ class ScaledArray(ArrayView):
 
 
 def _part(argument: Any, half: int) -> Any:
-    """The values, or the scales, of an argument of a function of NumPy."""
+    """The values (0) or the scales (1) of an argument of a NumPy function."""
     if isinstance(argument, ScaledArray):
         return (argument.narrow, argument.scale)[half]
     if isinstance(argument, np.ndarray | Deferred) and argument.dtype.kind not in "iub":
@@ -258,7 +259,7 @@ def _part(argument: Any, half: int) -> Any:
 
 
 class ScaledTensors(Tensors):
-    """Tensors with 8-bit matrices and their scales; linear layers keep both if `weights` is None."""
+    """The tensors of a quantized checkpoint; if `weights` is None, linear layers keep their values and scales."""
 
     quantized = True
 
@@ -269,7 +270,7 @@ class ScaledTensors(Tensors):
             self.asked |= {name for name in files.names() if name.endswith(scheme.spare)}
 
     def get(self, name: str) -> np.ndarray:
-        """One tensor; an 8-bit matrix is widened, to float32."""
+        """One tensor; widens 8-bit matrices to float32."""
         return self.reader(name)(_whole(self.files.shape(name))) if self.is_narrow(name) else super().get(name)
 
     def reader(self, name: str) -> Callable[[Part], np.ndarray]:
@@ -297,32 +298,32 @@ class ScaledTensors(Tensors):
         return array.T if transpose else array
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
-        """An array to be filled. like: a tensor whose type the others have."""
+        """An array to be filled. like: a tensor of the same kind, 8-bit or not."""
         if like is None or self.weights is not None or not self.is_narrow(like):
             return super().empty(*shape, like=like)
         narrow, scale = (self.blank(shape, kind, like) for kind in (self.scheme.kind, np.float32))
         return ScaledArray(narrow, scale, self.scheme.group(shape[-2]))
 
     def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
-        """As in `Tensors`; a linear layer all of whose parts have 8 bits, in whole groups, keeps them."""
+        """As in `Tensors`; a linear layer stays quantized if all parts are, in whole groups."""
         if not options.linear or not all(isinstance(part, ScaledArray) and part.is_grouped() for part in parts):
             return super().put(
                 options, [part.wide(self.dtype) if isinstance(part, ScaledArray) else part for part in parts]
             )
         packing, shape = self.scheme.packing, parts[0].shape
         if packing is None or not self.scheme.stays_packed(shape):
-            narrow, scale = self._put_each(options, map(_halves, parts))
+            narrow, scale = self._put_each(options, ((part.narrow, part.scales()) for part in parts))
             return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
         narrow, scale, *zeros = self._put_each(options, (_packed_parts(part, packing.zeros) for part in parts))
         weight = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[-2] % BLOCK)
         return dataclasses.replace(weight, zero=zeros[0]) if zeros else weight
 
     def _put_each(self, options: Leaf, parts: Iterable[Sequence[np.ndarray]]) -> list[Any]:
-        """What each part has, as arrays of their own."""
+        """Puts the values of all parts, then their scales, then any zero points."""
         return [super(ScaledTensors, self).put(options, arrays) for arrays in zip(*parts, strict=True)]
 
     def stored_shape(self, options: Leaf, shape: jax.ShapeDtypeStruct) -> Any:
-        """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too."""
+        """As in `Tensors`. Takes all linear layers for quantized, except an LM head stored wide."""
         wide_head = options.name == "lm_head" and not (HEAD in self.names() and self.is_narrow(HEAD))
         if not options.linear or wide_head:
             return shape
@@ -342,27 +343,28 @@ class ScaledTensors(Tensors):
         return dataclasses.replace(weight, narrow=words, zero=zero, filling=-width % BLOCK)
 
     def _narrow_reader(self, name: str) -> tuple[Callable[[Part], np.ndarray], Callable[[Part], np.ndarray]]:
-        """Return two functions of a part of an 8-bit matrix, [out, in]: to its values, and to the scale of each.
+        """Readers of a part of an 8-bit matrix [out, in]: one for the values, one for the scale of each value.
 
         Raises:
-          CheckpointError: it is no matrix, or its scales are missing or of another shape; NaN values are found when
-            they are read.
+          CheckpointError: not a matrix, or its scales are missing or have another shape. The reader of values raises it
+            for NaN.
         """
         if len(shape := self.files.shape(name)) != 2:
             problem = f"{name} has dtype {self.scheme.kind} and shape {shape}; must be a matrix"
             raise CheckpointError(f"{self.directory}: {problem}")
         read = super().reader(name)
-        return lambda part: self._known(name, read(part)), self._read_scale(name)
+        return lambda part: self._check_nan(name, read(part)), self._scale_reader(name)
 
-    def _known(self, name: str, narrow: np.ndarray) -> np.ndarray:
-        """Read values and check for NaN."""
+    def _check_nan(self, name: str, narrow: np.ndarray) -> np.ndarray:
+        """Return the values, or raise CheckpointError if one is NaN."""
         if narrow.dtype == FP8 and ((narrow.view(np.uint8) & _NAN) == _NAN).any():
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
         return narrow
 
-    def _read_scale(self, name: str) -> Callable[[Part], np.ndarray]:
-        """Return a function of a part of a matrix, to the scale of each of its values, in float32."""
+    def _scale_reader(self, name: str) -> Callable[[Part], np.ndarray]:
+        """The reader of the scale of each value in a part of a matrix, in float32."""
         shape, name = self.files.shape(name), name + self.scheme.suffix
+        # Scales per tensor or row, as a scalar, a vector or a column; or per block.
         if self.scheme.block == (None, None):
             stored = self.files.shape(name)
             counts = stored if stored in ((), (1,), (shape[0],)) else (shape[0], 1)
@@ -375,9 +377,9 @@ class ScaledTensors(Tensors):
 
 
 def _spread(scale: np.ndarray, blocks: Sequence[int], part: Part) -> np.ndarray:
-    """The scale of each value of a part of a matrix. blocks: rows and columns with one scale."""
+    """The scale of each value of a part of a matrix. blocks: rows and columns per scale."""
     rows, columns = (np.asarray(index) // size for index, size in zip(part, blocks, strict=True))
-    if scale.shape[1] == 1:  # Without memory for each column.
+    if scale.shape[1] == 1:  # Use no memory for the columns.
         return np.broadcast_to(scale[rows], (len(rows), len(columns)))
     return scale[rows[:, None], columns]
 
@@ -387,21 +389,17 @@ def _whole(shape: Sequence[int]) -> Part:
 
 
 def _widened(narrow: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # found by the check for finite values
+    with np.errstate(over="ignore"):  # `Tensors` checks for finite values
         return narrow.astype(np.float32) * scale
 
 
-def _halves(part: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
-    return part.narrow, part.scales()
-
-
 def _packed_parts(part: ScaledArray, zeros: bool) -> tuple[Any, ...]:
-    """Words, scales and, if the values are not symmetric, zero points.
+    """Packed words, scales and, if the values are not symmetric, zero points.
 
-    The values are integers minus their zero points, at most 16 different ones in a group. Any zero point with which
-    they fit 4 bits describes the same weights, so the file's is not needed.
+    The values are integers minus their zero points, at most 16 different ones in a group. The zero point of the
+    file is not needed: any one describes the same weights, if the values then fit 4 bits.
     """
-    values, scale = _halves(part)
+    values, scale = part.narrow, part.scales()
     if not zeros:
         return pack(values + np.int8(ZERO)), scale
     rows = values.shape[-2]

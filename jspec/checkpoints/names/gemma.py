@@ -1,6 +1,6 @@
-"""Weights as the `gemma` library holds them (`gemma.gm.nn.gemma4`): variables of modules of flax.linen.
+"""The layout of weights in the `gemma` library (`gemma.gm.nn.gemma4`): variables of modules of flax.linen.
 
-Queries, keys and values are [heads, in, head]. With experts, `mlp` is the experts and `mlp2` the MLP in parallel.
+Axes are those of `leaves.Table`. With experts, `mlp` is the experts and `mlp2` the MLP in parallel.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from jspec.models.gemma4 import Gemma4
 
 
 def norms(**names: str) -> dict[str, tuple[str, str]]:
-    """Rows of norms. names: of a tensor -> of the module."""
+    """Rows of a table, for norms. names: tensor -> module."""
     return {f"{name}.weight": (f"{path}.scale", "E>E") for name, path in names.items()}
 
 
 def experts(path: str) -> dict[str, tuple[str, str]]:
-    """Rows of experts and their router. path: of the module."""
+    """Rows of a table, for experts and their router. path: prefix of the leaves."""
     return {
         "router.proj.weight": (f"{path}router_logits", "EX>X,E"),
         "router.scale": (f"{path}router_scale", "E>E"),
@@ -44,12 +44,12 @@ _NORMS_WITH_EXPERTS = norms(
 
 
 def layout(path: str, table: Table, inputs: str, mark: str = "") -> Layout:
-    """The layout of a library.
+    """The layout of Gemma 4 in a library.
 
-    path: of a layer.
-    table: of its norms and MLPs.
-    inputs: name of the table of inputs of layers.
-    mark: before the names of norms of heads.
+    path: of a layer, with {} for its index.
+    table: the rows of norms and MLPs.
+    inputs: name of the table of per-layer embeddings.
+    mark: prefix of the names of query and key norms.
     """
     rows = {
         "model.embed_tokens.weight": ("embedder.input_embedding", "VE>V,E"),
@@ -58,7 +58,7 @@ def layout(path: str, table: Table, inputs: str, mark: str = "") -> Layout:
         "model.per_layer_model_projection.weight": ("embedder.per_layer_model_projection.w", "ELP>LP,E"),
         "model.per_layer_projection_norm.weight": ("embedder.per_layer_projection_norm.scale", "P>P"),
         "self_attn.q_proj.weight": ("attn.q_einsum.w", "HED>HD,E"),
-        # Keys and values, in one leaf or as one.
+        # Keys and values in one leaf; or keys alone, if they are the values, too.
         "self_attn.k_proj.weight self_attn.v_proj.weight": ("attn.kv_einsum.w", "2KED>KD,E"),
         "self_attn.k_proj.weight": ("attn.k_einsum.w", "KED>KD,E"),
         "self_attn.o_proj.weight": ("attn.attn_vec_einsum.w", "HDE>E,HD"),
@@ -71,7 +71,7 @@ def layout(path: str, table: Table, inputs: str, mark: str = "") -> Layout:
     }
 
     def spare(config: Gemma4, index: int) -> Iterator[str]:
-        # A layer that reads the keys of another has its own all the same, which nothing uses.
+        # A layer that shares the keys of another has a projection of its own, which is unused.
         if index != config.kv_source_layer(index):
             yield from (f"attn.{name}." for name in ("k_einsum", "kv_einsum", f"{mark}key_norm"))
 
