@@ -1,6 +1,6 @@
-"""Chat templates: Jinja in its own sandbox, with the features of transformers and a bound on the output.
+"""Chat templates: Jinja in its sandbox, with the features of transformers.
 
-A template comes with a checkpoint. The sandbox gives it no access to the host; its output and its ranges are bounded.
+A template comes with a checkpoint, so it is not trusted: it has no access to the host, and bounds on output and ranges.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypeAlias
 
@@ -23,15 +23,15 @@ from jspec.core.checks import shorten
 from jspec.text.tool_calls import DEFAULT, ToolCall, ToolFormat, detect_tools
 
 MOST_SOURCE = 100_000
-"""Bound of a template's length; those of published models have up to a third of it."""
+"""Maximum characters of a template; those of published models have at most a third."""
 MOST_OUTPUT = 2**25
-"""Bound of the characters of a rendered chat."""
+"""Maximum characters of a rendered chat."""
 _MARK = "\ue000"
-"""A character of private use, which no chat has."""
+"""A private-use character, not expected in chats, to find contents in a rendered chat."""
 _MOST_MISSING = 16
-"""Messages for each of which a chat is rendered again."""
+"""Maximum number of seemingly missing parts of a chat; each is checked by rendering again."""
 MOST_ITEMS = 10**6
-"""Bound of the integers in all calls of `range` of one rendering."""
+"""Maximum integers from all calls of `range` in one rendering."""
 Message: TypeAlias = Mapping[str, Any]
 
 
@@ -56,10 +56,10 @@ class ChatTemplate:
             )
         try:
             template = _compile(self.source)
-        except Exception as error:  # Python compiles what Jinja makes of it, and refuses very deep code
+        except Exception as error:  # Python compiles the code of Jinja, and fails if it is nested deeply
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(f"{self.where}: invalid chat template{line} ({_describe(error)})") from None
-        # Render, and tell errors of the template from those of the messages.
+        # Render; exceeding a bound is an error of the template, any other one of the messages.
         try:
             return "".join(_bounded(template.generate({"range": _Range(), **values})))
         except _TooMuchError as error:
@@ -95,7 +95,7 @@ class ChatTemplate:
                 text = self.render({**values, "messages": spelling})
                 if not self._dropped(spelling, values, text):
                     return text
-        # None fits: say why the first one does not.
+        # All fail: raise the error of the first.
         first = next(_spellings(as_system))
         text = self.render({**values, "messages": first})
         index = self._dropped(first, values, text)[0]
@@ -106,7 +106,7 @@ class ChatTemplate:
         )
 
     def render_open(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
-        """As `render_whole`, up to the end of the content of the last message; ValueError if it has no text."""
+        """As `render_whole`, cut off after the content of the last message; ValueError if it has no text."""
         content = messages[-1].get("content")
         if not isinstance(content, str) or not content:
             raise ValueError(f"messages[{len(messages) - 1}]: must have text for the model to continue")
@@ -114,12 +114,12 @@ class ChatTemplate:
         return text.rpartition(_MARK)[0]
 
     def _described(self, messages: Sequence[Message], tools: Any) -> list[Message]:
-        """The messages with tools, calls and results as text where the template does not know them."""
+        """The messages; tools, calls and results become text if the template does not know them."""
         described, form = list(messages), detect_tools(self.source) or DEFAULT
         if "tool_calls" not in self.source:
             described = [_as_text(message, form) for message in messages]
         if tools and not uses_tools(self.source):
-            # Some templates read them from the system message.
+            # Some templates read tools from a field of the system message.
             is_field = "message['tools']" in self.source
             text = "" if is_field else _describe_tools(tools, form)
             first = described[0] if described[0].get("role") in ("system", "developer") else None
@@ -129,12 +129,14 @@ class ChatTemplate:
         return described
 
     def _dropped(self, messages: Sequence[Message], values: Mapping[str, object], text: str) -> list[int]:
-        """The indices of messages whose content, or whose calls, do not change the text."""
+        """The indices of messages whose content, or one of whose calls, does not change the text."""
+        if "content" not in self.source:  # It drops all contents on purpose.
+            return []
 
-        def marked(places: Iterable[tuple[int, int]]) -> str:
-            """The text if these messages or calls had more characters; empty if the template rejects them."""
+        def marked(parts: Collection[tuple[int, int]]) -> str:
+            """Renders the chat with a mark at each of these parts; "" if the template rejects it."""
             longer = [
-                _lengthen(m, [f"{_MARK}{i}.{j}{_MARK}" if (i, j) in places else "" for j in range(_count(m))])
+                _lengthen(m, [f"{_MARK}{i}.{j}{_MARK}" if (i, j) in parts else "" for j in range(_count_parts(m))])
                 for i, m in enumerate(messages)
             ]
             try:
@@ -142,17 +144,15 @@ class ChatTemplate:
             except (CheckpointError, ValueError):
                 return ""
 
-        # A template may ask for no content at all; the calls of tools may stand for one.
-        present = {
+        # Mark all parts at once. A mark may be missing because the template alters texts: check those parts alone.
+        parts = {
             (i, j): None
             for i, m in enumerate(messages)
             if m.get("tool_calls") or (isinstance(content := m.get("content"), str) and content.strip())
-            for j in range(_count(m))
+            for j in range(_count_parts(m))
         }
-        if "content" not in self.source:
-            return []
-        together = marked(present)
-        missing = [(i, j) for i, j in present if f"{_MARK}{i}.{j}{_MARK}" not in together]
+        together = marked(parts)
+        missing = [(i, j) for i, j in parts if f"{_MARK}{i}.{j}{_MARK}" not in together]
         return [i for i, j in missing[:_MOST_MISSING] if marked([(i, j)]) == text]
 
 
@@ -164,7 +164,7 @@ def _describe_tools(tools: Iterable[Mapping[str, object]], form: ToolFormat) -> 
 
 def _as_text(message: Message, form: ToolFormat) -> Message:
     """A message with its calls as text, and with the result of a tool as the user's text."""
-    plain = {key: held for key, held in message.items() if key not in ("tool_calls", "tool_call_id")}
+    plain = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     if functions:
         calls = [ToolCall(str(f.get("name")), _to_json(_decoded(f.get("arguments", {})))) for f in functions]
@@ -179,23 +179,23 @@ def _as_text(message: Message, form: ToolFormat) -> Message:
     return plain
 
 
-def _count(message: Message) -> int:
-    """The parts that a template may drop: each call, or the content."""
+def _count_parts(message: Message) -> int:
+    """The number of parts to look for in a rendered chat: the calls, or without calls 1, the content."""
     return len(message.get("tool_calls") or [message])
 
 
 def _lengthen(message: Message, marks: Sequence[str]) -> Message:
-    """The message with marks after the names of its calls, or a mark after its content."""
+    """The message with a mark after the name of each call, or after its content."""
     if not message.get("tool_calls"):
         return {**message, "content": f"{message['content']}{marks[0]}"} if marks[0] else message
     return _change_calls(message, lambda i, call: {**call, "name": f"{call.get('name')}{marks[i]}"})
 
 
 def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The messages as templates expect calls.
+    """The messages in all spellings of tool calls among templates.
 
-    A message has all its calls, or one before its result. Ids stay, or have 9 digits. Arguments are a mapping or text;
-    those that are not an object of JSON stay text. A missing content is absent, None or empty.
+    Calls of a message stay together, or each is followed by its result. Ids stay, or have 9 digits. Arguments are a
+    mapping or text; those that are not an object of JSON stay text. A missing content is absent, None or empty.
     """
     if not any(m.get("tool_calls") for m in messages):
         yield messages
@@ -227,22 +227,22 @@ def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """The messages with one call each, before its result."""
+    """The messages with one call each, followed by its result."""
     split: list[Message] = []
-    at = 0
-    while at < len(messages):
-        message, calls = messages[at], messages[at].get("tool_calls") or ()
-        results = messages[at + 1 : at + 1 + len(calls)]
+    index = 0
+    while index < len(messages):
+        message, calls = messages[index], messages[index].get("tool_calls") or ()
+        results = messages[index + 1 : index + 1 + len(calls)]
         if len(calls) < 2 or len(results) < len(calls) or any(m.get("role") != "tool" for m in results):
             split.append(message)
-            at += 1
+            index += 1
             continue
-        # Results may have another order than their calls.
+        # Find the result of a call by its id, or by its place if ids are missing or repeated.
         by_id = {m.get("tool_call_id"): m for m in results}
         for i, call in enumerate(calls):
             result = by_id.get(call.get("id"), results[i]) if len(by_id) == len(calls) else results[i]
             split += [{**(message if i == 0 else {"role": message.get("role")}), "tool_calls": [call]}, result]
-        at += 1 + len(calls)
+        index += 1 + len(calls)
     return split
 
 
@@ -251,7 +251,7 @@ def _with_arguments(message: Message, convert: Callable[[object], object]) -> Me
 
 
 def _change_calls(message: Message, change: Callable[[int, Message], Message]) -> Message:
-    """The message with its calls changed, with or without a field `function` around each."""
+    """Applies `change` to each call of a message, or to its field `function` if it has one."""
     calls = []
     for i, call in enumerate(message.get("tool_calls") or ()):
         calls.append({**call, "function": change(i, call["function"])} if "function" in call else change(i, call))
@@ -286,7 +286,7 @@ class _Range:
 
 
 class _Namespace(Namespace):
-    """A namespace without attributes of a leading underscore, to which Python and Jinja give a meaning."""
+    """A namespace that rejects attributes with a leading underscore, which have a meaning in Python and Jinja."""
 
     def __init__(*args: Any, **attributes: Any):  # `self` may be an attribute
         for name in dict(*args[1:], **attributes):
@@ -315,31 +315,30 @@ class _Generation(ext.Extension):
 
 @functools.lru_cache(maxsize=16)
 def uses_tools(source: str) -> bool:
-    """Whether a template reads the variable `tools`. An invalid one does not."""
+    """Whether a template reads the variable `tools`; False for an invalid one."""
     if len(source) > MOST_SOURCE:
         return False
     try:
         return "tools" in meta.find_undeclared_variables(_environment().parse(source))
-    except Exception:  # as for compiling; the error comes with its first rendering
+    except Exception:  # as in `ChatTemplate.render`, which reports it
         return False
 
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    """The compiled template. Compiling takes several times as long as rendering a short chat."""
+    """The compiled template, cached: compiling takes several times as long as rendering a short chat."""
     return _environment().from_string(source)
 
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    # No access to Python beyond the values.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         optimized=False,  # the time of optimizing grows with the square of an expression's depth
         extensions=[ext.loopcontrols, _Generation],
     )
-    # What Hugging Face offers to templates.
+    # Filters and functions of transformers.
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
@@ -350,7 +349,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _bounded(parts: Iterable[str]) -> Iterator[str]:
-    """The parts of the output, as long as they are within the bound."""
+    """The parts of the output; raises once they exceed the bound."""
     length = 0
     for part in parts:
         length += len(part)

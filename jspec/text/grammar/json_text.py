@@ -1,4 +1,4 @@
-"""Expressions of JSON texts (RFC 8259), with configurable whitespace between tokens."""
+"""Expressions for JSON texts (RFC 8259), with configurable whitespace between tokens."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ _DIGIT, _HEX = [(0x30, 0x39)], [(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)]
 _ESCAPED: tuple[Range, ...] = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 """Characters that a string must escape: controls, the quote and the backslash."""
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
-"""Characters with escapes of two characters."""
+"""Code of a character -> the letter of its two-character escape."""
 
 
 def _one_of(text: str) -> Expression:
@@ -20,7 +20,7 @@ def _one_of(text: str) -> Expression:
 
 
 def _unicode_escape() -> Expression:
-    """\\u and four digits, or a pair of surrogates; never a lone surrogate."""
+    """After the backslash: u and four hex digits, or a pair of surrogates; never a lone surrogate."""
     digit = e.characters(_HEX)
     others = e.characters(e.without(_HEX, [(0x44, 0x44), (0x64, 0x64)]))
     plain = e.either(e.concat(others, digit), e.concat(_one_of("Dd"), _one_of("01234567")))
@@ -32,11 +32,11 @@ def _unicode_escape() -> Expression:
 CHARACTER = e.either(
     e.characters(e.complement(_ESCAPED)), e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape()))
 )
-"""A character within a string, in any spelling."""
+"""A character of a string, in any spelling."""
 COUNTED = e.either(e.characters(e.complement(_ESCAPED)), e.concat(_one_of("\\"), _one_of('"\\bfnrt')))
-"""A character in its shortest spelling, without controls of four digits: fewer states to repeat."""
+"""A character of a bounded string: in its shortest spelling, without \\u, because each repetition copies its states."""
 COUNTED_STATES = 9
-"""Bytes within an encoding, a backslash, and the end."""
+"""States of `COUNTED`: within a UTF-8 encoding, after a backslash, and at the end."""
 INTEGER = e.concat(
     e.optional(_one_of("-")),
     e.either(_one_of("0"), e.concat(_one_of("123456789"), e.repeat(e.characters(_DIGIT), 0, None))),
@@ -51,7 +51,7 @@ NULL = e.literal("null")
 
 
 def string(least: int = 0, most: int | None = None) -> Expression:
-    """A string of `least` to `most` characters. Where these are counted, each has its shortest spelling."""
+    """A string of `least` to `most` characters; those of bounded strings are `COUNTED`."""
     return quoted(e.repeat(CHARACTER if most is None and least < 2 else COUNTED, least, most))
 
 
@@ -61,8 +61,8 @@ def quoted(inner: Expression) -> Expression:
 
 
 def spelled(text: Expression) -> Expression:
-    """The texts of an expression within a string, each character in its shortest spelling."""
-    # e.Characters: as they are, or escaped.
+    """The expression of the same texts within a JSON string, with every character in its shortest spelling."""
+    # Characters: unescaped, or escaped.
     if isinstance(text, e.Characters):
         parts: list[Expression] = [e.characters(e.without(text.ranges, _ESCAPED))]
         for code in (*range(0x20), 0x22, 0x5C):
@@ -75,7 +75,7 @@ def spelled(text: Expression) -> Expression:
     if isinstance(text, e.Either):
         return e.either(*map(spelled, text.parts))
     if isinstance(text, e.Until):
-        raise TypeError("a string of JSON cannot have any bytes")
+        raise TypeError("a string of JSON cannot contain arbitrary bytes")
     if isinstance(text, e.Compiled):
         return _spelled_table(text)
     separator = spelled(text.separator)
@@ -85,11 +85,11 @@ def spelled(text: Expression) -> Expression:
 
 
 def _spelled_table(text: e.Compiled) -> e.Compiled:
-    """`spelled` for an automaton; controls without an escape of two characters are left out."""
+    """`spelled` for an automaton; drops texts with controls that need \\u."""
     table, escapes = text.table.copy(), []
     for first, last in _ESCAPED:
         table[:, first : last + 1] = -1
-    # A backslash leads to a state of its own; the letter of an escape leads on from there.
+    # Add a state after a backslash: from there, the letter of an escape leads where the character led.
     for state, row in enumerate(text.table):
         letters = {ord(letter): row[code] for code, letter in _SHORT.items() if row[code] >= 0}
         if letters:
@@ -100,40 +100,40 @@ def _spelled_table(text: e.Compiled) -> e.Compiled:
 
 
 class Layout:
-    """Objects, arrays and values with the given whitespace: after "{", "[", "," and ":", and before "}" and "]"."""
+    """Expressions for objects, arrays and values, with whitespace after "{", "[", "," and ":", before "}" and "]"."""
 
     def __init__(self, whitespace: Expression):
         self._space = whitespace
         self._comma = e.concat(_one_of(","), whitespace)
 
     def object_of(self, members: Iterable[tuple[str, Expression, bool]]) -> Expression:
-        """An object of these members in their order: name, value, and whether it is required."""
+        """An object with these members, in this order. members: name, value, and whether it is required."""
         parts = [(self._member(e.literal(_dump(name)), value), required) for name, value, required in members]
         return self._around("{}", e.chain(parts, self._comma))
 
     def map_of(
         self, value: Expression, name: Expression | None = None, least: int = 0, most: int | None = None
     ) -> Expression:
-        """An object of `least` to `most` members with values of one kind, and any names or those of an expression."""
+        """An object of `least` to `most` members. value, name: match each of them; name None: any string."""
         member = self._member(string() if name is None else name, value)
         return self._around("{}", e.repeat(member, least, most, self._comma))
 
     def tuple_of(self, items: Sequence[Expression], least: int, rest: Expression = e.EMPTY) -> Expression:
-        """An array of these items, the first `least` of them required, and then `rest`."""
+        """An array of these items, of which the first `least` are required, followed by `rest`."""
         inner = rest
         for i in range(len(items) - 1, -1, -1):
             if i + 1 < len(items):
-                after = e.concat(self._comma, inner)
-                inner = e.optional(after) if i + 1 >= least else after
+                following = e.concat(self._comma, inner)
+                inner = e.optional(following) if i + 1 >= least else following
             inner = e.concat(items[i], inner)
         return self._around("[]", e.optional(inner) if not least else inner)
 
     def more(self, item: Expression, least: int, most: int | None) -> Expression:
-        """`least` to `most` further items of an array, each after a comma."""
+        """`least` to `most` items after the first, each after a comma."""
         return e.repeat(e.concat(self._comma, item), least, most)
 
     def set_of(self, items: Sequence[tuple[Expression, bool]]) -> Expression:
-        """An array of these items in their order, each required or not."""
+        """An array of these items, in this order. items: item, and whether it is required."""
         return self._around("[]", e.chain(items, self._comma))
 
     def array_of(self, item: Expression, least: int = 0, most: int | None = None) -> Expression:
@@ -141,7 +141,7 @@ class Layout:
         return self._around("[]", e.repeat(item, least, most, self._comma))
 
     def value(self, value: object) -> Expression:
-        """This value."""
+        """The JSON text of one value, with members in its order."""
         if isinstance(value, Mapping):
             return self.object_of([(name, self.value(item), True) for name, item in value.items()])
         if isinstance(value, Sequence) and not isinstance(value, str):
@@ -149,7 +149,7 @@ class Layout:
         return e.literal(_dump(value))
 
     def anything(self, depth: int) -> Expression:
-        """Any value in which objects and arrays are nested at most `depth` times."""
+        """Any value with at most `depth` nested objects and arrays."""
         scalars = e.either(string(), NUMBER, BOOLEAN, NULL)
         if not depth:
             return scalars
