@@ -1,4 +1,4 @@
-"""Trains a model of any kind: the optimizer, one step, and the loop with its metrics, evaluations and checkpoints.
+"""Trains any model: the optimizer, one step, and the loop with metrics, evaluations and checkpoints.
 
 The state is flax's `TrainState`, which other JAX tools read: `step`, `params`, `opt_state`, `apply_fn` and `tx`.
 """
@@ -34,7 +34,7 @@ def rate_at(recipe: Recipe, step: int) -> float:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW on clipped gradients, at a learning rate of 1; norms and biases do not decay."""
+    """AdamW on clipped gradients; norms and biases do not decay. `apply_gradients` multiplies by the learning rate."""
     adamw = optax.adamw(
         1.0,
         b2=0.95,
@@ -50,8 +50,8 @@ class State(TrainState):
     params: PyTree
 
     def apply_gradients(self, *, grads: PyTree, rate: Float[ArrayLike, ""] = 1.0, **changes: PyTree) -> Self:
-        """The state after one optimizer step, with other changes. rate: the learning rate."""
-        # optax multiplies floats with its integer counter.
+        """The state after one optimizer step. rate: the learning rate. changes: new values of other fields."""
+        # optax multiplies floats by its integer counter, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         params = optax.apply_updates(self.params, jax.tree.map(lambda x: rate * x, updates))
@@ -69,7 +69,7 @@ class Setup(abc.ABC):
 
     recipe: the hyperparameters.
     dtype: precision of the forward and backward pass; the trained weights themselves are float32.
-    chunk_tokens: the most tokens of a batch whose gradient is computed at once; None: all.
+    chunk_tokens: maximum tokens of a chunk, whose gradient is computed at once; None: the whole batch.
     """
 
     recipe: Any
@@ -78,18 +78,18 @@ class Setup(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, *args: Any, **options: Any) -> PyTree:
-        """The forward of the trained model, `apply_fn` of its state; its arguments depend on the kind."""
+        """The forward of the trained model, `apply_fn` of its state; arguments depend on the model."""
 
     @abc.abstractmethod
     def loss(self, state: Any, frozen: PyTree, batch: Any) -> tuple[Float[Array, ""], Float[ArrayLike, ""]]:
-        """The mean loss of a chunk of a batch, differentiable with respect to `state.params`, and the chunk's weight.
+        """The mean loss of a chunk, differentiable with respect to `state.params`, and its weight in the batch's mean.
 
-        frozen: weights of another model that the loss reads; None: there is none.
+        frozen: weights of another model that the loss reads, or None.
         """
 
 
 def timeless(setup: U) -> U:
-    """The setup with a fixed number of steps, so that runs of any length share their programs."""
+    """The setup with a fixed number of steps, so that runs of any length share compiled programs."""
     return dataclasses.replace(setup, recipe=dataclasses.replace(setup.recipe, steps=2))
 
 
@@ -117,14 +117,14 @@ def train_step(
     Logits and activations of one chunk of the batch are in memory at a time, see `Setup.chunk_tokens`.
 
     frozen: as in `Setup.loss`.
-    batch: arrays of one entry per sequence, the tokens [B, T] first.
-    step: of the state, for the learning rate.
+    batch: arrays with an entry per sequence, the tokens [B, T] first.
+    step: number of the step, for the learning rate.
     """
     return _train_step(state, frozen, batch, np.float32(rate_at(setup.recipe, step)), setup=timeless(setup))
 
 
 def compile_step(state: State, frozen: PyTree, batch: PyTree, *, setup: Setup) -> None:
-    """Compiles the program of `train_step` for arguments of these shapes, so that the call does not; runs nothing."""
+    """Compiles `train_step` ahead of time for arguments of these shapes; runs nothing."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
@@ -145,7 +145,7 @@ def _train_step(
         added = jax.tree.map(lambda x: weight * x, (value, gradient, jnp.ones((), jnp.float32)))
         return jax.tree.map(jnp.add, sums, added), None
 
-    # The whole batch at once, or the weighted mean over chunks of equal size and a smaller last one.
+    # The whole batch at once; or the weighted mean over chunks of equal size, and a smaller last one.
     sequences, length = jax.tree.leaves(batch)[0].shape
     size = _chunk_size(sequences, length, setup.chunk_tokens)
     if size == sequences:
@@ -162,24 +162,24 @@ def _train_step(
 
 
 def _chunk_size(sequences: int, length: int, tokens: int | None) -> int:
-    """Sequences of a chunk of at most `tokens` tokens, but of at least one; preferably all chunks have as many."""
+    """Sequences per chunk, at most `tokens` tokens or one sequence. Prefers equal chunks to less than half as many."""
     most = sequences if tokens is None else max(1, tokens // length)
     count = -(-sequences // most)
-    even = next((larger for larger in range(count, 2 * count) if sequences % larger == 0), count)
-    return -(-sequences // even)
+    count = next((larger for larger in range(count, 2 * count) if sequences % larger == 0), count)
+    return -(-sequences // count)
 
 
 class Task(Protocol[S]):
-    """What a run trains."""
+    """A training run: its hyperparameters, initial state, step and evaluation."""
 
     @property
     def recipe(self) -> Recipe:
-        """Its steps, and its learning rate, to log."""
+        """The hyperparameters."""
         ...
 
     @property
     def record(self) -> Record:
-        """What determines the run; a checkpoint with another record is rejected."""
+        """Everything that determines the weights; a checkpoint with another record is rejected."""
         ...
 
     def init(self) -> S:
@@ -207,13 +207,13 @@ def run(
 
     Args:
       directory: for metrics and checkpoints, see `run_directory`; created if needed.
-      resume: continue from the newest checkpoint in `directory`; the result is as without the interruption.
+      resume: continue from the newest checkpoint in `directory`, with the same result as without an interruption.
       intervals: how often to log, evaluate and write checkpoints.
       stop_after: the step to stop at; None: the recipe's last one.
 
     Raises:
-      ValueError: a checkpoint of another record, a `stop_after` outside of the run or before the checkpoint, or a loss
-        of NaN or infinity.
+      ValueError: a checkpoint with another record, a `stop_after` outside of the run or before the checkpoint, or a
+        loss or gradient of NaN or infinity.
       CheckpointError: no checkpoint can be read.
       FileNotFoundError: no checkpoint to resume from.
       FileExistsError: `directory` has checkpoints and `resume` is False.
@@ -222,7 +222,7 @@ def run(
     last, tokens = task.recipe.steps, task.recipe.batch_tokens
     if stop_after is not None:
         last = check_int("stop_after", stop_after, least=1, most=last)
-    # The state to begin with.
+    # Begin, or load a checkpoint.
     saved = RunDirectory(directory)
     if check_flag("resume", resume):
         state = saved.resume(task.record, task.init)
@@ -232,7 +232,7 @@ def run(
     first = int(state.step)
     if first > last:
         raise ValueError(f"stop_after={stop_after}: must be at least {first}, the step of the checkpoint")
-    # The steps.
+    # Train, and log, evaluate and save at intervals.
     bar = tqdm(initial=first * tokens, total=last * tokens, unit="token", unit_scale=True, mininterval=5, disable=None)
     for step in range(first, last):
         state, loss, norm = task.advance(state, step)
