@@ -16,25 +16,26 @@ from jspec.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for a very unlikely token, as JSON has no infinity
 Results: TypeAlias = Callable[[], Sequence[tuple[GenerationStats, int]]]
-"""The counters of all sequences of an answer and the cached tokens of their prompts, called when they have ended."""
+"""Returns the counters of each sequence, and the cached tokens of its prompt; called after all have ended."""
 Scorer: TypeAlias = Callable[[Sequence[int]], Awaitable[Scores]]
-"""The scores of the ids of a prompt."""
+"""Scores the ids of a prompt."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+"""Reason of `jspec.Piece` -> reason of OpenAI."""
 
 
 class TokenNames:
-    """How tokens are written beside their log-probabilities: as text; other bytes as bytes:\\xe2\\x80."""
+    """Writes tokens beside their log-probabilities: as text, or as `bytes:\\xe2\\x80` if they are no valid UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
         self._special = {token: name.encode() for name, token in tokenizer.special_ids.items()}
 
     def spelled(self, token: int) -> bytes:
-        """The bytes a token adds to the text; none for special tokens."""
+        """The bytes that a token adds to the text; none for special tokens."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def bytes(self, token: int) -> bytes:
-        """The same, but the name of a special token, and of an id without text."""
+        """As `spelled`, but of special tokens and ids without text a name."""
         return self._special.get(token) or self.spelled(token) or f"<{token}>".encode()
 
     def text(self, token: int) -> str:
@@ -47,14 +48,14 @@ class TokenNames:
 
 
 class _Texts:
-    """The texts of tokens as they arrive, and where each begins; a character belongs to the last of its tokens."""
+    """Texts and offsets of tokens as they arrive; a character of several tokens belongs to the last of them."""
 
     def __init__(self, names: TokenNames, begin: int = 0):
         self._names, self._end = names, begin
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
-        """Begin and text of each token."""
+        """The offset and the text of each token."""
         pairs = []
         for token in tokens:
             text = self._decoder.decode(self._names.spelled(token))
@@ -68,43 +69,42 @@ class Choice:
 
     Args:
       prompt: ids before the text.
-      text: what it begins with: the prompt if it is to be echoed.
-      dialect: of a chat.
+      text: the beginning of the text: the prompt if it is echoed.
+      dialect: markers of thinking and calls in a chat.
     """
 
     def __init__(self, call: Call, names: TokenNames, prompt: Sequence[int], text: str, dialect: Dialect):
-        # What tells thinking and calls of a chat from its content; None: all is content.
+        # A parser of thinking and calls in a chat; None: all text is content.
         tokenizer, self.text, self.reply = names.tokenizer, text, None
         if call.tools is not None and not (dialect.thinking is None and call.tools.choice == "none"):
             self.reply = Reply(dialect, call.tools, dialect.prompt_end(tokenizer, prompt))
-        # Special tokens in the text require a stream besides the engine's.
+        # The engine's text has no special tokens. If some are needed, decode the tokens here.
         marks = () if self.reply is None else dialect.shown
         shown = marks if call.skip_special_tokens else tokenizer.special_ids.keys()
         self._stream = TextStream(tokenizer, prompt, stops_of(call, dialect), shown=shown) if shown else None
         self._call, self._bytes, self.texts = call, tokenizer.token_bytes(shown), _Texts(names, len(text))
 
     def push(self, piece: Piece) -> tuple[list[dict[str, Any]], str | int | None]:
-        """The additions of a piece in OpenAI's format, and the stop string or id of the request that has ended it."""
+        """The deltas of a piece in OpenAI's format, and the stop string or id of the request that ended it, or None."""
         text, stopped_by = piece.text, piece.stopped_by if piece.stopped_by in self._call.stop else None
         if self._stream is not None:
             text = self._stream.push(piece.tokens[:-1] if piece.finish_reason == "eos" else piece.tokens)
             text += self._stream.finish() if piece.finish_reason else ""
-        # The end itself, unless it is an EOS which adds nothing to a text.
+        # Append the stop string, or the text of an EOS token.
         if self._call.include_stop_str_in_output and piece.finish_reason == "stop":
             text += str(stopped_by)
         elif self._call.include_stop_str_in_output and piece.finish_reason == "eos":
             text += self._bytes[piece.tokens[-1]].decode(errors="replace")
-        # In a chat, by kind.
+        # In a chat, split into thinking, content and calls.
         if self.reply is not None:
-            return [
-                {"delta": delta} for delta in self.reply.push(text, last=piece.finish_reason is not None)
-            ], stopped_by
-        said = {"text": text} if self._call.messages is None else {"delta": {"content": text}}
-        return [said] if text else [], stopped_by
+            deltas = self.reply.push(text, last=piece.finish_reason is not None)
+            return [{"delta": delta} for delta in deltas], stopped_by
+        addition = {"text": text} if self._call.messages is None else {"delta": {"content": text}}
+        return [addition] if text else [], stopped_by
 
 
 def stops_of(call: Call, dialect: Dialect) -> list[str | int]:
-    """The stop strings and ids of a call, and the special tokens that end a call of a tool."""
+    """The stop strings and ids of a request, and the special tokens that end a tool call."""
     calls = call.tools is not None and call.tools.choice != "none"
     return [*call.stop, *(dialect.stops if calls else ())]
 
@@ -114,13 +114,13 @@ class Answer:
 
     Args:
       prompts: ids of each prompt.
-      texts: what each choice begins with: the prompt if it is to be echoed.
-      dialect: of a chat.
-      score: gives the log-probabilities of the prompts, if they are to be echoed, too.
-      fingerprint: of everything that may change the text besides the request.
+      texts: the beginning of each choice: the prompt if it is echoed.
+      dialect: markers of thinking and calls in a chat.
+      score: scores prompts, if the request asks for their log-probabilities.
+      fingerprint: of everything besides the request that may change the text.
 
     Attributes:
-      new_tokens: of all choices, so far.
+      new_tokens: tokens of all choices so far.
     """
 
     def __init__(
@@ -134,7 +134,6 @@ class Answer:
         score: Scorer | None = None,
         fingerprint: str | None = None,
     ):
-        # What is counted and written for each choice.
         self._call, self._names, self._prompts, self._score = call, names, prompts, score
         self._choices = [
             Choice(call, names, prompt, text, dialect)
@@ -154,7 +153,7 @@ class Answer:
         }
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
-        """The answer when all sequences have ended: its chunks, with one piece for each choice, joined."""
+        """The answer after all sequences have ended: the sum of its chunks, with one piece per choice."""
         # Sum up all chunks.
         choices: list[dict[str, Any]] = [{} for _ in self._choices]
         answer: dict[str, Any] = {}
@@ -172,7 +171,7 @@ class Answer:
         return answer | {"choices": choices, "usage": self._usage(results())}
 
     async def _joined(self, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[tuple[int, Piece]]:
-        """All pieces of each choice as one."""
+        """Joins all pieces of each choice into one."""
         parts: list[list[Piece]] = [[] for _ in self._choices]
         async for i, piece in pieces:
             parts[i].append(piece)
@@ -182,21 +181,22 @@ class Answer:
 
     async def chunks(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> AsyncIterator[dict[str, Any]]:
         """The answer in chunks, as pieces arrive."""
-        call, before, about = self._call, None, {}
+        call, echoed, prompt_fields = self._call, None, {}
         ended = "length" if call.max_tokens == 0 else None
-        # What comes before the first new token.
+        # The echoed prompt, and fields about it.
         for i, choice in enumerate(self._choices):
             if i % call.n == 0:
                 prompt = self._prompts[i // call.n]
                 scores = None if self._score is None else await self._score(prompt)
-                before, about = self._echoed(choice, scores), self._about(prompt, scores)
+                echoed, prompt_fields = self._echoed(choice, scores), self._prompt_fields(prompt, scores)
             if self._chat:
                 start = {"role": "assistant", "content": ""}
-                yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}]) | about
-            elif choice.text or before or ended or about:
-                yield self._chunk(
-                    [{"index": i, "text": choice.text, "logprobs": before, "finish_reason": ended, **about}]
+                yield (
+                    self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}]) | prompt_fields
                 )
+            elif choice.text or echoed or ended or prompt_fields:
+                beginning = {"index": i, "text": choice.text, "logprobs": echoed, "finish_reason": ended}
+                yield self._chunk([beginning | prompt_fields])
         # New tokens.
         shows_tokens = call.logprobs is not None or call.return_token_ids or call.return_token_origins
         shows_tokens |= not call.skip_special_tokens
@@ -204,9 +204,9 @@ class Answer:
             deltas, stopped_by = self._choices[i].push(piece)
             if not deltas and (piece.finish_reason or shows_tokens):
                 deltas = [{"delta": {}} if self._chat else {"text": ""}]
-            # The last delta of a piece has its tokens and its end.
-            for said in deltas[:-1]:
-                yield self._chunk([self._choice(i, Piece(0, "", []), said, None)])
+            # Only the last delta of a piece has its tokens and finish reason.
+            for delta in deltas[:-1]:
+                yield self._chunk([self._choice(i, Piece(0, "", []), delta, None)])
             self.new_tokens += len(piece.tokens)
             if deltas:
                 yield self._chunk([self._choice(i, piece, deltas[-1], stopped_by)])
@@ -221,16 +221,16 @@ class Answer:
         return chunk
 
     def _choice(
-        self, index: int, piece: Piece, said: Mapping[str, object], stopped_by: str | int | None
+        self, index: int, piece: Piece, delta: Mapping[str, object], stopped_by: str | int | None
     ) -> dict[str, Any]:
-        """What a piece adds to a choice. said: its text in OpenAI's format."""
+        """A choice in a chunk: a delta of a piece, with the fields that the request asks for."""
         reply, reason = self._choices[index].reply, piece.finish_reason and _REASONS[piece.finish_reason]
         if reason == "stop" and reply is not None and reply.called:
             reason = "tool_calls"
-        # What is said about each token.
-        counts = self._call.return_token_origins or (self._call.logprobs is not None and not self._chat)
-        texts = self._choices[index].texts.push(piece.tokens) if counts else []
-        choice: dict[str, Any] = {"index": index, **said, "logprobs": self._logprobs(piece, [at for at, _ in texts])}
+        # Texts and offsets of the tokens, and the fields that need them.
+        needs_texts = self._call.return_token_origins or (self._call.logprobs is not None and not self._chat)
+        texts = self._choices[index].texts.push(piece.tokens) if needs_texts else []
+        choice: dict[str, Any] = {"index": index, **delta, "logprobs": self._logprobs(piece, [at for at, _ in texts])}
         choice |= {"finish_reason": reason, "stop_reason": stopped_by}
         if self._call.return_token_ids:
             choice["token_ids"] = piece.tokens
@@ -239,18 +239,18 @@ class Answer:
             choice["token_origins"] = [{"text": text, "depth": depth} for (_, text), depth in pairs]
         return choice
 
-    def _about(self, prompt: Sequence[int], scores: Scores | None) -> dict[str, object]:
-        """The ids of a prompt and its log-probabilities, if they are asked for."""
-        about: dict[str, object] = {"prompt_token_ids": list(prompt)} if self._call.return_token_ids else {}
+    def _prompt_fields(self, prompt: Sequence[int], scores: Scores | None) -> dict[str, object]:
+        """The ids of a prompt and its log-probabilities, if the request asks for them."""
+        fields: dict[str, object] = {"prompt_token_ids": list(prompt)} if self._call.return_token_ids else {}
         if scores is not None and self._call.prompt_logprobs is not None:
-            about["prompt_logprobs"] = self._ranked(scores, self._call.prompt_logprobs)
-        return about
+            fields["prompt_logprobs"] = self._ranked(scores, self._call.prompt_logprobs)
+        return fields
 
     def _ranked(self, scores: Scores, count: int) -> list[dict[str, Any] | None]:
-        """The log-probabilities of a prompt as vLLM writes them, by id; a rank is null below the most probable ones."""
+        """The log-probabilities of a prompt in vLLM's format, by id; the rank is null beyond the recorded tokens."""
         entries: list[dict[str, Any] | None] = []
         for token, logprob, top in zip(scores.tokens, scores.logprobs, scores.top, strict=True):
-            ranks = {one: rank + 1 for rank, (one, _) in enumerate(top)}
+            ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
             listed = {} if logprob is None else {token: logprob, **dict(top[:count])}
             entry = {
                 str(i): {"logprob": _bounded(x), "rank": ranks.get(i), "decoded_token": self._names.text(i)}
@@ -263,7 +263,7 @@ class Answer:
         """The log-probabilities of a prompt in the format of completions; None if they are not echoed."""
         if scores is None or self._call.logprobs is None or not self._call.echo:
             return None
-        # A tokenizer may begin a text with a space that its decoded text has not.
+        # The tokens may have a space at the beginning that the decoded text lacks.
         offsets = [min(at, len(choice.text)) for at, _ in _Texts(self._names).push(scores.tokens)]
         return self._columns(scores.tokens, scores.logprobs, scores.top, offsets)
 
@@ -277,7 +277,7 @@ class Answer:
         # Chats: one entry for each token.
         content = []
         for token, logprob, entry in zip(piece.tokens, logprobs, top, strict=True):
-            best = [self._entry(*one) for one in entry[: self._call.logprobs]]
+            best = [self._entry(*pair) for pair in entry[: self._call.logprobs]]
             content.append({**self._entry(token, logprob), "top_logprobs": best})
         return {"content": content, "refusal": None}
 
@@ -292,8 +292,8 @@ class Answer:
         tops: list[dict[str, float] | None] = []
         for token, logprob, entry in zip(tokens, logprobs, top, strict=True):
             # Tokens with equal text: keep the first, the most probable.
-            every = [] if logprob is None else [*entry[: self._call.logprobs], (token, logprob)]
-            tops.append({self._names.text(i): _bounded(x) for i, x in reversed(every)} or None)
+            pairs = [] if logprob is None else [*entry[: self._call.logprobs], (token, logprob)]
+            tops.append({self._names.text(i): _bounded(x) for i, x in reversed(pairs)} or None)
         return {
             "tokens": [self._names.text(token) for token in tokens],
             "token_logprobs": [None if x is None else _bounded(x) for x in logprobs],
@@ -306,22 +306,22 @@ class Answer:
         return {"token": raw.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(raw)}
 
     def _usage(self, results: Sequence[tuple[GenerationStats, int]]) -> dict[str, object]:
-        """Tokens so far, and how drafts fared where the counters of the sequences are known."""
-        # OpenAI's counters, and its details of predicted outputs.
+        """Tokens so far, and with the results of all sequences the cached tokens and accepted drafts."""
+        # OpenAI's fields; drafts are counted as predicted outputs.
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.new_tokens,
             "total_tokens": self._prompt_tokens + self.new_tokens,
         }
         if results:
-            # Further samples find the prompt of the first one.
-            stats = [one for one, _ in results]
+            # The other samples of a prompt share the pages of the first: count that one.
+            counters = [stats for stats, _ in results]
             usage["prompt_tokens_details"] = {"cached_tokens": sum(count for _, count in results[:: self._call.n])}
-            accepted = sum(one.accepted for one in stats)
+            accepted = sum(stats.accepted for stats in counters)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(one.drafted for one in stats) - accepted,
-                "rounds": sum(int(one.rounds.sum()) for one in stats),
+                "rejected_prediction_tokens": sum(stats.drafted for stats in counters) - accepted,
+                "rounds": sum(int(stats.rounds.sum()) for stats in counters),
             }
         return usage
 
@@ -331,7 +331,7 @@ def _bounded(logprob: float) -> float:
 
 
 def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Adds a part of a choice, as clients do: texts and lists grow, and items with an index grow in their places."""
+    """Adds a part of a choice, as clients do: appends to texts and lists, and merges list items of equal index."""
     for name, value in part.items():
         before = whole.get(name)
         if isinstance(value, Mapping):
@@ -340,7 +340,7 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
         elif isinstance(value, list):
             items = whole[name] = before or []
             for item in value:
-                # A call that has begun.
+                # Another part of a call.
                 if isinstance(item, dict) and item.get("index", len(items)) < len(items):
                     _add(items[item["index"]], item)
                 else:
@@ -352,7 +352,7 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def _join(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of a sequence as one. The last one has the reason of the end."""
+    """Joins all pieces of a sequence; the finish reason is the last one's."""
     last = pieces[-1]
     return dataclasses.replace(
         last,

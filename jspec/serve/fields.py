@@ -45,19 +45,19 @@ class ApiError(Exception):
 
 
 def unsupported(name: str, value: object, valid: Iterable[str], reason: str = "") -> ApiError:
-    """An error for an unknown word. valid: the known ones. reason: where these are valid."""
+    """An error for a value other than `valid`. reason: where these apply, added to the message."""
     return ApiError(
         f"{name}={str(value)[:40]!r}: not supported by this server{reason}; must be {any_of(valid)}", param=name
     )
 
 
 class Row(NamedTuple):
-    """A field in a table of fields.
+    """How to read a field of a JSON object.
 
-    check: called with the name of the field, its value and the bounds; or the table of an object, or a list with the
-      table of its items.
-    default: its value where it is absent or null; `REQUIRED`: it must be there.
-    bounds: of the check; a text is the name of a limit.
+    check: a function of the field's name, its value and the bounds; the table of an object; or a list with the table
+      of its items.
+    default: the value if the field is absent or null; `REQUIRED`: an error then.
+    bounds: keywords of the check; a string names a limit, see `take_fields`.
     """
 
     check: "Callable[..., Any] | Table | list[Table]"
@@ -70,12 +70,12 @@ REQUIRED: Any = object()
 
 
 def row(check: "Callable[..., Any] | Table | list[Table]", default: Any = None, **bounds: Any) -> Row:
-    """A `Row`."""
+    """A `Row` with these bounds."""
     return Row(check, default, bounds)
 
 
 def hint(check: Callable[..., Any], **bounds: Any) -> Row:
-    """A field without effect: its value is checked, and then None."""
+    """A field to check and then ignore: its value becomes None."""
 
     def run(name: str, value: object, **bounds: Any) -> None:
         check(name, value, **bounds)
@@ -84,13 +84,13 @@ def hint(check: Callable[..., Any], **bounds: Any) -> Row:
 
 
 def refused(*neutral: object) -> Row:
-    """A field without support, except for values without effect."""
+    """An unsupported field: an error unless it has a neutral value, such as False."""
     return Row(_check_neutral, None, {"neutral": neutral})
 
 
 def _check_neutral(name: str, value: object, *, neutral: Sequence[object]) -> None:
-    if not any(same(value, one) for one in neutral):
-        valid = "".join(f" or {one!r}" for one in neutral)
+    if not any(same(value, other) for other in neutral):
+        valid = "".join(f" or {other!r}" for other in neutral)
         message = f"{name}: not supported by this server; must be omitted{valid}"
         raise ApiError(message, param=name, code="unsupported_field")
 
@@ -98,10 +98,10 @@ def _check_neutral(name: str, value: object, *, neutral: Sequence[object]) -> No
 def take_fields(
     where: str, body: object, table: Table, limits: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checked values of the fields of a table, and the other fields. `null` is none.
+    """The checked values of the fields in a table, and the other fields; ApiError if one is invalid or missing.
 
-    where: the path of the object; it begins the names of its fields.
-    limits: by name, for the bounds.
+    where: the path of the object, the beginning of the names of its fields; "" for a request body.
+    limits: name -> value, for bounds with the name of a limit.
     """
     if not isinstance(body, dict):
         raise ApiError(f"{where or 'body'}: must be a JSON object", param=where or None)
@@ -123,10 +123,10 @@ def read_object(
     *,
     ignore_unknown: bool = False,
 ) -> dict[str, Any]:
-    """The checked values of an object. Other fields are refused, with the name of the closest one of the table.
+    """The checked values of an object. Another field is an ApiError with the most similar name.
 
     where, limits: as in `take_fields`.
-    ignore_unknown: logs unknown fields instead.
+    ignore_unknown: log other fields instead.
     """
     values, rest = take_fields(where, body, table, limits)
     for name in rest:
@@ -134,10 +134,10 @@ def read_object(
         if ignore_unknown:
             _LOG.warning("jspec: ignored the unknown field %r", path[:200])
             continue
-        known = [field for field, (check, *_) in table.items() if check is not _check_neutral]
-        close = difflib.get_close_matches(name[:64], known, 1)
-        meant = f"; did you mean {path.removesuffix(name)}{close[0]}?" if close else ""
-        raise ApiError(f"{path[:200]}: unknown field{meant}", param=path, code="unknown_field")
+        supported = [field for field, (check, *_) in table.items() if check is not _check_neutral]
+        close = difflib.get_close_matches(name[:64], supported, 1)
+        suggestion = f"; did you mean {path.removesuffix(name)}{close[0]}?" if close else ""
+        raise ApiError(f"{path[:200]}: unknown field{suggestion}", param=path, code="unknown_field")
     return values
 
 
@@ -150,9 +150,9 @@ def read_variant(
     default: str | None = None,
     reason: str = "",
 ) -> tuple[str, dict[str, Any]]:
-    """The kind of an object, by its field `key`, and its checked values by the table of this kind.
+    """The kind of an object, in its field `key`, and its checked values by the table of this kind.
 
-    default: the kind where there is none. reason: where these kinds are valid.
+    default: the kind of an object without one. reason: as in `unsupported`.
     """
     table = {key: row(check_any, REQUIRED if default is None else default)}
     values, rest = take_fields(where, body, table)
@@ -163,12 +163,12 @@ def read_variant(
 
 
 def present(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with a value."""
+    """The fields whose value is not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _checked(name: str, check: Any, value: object, bounds: Mapping[str, Any]) -> Any:
-    """The checked value, where errors become an `ApiError` about the field `name`."""
+    """The checked value of the field `name`; ValueError and TypeError of a check become an `ApiError`."""
     if isinstance(check, Mapping):
         return read_object(name, value, check)
     try:

@@ -1,4 +1,4 @@
-"""The input of a response, items of several types, as messages of a chat."""
+"""Converts the input of OpenAI's Responses API, a list of typed items, to the messages of a chat."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from jspec.serve.translation import Json
 
 _PARTS = ("input_text", "output_text", "text")
 _HINTS = dict.fromkeys(("id", "status", "phase"), hint(check_any))
-_OF_PART = dict.fromkeys(("annotations", "logprobs"), hint(check_any))
+_PART_HINTS = dict.fromkeys(("annotations", "logprobs"), hint(check_any))
 _ITEMS = {
     "message": {
         "role": row(check_one, REQUIRED, of=("system", "developer", "user", "assistant")),
-        "content": row(read_text, REQUIRED, kinds=_PARTS, hints=_OF_PART),
+        "content": row(read_text, REQUIRED, kinds=_PARTS, hints=_PART_HINTS),
         **_HINTS,
     },
     "function_call": {**dict.fromkeys(("name", "arguments", "call_id"), row(check_text, REQUIRED)), **_HINTS},
@@ -33,9 +33,9 @@ _ITEMS = {
 
 
 def read_input(instructions: str | None, items: list[Any], names: dict[str, str]) -> list[Json]:
-    """The messages of a chat for instructions and items of the input; ApiError if one is invalid or not supported.
+    """The messages of a chat for instructions and input items; ApiError if an item is invalid or not supported.
 
-    names: gets the paths of messages -> those of their items.
+    names: filled with message path -> item path, so that errors about messages can name the items.
     """
     messages: list[Json] = []
 
@@ -48,11 +48,11 @@ def read_input(instructions: str | None, items: list[Any], names: dict[str, str]
         append("instructions", {"role": "system", "content": instructions})
     for i, item in enumerate(items):
         kind, fields = read_variant(name := f"input[{i}]", item, _ITEMS, default="message")
-        # The assistant's last message, if nothing follows it.
+        # The assistant's message, if it is the last one: items of one turn become one message.
         turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind == "message":
             role, text = fields["role"], fields["content"]
-            # Many templates take one message of the system, and only at the beginning.
+            # Many templates accept only one system message, at the beginning: join several there.
             if role in ("system", "developer") and [m["role"] for m in messages] == ["system"]:
                 messages[0]["content"] += f"\n\n{text}"
             elif role == "assistant" and turn and not turn.keys() & {"content", "tool_calls"}:
