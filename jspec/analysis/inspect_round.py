@@ -27,11 +27,11 @@ class Round:
     """One round of one sequence. Node 0 is the root, the last token before the round.
 
     round_index: rounds before this one.
-    before: ids before the round, prompt included; the last one is the root's.
-    tokens: Int[N] drafted token of each node.
+    before: ids before the round, prompt included; the last one is the root.
+    tokens: Int[N] token of each node.
     parents: Int[N] parent of each node; the root's is itself.
-    depths: Int[N] generations between each node and the root.
-    choices: Int[N] the target's token after each node.
+    depths: Int[N] generations below the root; 0 for the root.
+    choices: Int[N] the target's token after each node, if it were accepted.
     accepted: nodes on the accepted path, root first.
     appended: new ids of the round: the accepted drafts, then the bonus token, unless the text ended before it.
     """
@@ -72,17 +72,17 @@ def inspect_round(
         raise ValueError("prompt is a list of prompts: give one of them")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
+    # Room for all rounds, and at least the default of `generate`, so that both run the same program.
     resolved = choose_drafter(drafter, model)
     bound = resolved.bind(model.target, model.draft)
     context = min(model.target.max_length, optional.max_length(bound) or model.target.max_length)
-    # At least the default of `generate`, so both run the same program.
-    most = min(max(128, 1 + (round_index + 1) * (bound.depth + 1)), max(1, context - len(ids)))
-    run = Run(model, ids, GenerateOptions(drafter=resolved, max_new_tokens=most, sampling=sampling, seed=seed))
+    limit = min(max(128, 1 + (round_index + 1) * (bound.depth + 1)), max(1, context - len(ids)))
+    run = Run(model, ids, GenerateOptions(drafter=resolved, max_new_tokens=limit, sampling=sampling, seed=seed))
     if run.advance(round_index):
         last = int(run.state.round_index) - 1
         where = f"in round {last}; pass a smaller index" if last >= 0 else "with its first token, before any round"
         raise ValueError(f"round_index={round_index}: the text ends {where}")
-    # Run the next round on the state, and read its tree.
+    # Run the next round on the state, then copy it to the host.
     s = run.state
     draft_tree, choices, decision = jax.device_get(_run_round(model.params, s, method=run.method))
     accepted = decision.accepted
@@ -104,16 +104,16 @@ def inspect_round(
 
 @partial(jax.jit, static_argnames=("method",))
 def _run_round(params: Params, s: DecodeState, *, method: Method) -> tuple[DraftTree, Int[Array, " N"], Decision]:
-    """Draft, verify and accept for a state with one sequence; also returns the target's choice after each node."""
+    """Draft, verify and accept for a state with one sequence. Also returns the target's choice after each node."""
     draft_tree, s = draft(params, s, method=method)
     out = verify(params, s, draft_tree, method=method)
     decision = accept_drafts(s, draft_tree, out, method=method)
-    # A tree of one node has no drafts, so the rule appends the target's choice.
+    # The choice after a node: what the rule accepts for a tree of this node alone, as a batch of N sequences.
     nodes = draft_tree.tokens.shape[1]
-    alone = method.accept(
+    choices = method.accept(
         jnp.broadcast_to(s.key, (nodes,)),
         tree.chain(draft_tree.tokens.reshape(nodes, 1)),
         node_logits(s, draft_tree, out).reshape(nodes, 1, -1),
         s.length + jnp.broadcast_to(tree.depths(draft_tree), (1, nodes))[0],
     )
-    return draft_tree, alone.tokens[:, 0], decision
+    return draft_tree, choices.tokens[:, 0], decision

@@ -1,4 +1,4 @@
-"""The parser of all commands, and `main`: it turns invalid input into one line and a status."""
+"""The `jspec` program: parses a command line, runs the command, and reports invalid input on one line."""
 
 import argparse
 import io
@@ -16,7 +16,7 @@ from jspec.core import interrupt, package
 from jspec.loading.startup import enable_compilation_cache
 
 LOAD = "--load"
-"""Makes another command of `jspec bench`."""
+"""Option of `jspec bench` with options of its own, in `bench_load`."""
 _COMMANDS: Mapping[str, tuple[Any, type, Mapping[str, Sequence[str]], str]] = {
     "generate": (generate, generate.Options, generate.GROUPS, "continue a prompt, or the prompts of a file"),
     "evaluate": (
@@ -40,44 +40,44 @@ _COMMANDS: Mapping[str, tuple[Any, type, Mapping[str, Sequence[str]], str]] = {
     ),
     "bench": (bench, BenchOptions, SHAPE_GROUP, "measure rounds and their phases at real model shapes"),
 }
-"""Name -> the module, its options and their groups, and its line in the overview, in the order of the help."""
+"""Name -> module, class of its options, their groups, and summary; in the order of the help."""
 _NOT_OPTIONS = ("arguments", "program", "run")
-"""Attributes of the parsed arguments, typed by no user."""
+"""Attributes of the parsed arguments that are no options."""
 
 
 def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -> int:
     """Runs a command; returns its exit status. Invalid input exits with status 2 and one line on standard error.
 
+    arguments: of the command line; None: those of the process. Only then is the compilation cache enabled: a program
+      that passes arguments keeps its own JAX configuration.
     parser: of another program, see `jspec.cli.arguments.set_options`; None: `jspec`.
-    arguments: None: those of the process, which also enables the compilation cache. A program with arguments
-      keeps its own JAX configuration.
     """
     as_process = arguments is None
     if arguments is None:
         interrupt.end_at_interrupt()
         arguments = [_as_text(argument) for argument in sys.argv[1:]]
-        _escape_what_the_terminal_cannot_show()
+        _escape_unencodable()
         enable_compilation_cache()
-    # Errors of users end here, each with one line.
+    # Run; report an error of the user on one line.
     options = argparse.Namespace()
     try:
         status = _run(list(arguments), options, parser)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except BrokenPipeError:  # The reader, such as `head`, has seen enough.
+    except BrokenPipeError:  # The reader, such as `head`, has closed the pipe.
         if as_process:
             _drop_output()
         return 0
     except (ValueError, TypeError) as error:
         return _refuse(str(error), options)
-    except ModuleNotFoundError as error:  # Of an extra, unless it is our own fault.
+    except ModuleNotFoundError as error:  # A missing extra; any other missing module is a bug.
         if package.NAME not in str(error):
             raise
         return _refuse(str(error), options)
-    except OSError as error:  # One of the system without the name of a file is of a standard stream.
-        stream = error.strerror and not error.filename
-        return _refuse(f"output cannot be written ({error.strerror})" if stream else str(error), options)
+    except OSError as error:  # An error of the system without a file name is of a standard stream.
+        is_stream = error.strerror and not error.filename
+        return _refuse(f"output cannot be written ({error.strerror})" if is_stream else str(error), options)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -114,29 +114,29 @@ def _run(arguments: list[str], options: argparse.Namespace, parser: Parser | Non
 
 def _refuse(message: str, options: argparse.Namespace) -> int:
     """Prints an error on one line, with the names of options as they are typed; returns the status."""
-    named = in_options(message, [name for name in vars(options) if name not in _NOT_OPTIONS])
-    print(f"jspec: {printable(' '.join(named.split()))}", file=sys.stderr)
+    text = in_options(message, [name for name in vars(options) if name not in _NOT_OPTIONS])
+    print(f"jspec: {printable(' '.join(text.split()))}", file=sys.stderr)
     return 2
 
 
 def _as_text(argument: str) -> str:
-    """An argument whose bytes are not text in the encoding of the locale, if they are UTF-8."""
+    """Decodes an argument as UTF-8 whatever the locale; returns it as it is if it is not UTF-8."""
     try:
         return os.fsencode(argument).decode() if not argument.isascii() else argument
     except UnicodeError:
         return argument
 
 
-def _escape_what_the_terminal_cannot_show() -> None:
-    """Text outside of the encoding of the locale is written as escapes, where it would be an error."""
+def _escape_unencodable() -> None:
+    """Writes characters outside the locale's encoding as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:
-    """Python flushes its streams when it ends; this must not fail again."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Redirects the standard streams to the null device, so that Python's flush at exit does not fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(null, stream.fileno())

@@ -29,6 +29,7 @@ from jspec.text.grammar import Grammar
 
 _COMPILING = "jspec: compiling, or loading programs compiled before (they are kept, so that the next start is faster)"
 _ROUNDS_PER_PIECE = 4
+"""Rounds between two prints of streamed text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ GROUPS = {**common.SHAPE_GROUP, **common.SAMPLING_GROUP, "many prompts": ("promp
 
 def run(options: Options) -> int:
     """Runs the command; returns its exit status."""
-    # What needs no model is checked before it is loaded.
+    # Before loading a model, check everything that does not depend on it.
     generation = GenerateOptions(
         max_new_tokens=options.max_new_tokens,
         sampling=_constrained(options.sampling(repetition_penalty=options.repetition_penalty), options),
@@ -97,7 +98,7 @@ def run(options: Options) -> int:
         debug=options.debug,
     )
     records = _read_prompts(options)
-    # Several processes meet before the first of them uses a device.
+    # Connect the processes of `jax.distributed` before any of them uses a device.
     start_processes(options, split=options.tensor is not None or options.data is not None)
     with quiet_unless_first(options):
         return _generate(records, generation, options)
@@ -108,7 +109,7 @@ def _generate(records: Sequence[Mapping[str, Any]], generation: GenerateOptions,
     model = common.load_model(options.drafter, options)
     generation = dataclasses.replace(generation, drafter=common.make_drafter(options.drafter, options, model))
     prompts: Sequence[Prompt] = [common.encode_record(model, record, chat=options.chat) for record in records]
-    # What errors call each prompt.
+    # Errors refer to prompts by these names.
     names = ["PROMPT"]
     if options.prompts is not None:
         names = [f"--prompts {options.prompts}, prompt {i}" for i in range(1, len(prompts) + 1)]
@@ -132,13 +133,13 @@ def _constrained(sampling: Sampling | None, options: Options) -> Sampling | None
     except OSError as error:
         raise ValueError(f"--json-schema {schema}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        typed = f"--regex {regex!r}" if schema is None else f"--json-schema {schema}"
-        raise ValueError(f"{typed}: {error}") from None
+        name = f"--regex {regex!r}" if schema is None else f"--json-schema {schema}"
+        raise ValueError(f"{name}: {error}") from None
     return dataclasses.replace(Sampling(temperature=0.0) if sampling is None else sampling, grammar=grammar)
 
 
 def _read_prompts(options: Options) -> Sequence[Mapping[str, Any]]:
-    """The records of the prompts."""
+    """The prompts as records with the key "prompt", without a model."""
     if options.prompts is not None:
         return common.read_prompt_file(options.prompts)
     text = options.prompt
@@ -169,20 +170,20 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
     if not options.compare:
         print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
         return 0
-    # Compare runs without streaming, of warm programs.
+    # Time both again, now compiled and without streaming.
     (out,) = Run(model, prompt, generation).finish()
     (plain,) = Run(model, prompt, dataclasses.replace(generation, drafter=None)).finish()
     print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
-    # The verdict.
-    at = difference(out.tokens, plain.tokens)
-    verdict = "the same tokens" if at is None else f"DIFFERENT tokens from new token {at} on"
+    # Compare tokens and speed.
+    index = difference(out.tokens, plain.tokens)
+    verdict = "the same tokens" if index is None else f"DIFFERENT tokens from new token {index} on"
     if not options.repeats_plain:
         verdict = f"different samples from the same distribution (--accept {options.accept})"
     speed, other = out.stats.tokens_per_second, plain.stats.tokens_per_second
     print(f"plain: {other:.1f} tokens/s; {verdict}; {common.ratio(speed, other)}", file=sys.stderr)
     if reason := common.why_slower(out.stats, plain.stats):
         print(f"jspec: {reason}", file=sys.stderr)
-    return 0 if at is None or not options.repeats_plain else 1
+    return 0 if index is None or not options.repeats_plain else 1
 
 
 def _run_many(
@@ -194,16 +195,15 @@ def _run_many(
 ) -> int:
     """Prints the continuation of each prompt after its batch has ended."""
     drafter = choose_drafter(generation.drafter, model)
-    # Batches end one after the other; each prints its texts.
+    # Run batch by batch, and print the texts after each.
     size = options.batch or 1
-    remaining, stats, batches = iter(records), [], in_batches(model, prompts, generation, size)
-    for _ in range(0, len(prompts), size):
+    stats, batches = [], in_batches(model, prompts, generation, size)
+    for first in range(0, len(prompts), size):
         with notify_if_slow(_COMPILING):
             outputs = next(batches)
-        for out in outputs:
-            record = next(remaining)
+        for record, out in zip(records[first:], outputs, strict=False):
             if options.json:
-                print(json.dumps({**record, **_described(out)}), flush=True)
+                print(json.dumps({**record, **_result_fields(out)}), flush=True)
             else:
                 shown = "" if options.chat else record["prompt"]
                 print(f"{shown}{out.text}\n", flush=True)
@@ -213,8 +213,8 @@ def _run_many(
     return 0
 
 
-def _described(out: Generation) -> dict[str, object]:
-    """A result as JSON."""
+def _result_fields(out: Generation) -> dict[str, object]:
+    """The fields of a result that --json prints."""
     return {
         "text": out.text,
         "tokens": out.tokens,

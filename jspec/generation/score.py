@@ -85,7 +85,7 @@ def score(
     """Compute the log-probability of each token of the prompts, given the tokens before it.
 
     The prompts are read in chunks, so memory is bounded by the logits of a chunk, at most 256 MiB, and the cache of one
-    batch. Prompts whose lengths round up to one power of two share a program, and short ones share batches.
+    batch. Lengths are rounded up to a power of two; prompts of equal width share a program, and short ones a batch.
 
     Args:
       model: from `jspec.load`. A draft is not used.
@@ -109,11 +109,11 @@ def score(
         compare({"prompts": ids, "top_k": top_k, "page_size": page_size, "target": model.target})
     results: dict[int, Scores] = {}
     scorer = Scorer(model.target, model.placement)
-    for places, batch in batches:
+    for indices, batch in batches:
         batch.capacity = least(model.placement, batch.capacity)
         for chunk in batch.chunks():
             batch.collect(scorer.read(model.params.target, chunk))
-        results.update(zip(places, batch.scores(model.tokenizer), strict=True))
+        results.update(zip(indices, batch.scores(model.tokenizer), strict=True))
     return results[0] if single else [results[i] for i in range(len(ids))]
 
 
@@ -131,31 +131,30 @@ def check_score(model: Model, prompts: Sequence[Sequence[int]], top_k: object, p
 def split(
     model: Model, prompts: Sequence[Sequence[int]], top_k: int, page_size: int
 ) -> "list[tuple[list[int], Batch]]":
-    """Split the prompts into batches of one width, each with the indices of its prompts."""
+    """Split the prompts into batches of equal width. Returns pairs: the indices of its prompts, and the batch."""
     # Tokens of a chunk: a power of two, and so a multiple of the widths of short prompts.
     tokens = 1 << (LOGITS_BYTES // (4 * model.target.vocab_size)).bit_length() >> 1
     tokens = min(max(tokens, 16), prefill_chunk(1))
     # Group the prompts by width, then cut each group into batches.
     batches: list[tuple[list[int], Batch]] = []
     by_width: defaultdict[int, list[int]] = defaultdict(list)
-    for place, prompt in enumerate(prompts):
-        by_width[bucket(len(prompt))].append(place)
-    for width, places in sorted(by_width.items()):
+    for index, prompt in enumerate(prompts):
+        by_width[bucket(len(prompt))].append(index)
+    for width, indices in sorted(by_width.items()):
         sequences = max(1, tokens // width) * groups.count(model.placement)
-        for start in range(0, len(places), sequences):
-            members = places[start : start + sequences]
-            size = min(width, tokens)
-            batch = [prompts[place] for place in members]
-            batches.append((members, Batch(model, batch, width, size, top_k, page_size)))
+        for start in range(0, len(indices), sequences):
+            members = indices[start : start + sequences]
+            batch = [prompts[index] for index in members]
+            batches.append((members, Batch(model, batch, width, min(width, tokens), top_k, page_size)))
     return batches
 
 
 class Chunk(NamedTuple):
-    """Columns of a batch that one program reads. Arrays have a first axis of groups of devices if there are several.
+    """The arguments of one program, for some columns of a batch. Several groups of devices add a first axis to arrays.
 
-    tokens, following: the tokens to read, and the token after each.
+    tokens, following: the tokens to read, and the next token of each.
     begin, lengths: position of the first token and number of tokens, per sequence.
-    cache: sequences of a group, capacity and page size.
+    cache: arguments of `Target.init_cache`: sequences of a group, capacity and page size.
     top_k: number of the most probable tokens to return.
     first, last: whether it begins or ends a batch.
     """
@@ -189,12 +188,13 @@ class Scorer:
 
 
 class Batch:
-    """Prompts of one program, scored chunk by chunk.
+    """Prompts that share a program, scored chunk by chunk.
 
     Args:
-      model: its devices read the prompts.
-      width: bound of the length of the prompts.
+      model: gives the devices and, for the memory, the weights.
+      width: maximum length of the prompts.
       size: columns of a chunk.
+      top_k, page_size: as in `score`.
 
     Attributes:
       capacity: tokens per sequence of the cache; equal in all processes.
@@ -208,39 +208,39 @@ class Batch:
         self.capacity = memory.fit(model.params, model.target, Plain(), sequences, page_size, width, width)
         slots = sequences * groups.count(model.placement)
         self._ids = np.zeros((slots, width + size + 1), np.int32)
-        # The last token of a prompt predicts nothing, so it is not read.
-        self._unread = np.zeros(slots, np.int32)
+        # Tokens to read: not the last one of a prompt, which predicts nothing.
+        self._counts = np.zeros(slots, np.int32)
         for i, prompt in enumerate(prompts):
             self._ids[i, : len(prompt)] = prompt
-            self._unread[i] = len(prompt) - 1
+            self._counts[i] = len(prompt) - 1
         self._sequences, self._page_size = sequences, page_size
-        self._parts: list[tuple[np.ndarray, TopTokens | None]] = []
+        self._scores: list[tuple[np.ndarray, TopTokens | None]] = []
 
     def chunks(self) -> Iterator[Chunk]:
         """The chunks in order; none if all prompts have one token."""
         cache = self._sequences, self.capacity, fit_page_size(self._page_size, self.capacity)
-        end = int(self._unread.max())
+        end = int(self._counts.max())
         for start in range(0, end, self._size):
             tokens, following = (self._ids[:, at : at + self._size] for at in (start, start + 1))
-            # Ended sequences read 0 tokens.
-            begin = np.minimum(self._unread, start)
-            arrays = tokens, following, begin, np.minimum(self._unread - begin, self._size)
+            # Sequences that have ended read 0 tokens.
+            begin = np.minimum(self._counts, start)
+            arrays = tokens, following, begin, np.minimum(self._counts - begin, self._size)
             grouped = groups.stack(self._placement, arrays)
             yield Chunk(*grouped, cache, self._top_k, start == 0, start + self._size >= end)
 
     def collect(self, scores: TokenScores) -> None:
         """Wait for the scores of a chunk and copy them to the host. All processes must call this in the same order."""
-        self._parts.append(groups.unstack(self._placement, fetch(scores), len(self._prompts)))
+        self._scores.append(groups.unstack(self._placement, fetch(scores), len(self._prompts)))
 
     def scores(self, tokenizer: Tokenizer | None) -> list[Scores]:
         """The scores of each prompt, after all chunks."""
         results = []
         for i, prompt in enumerate(self._prompts):
             count = len(prompt) - 1
-            values = [x for part, _ in self._parts for x in part[i].tolist()][:count]
+            values = [x for part, _ in self._scores for x in part[i].tolist()][:count]
             tops = [[] for _ in range(count)]
             if self._top_k:
-                recorded = [TopTokens(top.ids[i], top.logprobs[i]) for _, top in self._parts if top is not None]
+                recorded = [TopTokens(top.ids[i], top.logprobs[i]) for _, top in self._scores if top is not None]
                 tops = [entry for part in recorded for entry in top_pairs(part, self._top_k)][:count]
             results.append(Scores(list(prompt), [None, *values], [[], *tops], tokenizer))
         return results

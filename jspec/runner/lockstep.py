@@ -3,8 +3,8 @@
 The devices of a group run one program together, so each of their processes must dispatch the same programs with the
 same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of a
 `Runner` to the other processes with devices of the group (the followers), then makes it itself. Followers decide
-nothing, so host differences cannot make them diverge. They do not read reports, unless the leader has no device of the
-group: then the first of its processes sends the reports to the leader.
+nothing, so host differences cannot make them diverge. They do not read reports, with one exception: if the leader has
+no device of a group, the first process of the group sends it the reports.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _FAREWELL_SECONDS = 1.0
 
 
 def join(placement: Placement | None) -> "tuple[Leader | None, Follower | None]":
-    """Connects the processes of a placement; all must call this. Returns this one's role; two None if it is alone.
+    """Connects the processes of a placement; all must call this. Returns this process's role; two None if it is alone.
 
     Raises:
       EngineError: a process cannot be reached.
@@ -46,7 +46,7 @@ def join(placement: Placement | None) -> "tuple[Leader | None, Follower | None]"
         return None, None
     index = jax.process_index()
     try:
-        # Process 0 listens; its invitation reaches all others.
+        # Process 0 listens, and tells the others the address and a secret.
         listener = None if index else Listener()
         invitation = announced("" if listener is None else listener.invitation)
         if listener is None:
@@ -64,7 +64,7 @@ def least_free(placement: Placement | None) -> tuple[int, int] | None:
 
 
 class Leader:
-    """Process 0, which sends the calls.
+    """Process 0: sends each call to the followers.
 
     wires: the connections to the other processes.
     """
@@ -104,7 +104,7 @@ class Leader:
                 try:
                     self._wires[process].send(message)
                 except OSError:
-                    # Wait for the reason that it may have sent before.
+                    # It may have sent the reason before: wait for that message.
                     self._wires[process].join(_FAREWELL_SECONDS)
                     self._on_loss(f"process {process} is gone: it takes no calls")
                     raise EngineError(str(self._error)) from None
@@ -123,12 +123,12 @@ class Leader:
             wire.close()
 
     def abort(self, error: BaseException) -> None:
-        """Ends the followers, and fails the futures of their reports with an error."""
+        """Ends the followers with an error, and sets it on the futures of their reports."""
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
-            # From here on, `call` adds no futures.
+            # `call` adds no futures once `_error` is set.
             waiting = [future for group in self._expected.values() for future in group]
         for future in waiting:
             future.set_exception(error)
@@ -160,7 +160,7 @@ class Leader:
 
 
 class Follower:
-    """A process other than 0, which makes the calls of the leader.
+    """A process other than 0: makes the calls that the leader sends.
 
     wire: the connection to process 0.
     index: of this process.
@@ -228,7 +228,7 @@ class Follower:
             case ("failed", text):
                 self._end(EngineError(text))
                 return False
-            case _:  # "end"; keep listening, for process 0 may be lost before the last call.
+            case _:  # "end"; keep listening: process 0 may be lost before the last call.
                 for calls in self._calls.values():
                     calls.put(None)
         return True
@@ -239,7 +239,7 @@ class Follower:
         calls: "queue.SimpleQueue[Call | None]",
         reports: "queue.SimpleQueue[Report | None] | None",
     ) -> None:
-        """Makes the calls of a group."""
+        """Makes the calls of a group, and hands their reports on if there is a queue for them."""
         with on_own_device(runner.method.placement):
             while (call := calls.get()) is not None:
                 report = runner.run(call)
@@ -267,12 +267,12 @@ class Follower:
         return reports
 
     def _finish(self, runner: Runner) -> None:
-        """Removes a group after its last call; after the last group the process has ended its part."""
+        """Removes a group after its last call; after the last group, tells the leader and ends this process's part."""
         with self._lock:
             self._runners = {group: other for group, other in self._runners.items() if other is not runner}
             last = self._finished = not self._runners and self._error is None
         if last:
-            # The leader closes the connection as soon as it has this.
+            # The leader may close the connection on this message.
             with contextlib.suppress(OSError):
                 self._wire.send(("ended",))
             self._wire.close()
