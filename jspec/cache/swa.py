@@ -1,12 +1,12 @@
-"""Paged cache of sliding-window attention: stores only rows within reach of a window.
+"""Paged cache of sliding-window attention: stores only rows that a window can reach.
 
-The pages of a sequence form a ring, hidden by the block table: it has an entry for every page of the context, and the
-entries repeat. So positions stay absolute, and kernels do not know about rings.
+The pages of a sequence form a ring. The block table hides this: it has an entry for every page of the context, and the
+entries repeat. So positions stay absolute, and kernels need no code for rings.
 
 Position t is stored in row t mod R of a ring of R rows, where R is the window rounded up to whole pages. After n
 committed rows no query is before position n - 1, the last of them, so none sees a position before n - window. The
-commit of row n - 1 has overwritten rows up to n - 1 - R, and this is before n - window because R >= window. Of a commit
-of more than R rows only the last R are written, so each gets a slot of its own.
+commit of row n - 1 has overwritten rows up to n - 1 - R, which is before n - window because R >= window. A commit of
+more than R rows writes only the last R, so no two share a row of the ring.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class SlidingCache(MhaCache):
         return cls(pool, table, window)
 
     def within(self, window: Window | None) -> Window:
-        """The shorter of a draft's window and the layer's own; the ring has no first positions to keep."""
+        """The shorter of the draft's window and the layer's, without first positions: the ring does not store them."""
         return Window(self.window if window is None else min(self.window, window.length))
 
     def commit(
@@ -69,9 +69,9 @@ class SlidingCache(MhaCache):
         page_size = self.pool.shape[3]
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]
-        if columns > ring or pieces is not None:  # Only the last `ring` rows fit.
+        if columns > ring or pieces is not None:  # Write only the last `ring` rows.
             excess = length - ring
-            if pieces is not None:  # Those before the last rows of the whole prompt.
+            if pieces is not None:  # The last rows of the whole prompt, in all its pieces.
                 end = jnp.zeros_like(start).at[pieces.first].max(start + length)
                 excess = pieces.begin(end) - ring - start
             omitted = jnp.clip(excess, 0, length)
@@ -85,7 +85,7 @@ class SlidingCache(MhaCache):
         return self
 
     def pooled(self, pages: int) -> Self:
-        """Itself: it has no pages of the common pool."""
+        """Itself: it uses no pages of the common pool."""
         return self
 
     def state_of(self, slot: Int[Array, ""]) -> Ring:
@@ -97,5 +97,5 @@ class SlidingCache(MhaCache):
         return dataclasses.replace(self, pool=self.pool.at[:, :, self._ring(slot)].set(state.ring))
 
     def _ring(self, slot: Int[Array, ""]) -> Int[Array, " ring"]:
-        """The pages of a sequence."""
+        """The pages of a sequence's ring."""
         return self.page_table[slot, : pages.pages_for(self.window, self.pool.shape[3])]

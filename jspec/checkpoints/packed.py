@@ -1,16 +1,16 @@
-"""Checkpoints whose matrices have 4 bits, several in a word of 32 bits, with a scale for each group of inputs.
+"""Checkpoints with packed weights of 4 or 8 bits, several in a word of 32 bits, and scales per group of inputs.
 
-Three layouts of a linear layer X with weights [out, in], all with the lowest bits of a word first:
+A linear layer X with weights [out, in] has one of three layouts, all with the lowest bits of a word first:
 
 - compressed-tensors' `pack-quantized`: `X.weight_packed` [out, in / 8], `X.weight_scale` [out, groups] and, unless the
   values are symmetric, `X.weight_zero_point` [out / 8, groups], packed along its first axis
   (github.com/vllm-project/compressed-tensors).
 - GPTQ (Frantar et al., arXiv 2210.17323): `X.qweight` [in / 8, out], `X.scales` [groups, out] and `X.qzeros`
-  [groups, out / 8], which are one too small in its first format; `X.g_idx` [in], the group of each input.
+  [groups, out / 8], stored minus one in its first format; `X.g_idx` [in], the group of each input.
 - AWQ (Lin et al., arXiv 2306.00978), the layout of its matrix products: `X.qweight` [in, out / 8], `X.scales` and
   `X.qzeros` as in GPTQ. A word has eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
-A value minus its zero point is read as 8 bits; `scaled.py` packs 4 bits again, in the kernel's layout.
+`PackedFiles` unpacks them to int8, minus zero points; `scaled.py` packs 4 bits again, in the layout of the kernels.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ _NAMES = {
     "gptq": (".qweight", ".scales", ".qzeros"),
     "awq": (".qweight", ".scales", ".qzeros"),
 }
-"""Layout -> ends of the names of values, scales and zero points."""
+"""Layout -> suffixes of the names of values, scales and zero points."""
 _SHAPE, _GROUP_OF = ".weight_shape", ".g_idx"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of each value of a word."""
+"""Columns of the values in a word, lowest bits first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """How values are packed.
 
-    bits: of a value, 4 or 8.
-    group: inputs with one scale; None: all.
-    zeros: whether there are zero points; otherwise the zero is half of the range.
-    zero_offset: what is added to a stored zero point.
+    bits: bits per value, 4 or 8.
+    group: inputs per scale; None: all.
+    zeros: whether there are zero points; otherwise all are half of the range.
+    zero_offset: added to stored zero points.
     """
 
     layout: Literal["compressed", "gptq", "awq", "gguf"]
@@ -86,9 +86,9 @@ def _group_size(method: Fields) -> int | None:
 
 
 class PackedFiles(DerivedFiles):
-    """The tensors of a checkpoint, in which a packed layer X is `X.weight`, in int8, and `X.weight_scale`.
+    """The tensors of a checkpoint, with packed layers unpacked.
 
-    `X.weight` [out, in] has the values minus their zero points, and `X.weight_scale` is [out, groups].
+    A layer X has `X.weight` [out, in], values minus zero points in int8, and `X.weight_scale` [out, groups].
     """
 
     def __init__(self, files: TensorFiles, packing: Packing):
@@ -126,7 +126,7 @@ class PackedFiles(DerivedFiles):
         )
 
     def get(self, name: str) -> np.ndarray:
-        """As in `TensorFiles`; groups must be made of successive inputs."""
+        """As in `TensorFiles`; groups must consist of consecutive inputs."""
         # Scales, in the orientation of the format.
         if name in self._scale_of:
             scale = self.stored.get(self._stored(name))
@@ -162,13 +162,13 @@ class PackedFiles(DerivedFiles):
         if zeros.shape != (out, -(-width // size)):
             self._refuse(layer + self._zeros, f"has shape {words.shape}, which is not that of {out} x {width} values")
         if self._packing.zero_offset and (zeros == 2 * half - 1).any():
-            # Implementations read this as 0 or as a number beyond the range.
+            # Plus one, this exceeds the range: some implementations wrap it to 0, others do not.
             self._refuse(layer + self._zeros, "has zero points that this format does not define; its second one does")
         wide = zeros.astype(np.int16) + np.int16(self._packing.zero_offset)
         return np.repeat(wide, size, axis=1)[:, :width]
 
     def _unpack(self, words: np.ndarray, order: tuple[int, ...] | None = None) -> np.ndarray:
-        """The values of words along the last axis; order: the place of each value of a word, if not its own."""
+        """Unpacks words along the last axis. order: the column of each value in a word; None: ascending."""
         bits = self._packing.bits
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
         if order is not None:
@@ -183,7 +183,7 @@ class PackedFiles(DerivedFiles):
         return words.view(np.uint32)
 
     def _check_groups(self, layer: str, width: int) -> None:
-        """Raises if inputs were grouped in another order than theirs, by the size of their activations."""
+        """Raises if groups do not consist of consecutive inputs, as with an order by activations."""
         name = layer + _GROUP_OF
         if name not in self.stored.names():
             return

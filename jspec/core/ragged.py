@@ -1,7 +1,7 @@
 """Verifies chains of different lengths in one forward without padding: T nodes of all sequences in a row.
 
-All but attention is computed per node. Attention puts the nodes of a sequence side by side, as in a padded forward: the
-committed rows of a sequence are read once for all of its nodes.
+Everything except attention is computed per node. Attention unpacks the nodes to chains, as in a padded forward, so that
+the committed rows of a sequence are read once for all of its nodes.
 """
 
 from typing import Any
@@ -19,20 +19,20 @@ from jspec.core.types import DraftTree, ForwardOutput
 
 @struct
 class Packing:
-    """Where the nodes of each sequence are among the T nodes of a forward."""
+    """Indices from the T packed nodes of a forward to chains [B, N], and back."""
 
     sequence: Int[Array, " T"]
-    """The sequence of each node; any for padding."""
+    """The sequence of each packed node; arbitrary for padding."""
     column: Int[Array, " T"]
-    """Its place in the chain, 0 for the root; below 0 for padding."""
+    """Its index in the chain, 0 for the root; -1 for padding."""
     place: Int[Array, "B N"]
-    """The packed node of each node of a chain; for those that are not verified, the last one that is."""
+    """The packed node of each node of a chain; beyond the verified nodes, the last one."""
 
 
 def pack(count: Int[Array, " B"], total: int, width: int) -> Packing:
-    """Places the first `count[b]` nodes of each sequence's chain of `width` nodes; they are at most `total`."""
+    """Packs the first `count[b]` nodes of each sequence's chain of `width` nodes; `total` is at least their sum."""
     batch = count.shape[0]
-    # Sums over earlier sequences and searches among the ends, both by comparison: XLA fuses them.
+    # A cumulative sum and a binary search, both written as comparisons: XLA fuses them.
     before = np.tri(batch, k=-1, dtype=bool)
     begin = jnp.where(before, count[None], 0).sum(1, dtype=jnp.int32)
     node = jnp.arange(total, dtype=jnp.int32)
@@ -60,7 +60,7 @@ def forward(
     total, limit = draft_tree.packed, draft_tree.limit
     assert total is not None and limit is not None
     packing = pack(limit + 1, total, draft_tree.tokens.shape[1])
-    # One forward over the nodes. Padding repeats some root.
+    # One forward over T sequences of one node; padding repeats a root.
     sequence, column = packing.sequence, jnp.maximum(packing.column, 0)
     out = target.forward(
         _of_sequences(params, sequence),
@@ -75,7 +75,7 @@ def forward(
 
 @struct
 class _Unpacking:
-    """A cache whose attention takes packed nodes, [T, 1, ...]."""
+    """A cache with attention for packed nodes, [T, 1, ...]."""
 
     cache: PyTree
     packing: Packing
@@ -83,23 +83,23 @@ class _Unpacking:
     """Committed rows of each sequence."""
 
     def attend(self, layer: int, *inputs: Any, start: Any, mask: Any, **options: Any) -> Shaped[Array, "T 1 ..."]:
-        """As of the cache. start, mask: not used: they are those of single nodes."""
+        """As `Cache.attend`. start, mask: those of single nodes; not used."""
         packing, nodes = self.packing, self.packing.sequence.shape[0]
 
         def unpack(x: Any) -> Any:
             packed = isinstance(x, jax.Array) and x.shape[:2] == (nodes, 1)
             return x[:, 0][packing.place] if packed else x
 
-        # A node sees its sequence's chain up to its own place; those of places that are not verified are not read.
+        # As chains, causal attention shows a node its ancestors. Results beyond the verified nodes are dropped.
         inputs, options = jax.tree.map(unpack, (inputs, options))
         out = self.cache.attend(layer, *inputs, start=self.start, mask=None, **options)
         return out[packing.sequence, jnp.maximum(packing.column, 0)][:, None]
 
 
 def _of_sequences(weights: PyTree, sequence: Int[Array, " T"]) -> PyTree:
-    """The weights for nodes of these sequences, where some depend on the sequence."""
+    """The weights for nodes of these sequences; adapters, for example, depend on the sequence."""
 
-    def depends(x: object) -> bool:
+    def per_sequence(x: object) -> bool:
         return hasattr(x, "of_sequences")
 
-    return jax.tree.map(lambda x: x.of_sequences(sequence) if depends(x) else x, weights, is_leaf=depends)
+    return jax.tree.map(lambda x: x.of_sequences(sequence) if per_sequence(x) else x, weights, is_leaf=per_sequence)

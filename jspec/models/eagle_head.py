@@ -40,7 +40,7 @@ class EagleParams:
     input_norm: Float[Array, " C"] | None
     """One norm for all captured layers together (SpecForge's `norm_before_fc`)."""
     hidden_norm: Float[Array, " E"] | None
-    """EAGLE-3: norm of the feature, read by the attention next to the embedding; None in EAGLE-1."""
+    """EAGLE-3: norm of the feature, which attention reads beside the embedding; None in EAGLE-1."""
     layers: tuple[PyTree, ...]
     """`LayerParams`, or those of latent attention."""
     norm: Float[Array, " E"] | None
@@ -52,7 +52,7 @@ class EagleParams:
     mask_embed: Float[Array, " Ed"] | None = None
     """The embedding of a mask token that the target does not have; None: its row of the embedding."""
     mask_hidden: Float[Array, " C"] | None = None
-    """What masks read in the place of captured states; None: there are no masks."""
+    """P-EAGLE: the input of masks, in place of captured states."""
 
 
 @struct
@@ -70,10 +70,10 @@ class EagleHead(DraftShape):
     """The configuration of a head: static and hashable by value. Its methods take the weights as arguments.
 
     version: 3, or 1 for EAGLE-1 and EAGLE-2 (with the same weights).
-    capture_layers: for EAGLE-1, L + 1 (after the final norm).
+    capture_layers: in EAGLE-1, L + 1: the state after the final norm.
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
-    mask_token: P-EAGLE: the token at the positions after the first prediction's; None: each step reads the one before.
+    mask_token: P-EAGLE: the token read after the first prediction; None: each step reads the token of the step before.
     """
 
     version: int
@@ -84,7 +84,7 @@ class EagleHead(DraftShape):
     drafter: ClassVar[str] = "eagle"
 
     def summary(self) -> str:
-        """The draft in a few words."""
+        """The kind of draft, for display."""
         return "P-EAGLE head" if self.at_once else f"EAGLE-{self.version} head"
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
@@ -110,38 +110,38 @@ class EagleHead(DraftShape):
     ) -> EagleParams:
         """The table of the weights, without the ids of the draft's vocabulary.
 
-        names: of tensors; optional weights are read if their names are among them.
+        names: of the tensors; an optional weight is in the table if its tensor is among them.
         embed: whether the head has its own embedding; None: if its width differs from the target's.
         lm_head, fc: whether an EAGLE-3 head has its own LM head, and whether it projects captured states.
-        fc_norms: the tensors of norms of captured layers.
-        qk_norm: whether norms of heads are required.
+        fc_norms: names of the norms of captured layers.
+        qk_norm: whether query and key norms are required.
         """
         # Sizes, and the prefix of the first layer in this layout.
-        width, outer, three = self.hidden_size, self.target_hidden_size, self.version == 3
-        captured = len(self.capture_layers) * outer
+        width, target_width, eagle3 = self.hidden_size, self.target_hidden_size, self.version == 3
+        captured = len(self.capture_layers) * target_width
         first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
         prefixes = [first, *(f"layers.{index}." for index in range(1, self.num_layers))]
-        # Optional tensors.
-        own_embed = width != outer if embed is None else embed
-        own_input_norm = three and "input_norm.weight" in names
+        # All weights; None for absent ones.
+        has_embed = width != target_width if embed is None else embed
+        has_input_norm = eagle3 and "input_norm.weight" in names
         return EagleParams(
-            embed=plain("embed_tokens.weight", self.vocab_size, width) if own_embed else None,
-            fc=linear(captured if three else 2 * width, {"fc.weight": width}) if fc else None,
+            embed=plain("embed_tokens.weight", self.vocab_size, width) if has_embed else None,
+            fc=linear(captured if eagle3 else 2 * width, {"fc.weight": width}) if fc else None,
             fc_bias=plain("fc.bias", width) if "fc.bias" in names else None,
-            fc_norms=tuple(plain(name, outer) for name in fc_norms) or None,
-            input_norm=plain("input_norm.weight", captured) if own_input_norm else None,
-            hidden_norm=plain(first + "hidden_norm.weight", width) if three else None,
+            fc_norms=tuple(plain(name, target_width) for name in fc_norms) or None,
+            input_norm=plain("input_norm.weight", captured) if has_input_norm else None,
+            hidden_norm=plain(first + "hidden_norm.weight", width) if eagle3 else None,
             layers=tuple(self._layer_weights(index, prefix, names, qk_norm) for index, prefix in enumerate(prefixes)),
-            norm=plain("norm.weight", width) if three else None,
-            lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if three and lm_head else None,
+            norm=plain("norm.weight", width) if eagle3 else None,
+            lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if eagle3 and lm_head else None,
             ids=None,
             mask_hidden=_flat("mask_hidden", (1, 1, captured)) if self.at_once else None,
         )
 
     def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> PyTree:
-        """A layer. In checkpoints for SGLang the later ones have the norm of the first one's feature."""
+        """The table of a layer."""
         width, joined = self.hidden_size, self.version == 3 and index == 0
-        # SGLang calls the norm of later layers hidden_norm.
+        # In checkpoints for SGLang, the norm of later layers is hidden_norm.
         norm = prefix + "input_layernorm.weight"
         if index and norm not in names and prefix + "hidden_norm.weight" in names:
             norm = prefix + "hidden_norm.weight"
@@ -157,14 +157,14 @@ class EagleHead(DraftShape):
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
         draft: EagleParams = params.draft
-        if self.at_once:  # All but the LM head is read after the round before.
+        if self.at_once:  # `extend` reads everything except the LM head.
             return self.head_bytes(params)
         # EAGLE-1 applies `fc` in every step, EAGLE-3 only to captured hidden states.
         every_step = (draft.fc, draft.fc_bias) if self.version == 1 else None
         return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step)) + self.head_bytes(params)
 
     def extend_bytes(self, params: Params) -> int:
-        """Bytes of weights read by the head after a round: those of a step and of the fusion of hidden states."""
+        """Bytes of weights read by the head after a round: those of a step, and of `fuse`."""
         draft: EagleParams = params.draft
         fusing = (draft.fc, draft.fc_bias, draft.fc_norms, draft.input_norm) if self.version == 3 else None
         if self.at_once:
@@ -173,7 +173,6 @@ class EagleHead(DraftShape):
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
         """The feature computed from captured hidden states; in EAGLE-1, the hidden states themselves."""
-        # EAGLE-1 reads the last hidden state as it is.
         if self.version == 1:
             return hidden
         # Optional norms of each captured layer, and of all.
@@ -209,14 +208,14 @@ class EagleHead(DraftShape):
     def _run(
         self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]
     ) -> tuple[Float[Array, "B N E"], PyTree]:
-        """The residual stream after the layers, and their rows."""
+        """The residual stream after the layers, and the rows of the layers."""
         head: EagleParams = params.draft
         # Join the embedding with the feature.
-        x, first = self._read(head, self.embed(params, target, batch.tokens), feature)
+        x, joined = self._join(head, self.embed(params, target, batch.tokens), feature)
         rotation, rows = self.rotation(batch.positions, x.dtype), []
         # Layers.
         for layer, reading in zip(head.layers, batch.readings(len(head.layers)), strict=True):
-            normed = first
+            normed = joined
             if reading.layer:
                 assert layer.attention_norm is not None
                 normed = self.norm(x, layer.attention_norm)
@@ -235,8 +234,8 @@ class EagleHead(DraftShape):
         """The residual stream `x` after a layer whose attention reads `normed`, and the rows of the layer."""
         return decoder_layer(self, layer, x, normed, rotation, reading.bound(scale=self.head_dim**-0.5))
 
-    def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
-        """The residual stream before the first layer, and the input of its attention."""
+    def _join(self, head: EagleParams, embedded: Array, feature: Array) -> tuple[Array, Array]:
+        """The residual stream before the first layer [B, N, E], and the input of its attention [B, N, E or 2 E]."""
         (layer, *_) = head.layers
         # EAGLE-1: one projection of both.
         if self.version == 1:
@@ -247,10 +246,10 @@ class EagleHead(DraftShape):
         # EAGLE-3: both are normalized, and the first layer is twice as wide.
         assert layer.attention_norm is not None and head.hidden_norm is not None
         normed = self.norm(feature, head.hidden_norm)
-        read = jnp.concatenate([self.norm(embedded, layer.attention_norm), normed], axis=-1)
-        return normed if self.norm_before_residual else feature, read
+        joined = jnp.concatenate([self.norm(embedded, layer.attention_norm), normed], axis=-1)
+        return normed if self.norm_before_residual else feature, joined
 
 
 def _flat(name: str, shape: tuple[int, ...]) -> Any:
-    """A vector that is stored with this shape."""
+    """A vector, stored as a tensor of this shape."""
     return fused((math.prod(shape),), {name: shape}, lambda x: [x.reshape(-1)], lambda x: [x.reshape(shape)])
