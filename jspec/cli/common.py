@@ -1,4 +1,4 @@
-"""What the commands that load a model share: their options, and the values that these give."""
+"""Options shared by the commands with a model, and functions from these options to models, drafters and prompts."""
 
 import dataclasses
 import sys
@@ -36,7 +36,7 @@ GROUPS_HELP = "{} N groups of devices, each with the whole model (default: one g
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions(DraftOptions):
-    """What is loaded, on which devices, and how the draft is shaped."""
+    """Options of the model, its devices, and the shape of the draft."""
 
     model: str = option("bundled:python-small", "bundled:NAME, a Hugging Face directory, a .gguf file or a hub id")
     draft: str | None = option(
@@ -77,7 +77,7 @@ class ModelOptions(DraftOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen, and how many."""
+    """Options of the sampler and the acceptance rule, and the number of tokens."""
 
     max_new_tokens: int = option(128, "maximum number of new tokens per prompt", bounds=COUNT)
     temperature: float | None = option(None, "divides the logits; 0 is greedy (default when sampling: 1)", metavar="T")
@@ -92,12 +92,12 @@ class SamplingOptions:
 
     @property
     def repeats_plain(self) -> bool:
-        """Whether the tokens must be those of plain decoding with the same seed."""
+        """Whether the tokens must equal those of plain decoding with the same seed."""
         sampling = self.sampling()
         return self.accept in REPEATING or sampling is None or sampling.temperature == 0
 
     def sampling(self, **others: Any) -> Sampling | None:
-        """The sampling parameters; None if none of them has an effect. others: further parameters that are set."""
+        """The sampling parameters; None if none has an effect. others: further ones."""
         values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         sampling = Sampling(**(values or {"temperature": 0.0}), **others)
         return None if sampling == Sampling(temperature=0.0) else sampling
@@ -111,7 +111,7 @@ SHAPE = {
     "window": "has no window",
     "keep_first": "has no window",
 }
-"""Options of the draft's shape and window -> the error message for drafters that do not have them."""
+"""Options of the draft's shape and window -> the reason why a drafter does not have them."""
 SHAPE_GROUP = {"shape of the draft:\nThe defaults depend on the drafter.": tuple(SHAPE)}
 SAMPLING_GROUP = {
     "sampling:\nDecoding is greedy unless --temperature, --top-k, --top-p or --min-p is given.": (
@@ -129,7 +129,7 @@ def check_data(data: int | None, batch: int) -> None:
 
 
 _LOADING = ("adapter", "tensor", "data", "dtype", "exact", "weights", "kv")
-"""Options of `jspec.load`, as they are."""
+"""Options passed on to `jspec.load`."""
 
 
 def load_model(
@@ -140,11 +140,11 @@ def load_model(
     loaded: dict[str | None, Model] | None = None,
     option: str = "--model",
 ) -> Model:
-    """The model; a bundled one with its draft for this drafter.
+    """Load the model; a bundled one with its draft for this drafter.
 
-    names: all drafters that will be used, beside this one.
-    loaded: models by draft; avoids loading one twice.
-    option: the argument that names the model, for messages.
+    names: other drafters to be used.
+    loaded: cache of models by draft.
+    option: the name of the option with the model, for messages.
     """
     texts = read_corpus(options, (drafter, *names))
     # Bundled models have a draft for each drafter.
@@ -156,7 +156,7 @@ def load_model(
             loaded[draft] = model = load(options.model, draft=draft, **values)
             if options.hot_tokens is not None:
                 loaded[draft] = model = model.with_hot_tokens(options.hot_tokens)
-        # The bundled draft of a bundled model is known to fit.
+        # Check whether the draft fits, unless it is bundled.
         if options.probe and draft == options.draft and model.draft is not None and model.placement is None:
             try:
                 warning = probe_draft(model).warning(options.draft or options.model)
@@ -168,7 +168,7 @@ def load_model(
 
 
 def read_corpus(options: ModelOptions, names: Sequence[str]) -> list[str]:
-    """The texts of --corpus; none without it. names: of the drafters."""
+    """The texts of --corpus; empty without it. names: the drafters to be used."""
     if options.corpus and "suffix" not in names:
         raise ValueError(f"--corpus {options.corpus[0]}: requires --drafter suffix")
     texts: list[str] = []
@@ -185,7 +185,7 @@ def read_corpus(options: ModelOptions, names: Sequence[str]) -> list[str]:
 def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
     """The drafter with the options of the command line."""
     drafter = choose_drafter(name, model)
-    # Not every drafter has every option.
+    # Refuse options without a field in this drafter.
     fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
     values = {field: value for field in SHAPE if (value := getattr(options, field)) is not None}
     for field in values:
@@ -201,7 +201,7 @@ def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
 
 
 def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Checks every prompt before the first of them runs. names: what an error calls each of them."""
+    """Checks every prompt before any is run. names: of the prompts, for errors."""
     for name, prompt in zip(names, prompts, strict=True):
         _, (ids,) = encode_prompts(model, prompt, name)
         try:
@@ -221,11 +221,11 @@ def read_prompt_file(path: str, *, conversations: bool = False) -> list[dict[str
 
 
 def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False) -> Prompt:
-    """The prompt of a record: its text, or the ids of what a chat template has rendered, which gets no special tokens.
+    """The prompt of a record: text; or ids, if a chat template has rendered it.
 
     chat: the text is a user's message.
     """
-    # Rendered prompts are ids already, without special tokens.
+    # Encode rendered text without special tokens: the template has added them.
     text, rendered = record["prompt"], record.get("rendered") is True
     if not rendered:
         return chat_prompt(model, [{"role": "user", "content": text}]) if chat else text
@@ -237,7 +237,7 @@ def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False
 
 
 def chat_prompt(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids of a conversation in the chat template of the model, up to the beginning of its reply."""
+    """The ids of a conversation in the chat template of the model, with the beginning of its reply."""
     if model.tokenizer is None:
         raise ValueError(f"--chat: {model.name} has no tokenizer")
     try:
@@ -247,7 +247,7 @@ def chat_prompt(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int
 
 
 def why_slower(stats: GenerationStats, plain: GenerationStats) -> str | None:
-    """Why drafts do not pay on this machine, from measured speeds; None if they do."""
+    """A message with the measured cost of a round if drafts slow down generation; otherwise None."""
     if not 0 < stats.tokens_per_second < plain.tokens_per_second:
         return None
     cost = stats.seconds / stats.rounds.sum() / (plain.seconds / plain.rounds.sum())
@@ -258,5 +258,5 @@ def why_slower(stats: GenerationStats, plain: GenerationStats) -> str | None:
 
 
 def ratio(speed: float, other: float) -> str:
-    """How many times as fast, as text."""
+    """The quotient of two speeds, as text."""
     return f"{speed / other:.2f}x" if other > 0 and speed > 0 else "no rounds, so not compared:"

@@ -1,4 +1,4 @@
-"""Pieces of several sequences as one stream, server-sent events, and work up to the disconnect of its client."""
+"""Streams: merging the pieces of several sequences, server-sent events, disconnects, and bodies of requests."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of all handles, with its index, as they arrive; ApiError if the engine failed or one was cancelled."""
+    """Yields index of the handle and piece, as they arrive; ApiError if the engine fails or a sequence is cancelled."""
     # One sequence needs no task and no queue.
     if len(handles) == 1:
         async with contextlib.aclosing(_pieces(handles[0])) as pieces:
@@ -29,7 +29,7 @@ async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
         return
     arrived: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
-    # Each sequence has a task of its own; they meet in one queue.
+    # A task per sequence puts its pieces into one queue.
     async def pump(index: int, handle: Handle) -> None:
         try:
             async for piece in _pieces(handle):
@@ -86,12 +86,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events with JSON, ended by [DONE]; an error becomes an event, as the status has been sent.
+    """Server-sent events of JSON, ended by [DONE]. An error becomes an event, because the status has been sent.
 
     Args:
       events: objects to send.
-      resources: closed when the stream ends, however it ends.
-      named: events have the names in their fields `type`, and no other end.
+      resources: a context to enter and exit with the stream, also if it fails.
+      named: name events by their field `type`, and omit [DONE].
     """
 
     def __init__(
@@ -125,14 +125,14 @@ async def _encode(events: AsyncIterator[Mapping[str, object]], *, named: bool) -
 async def read_body(request: Request, most: int, seconds: float, take: Callable[[int], Awaitable[None]]) -> bytearray:
     """The body of a request.
 
-    most: bytes of the largest one.
-    seconds: how long it may take to arrive.
-    take: counts bytes before they are kept, and waits for room (`jspec.serve.work.Work.receiving`).
+    most: maximum bytes.
+    seconds: maximum time for all of it to arrive.
+    take: called with the number of bytes before they are stored; waits for room (`jspec.serve.work.Work.receiving`).
 
     Raises:
       ApiError: it is too large or too slow.
     """
-    # Refuse by the header, at once where the client waits for an answer or announces too much to drop.
+    # Refuse by the header: at once if the client waits for an answer, or the body is too large to drop.
     close = {"connection": "close"}
     too_large = ApiError(f"body: must be at most {most} bytes", status=413, code="body_too_large", headers=close)
     length = request.headers.get("content-length", "0")
@@ -140,7 +140,7 @@ async def read_body(request: Request, most: int, seconds: float, take: Callable[
         if "expect" not in request.headers and int(length[:20]) <= 2 * most:
             await _drop(request, 2 * most, seconds)
         raise too_large
-    # Read, and count; the header may be wrong or absent.
+    # Count while reading, because the header may be wrong or absent.
     data = bytearray()
     try:
         async with asyncio.timeout(seconds):

@@ -1,6 +1,6 @@
 """Syntax trees of regular languages, the common form of regexes and JSON schemas.
 
-The functions simplify: parts that match `NOTHING` are dropped, or make the whole `NOTHING`.
+The functions simplify: a part `NOTHING` is dropped from alternatives, and makes a sequence `NOTHING`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Characters:
-    """One character of these ranges. They ascend and do not touch."""
+    """One character of these ranges, ascending and with gaps between them."""
 
     ranges: tuple[Range, ...]
 
@@ -58,7 +58,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Until:
-    """Any bytes up to and with the first `text`. bounded: whether `Sampling.thinking_budget` ends it, as thinking."""
+    """Any bytes up to the end of the first `text`. bounded: whether `Sampling.thinking_budget` limits them."""
 
     text: str
     bounded: bool = False
@@ -66,7 +66,7 @@ class Until:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A language by its automaton, with fields as of `ByteDfa`."""
+    """The language of an automaton, with the fields of `ByteDfa`."""
 
     table: Int16[np.ndarray, "states bytes"]
     accepts: Bool[np.ndarray, " states"]
@@ -87,7 +87,7 @@ def characters(ranges: Iterable[Range]) -> Expression:
 
 
 def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same characters in ascending ranges with gaps between them."""
+    """The same characters as ascending ranges with gaps between them."""
     merged: list[Range] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -134,7 +134,7 @@ def either(*parts: Expression) -> Expression:
 
 
 def lengths(part: Expression) -> tuple[int, float]:
-    """Bounds of the fewest and the most characters of a text; exact for the expressions of regexes."""
+    """Bounds of the minimum and maximum number of characters; exact for the expressions of regexes."""
     if isinstance(part, Characters):
         return 1, 1
     if isinstance(part, Concat | Either):
