@@ -1,4 +1,4 @@
-"""`check_target`: tests a target against its own reading of whole texts."""
+"""`check_target`: tests a target against its own logits of whole texts."""
 
 import dataclasses
 from functools import partial
@@ -28,7 +28,7 @@ class TargetReport:
     """The result of `check_target` for a target that satisfies the contract.
 
     target: the name of its class.
-    difference: the largest difference of logits compared, relative to 1 plus the largest logit.
+    difference: the largest difference of logits, relative to 1 plus the largest logit.
     checks: the passed checks.
     """
 
@@ -170,7 +170,7 @@ def _check_batch(case: TargetCase) -> None:
 def _step(case: TargetCase, cache: Any, steps: int, how: str, text: np.ndarray | None = None) -> Any:
     """Read texts token by token, some sequences more slowly than others; returns the cache.
 
-    text: None: the case's own, whose logits are compared.
+    text: None: the case's text, and its logits are compared.
     """
     read, start = case.text if text is None else text, np.zeros(len(LENGTHS), np.int32)
     row, lengths = np.arange(len(LENGTHS)), np.array(LENGTHS)
@@ -186,7 +186,7 @@ def _step(case: TargetCase, cache: Any, steps: int, how: str, text: np.ndarray |
 
 
 def _prefill(case: TargetCase, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
-    """Read texts in chunks; returns the cache."""
+    """Read texts in chunks of `size` tokens, and compare the logits; returns the cache. how: for messages."""
     lengths = np.array(lengths)
     for first in range(0, int(lengths.max()), size):
         begin = np.minimum(first, lengths)
@@ -226,14 +226,14 @@ def _check_trees(case: TargetCase) -> None:
 
 
 def _draft(case: TargetCase, start: Int[np.ndarray, " B"], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Make a random tree after `start` tokens of each text; a path of it continues the text. Returns both."""
+    """Make random trees with a path that continues the texts; returns tokens, parents, path and nodes to commit."""
     batch, rows = len(start), np.arange(len(start))
     tokens = case.random((batch, NODES), 4, int(start.sum()))
     parents, path = np.zeros((batch, NODES), np.int32), np.zeros((batch, DEPTH + 1), np.int32)
     count = rng.integers(2, DEPTH + 2, batch).astype(np.int32)
     tokens[:, 0] = case.text[rows, start]
     for i in rows:
-        # Every other node is on the path; the others have any earlier node as parent.
+        # Even nodes are on the path; the others have a random earlier node as parent.
         depths = [0] * NODES
         for node in range(1, NODES):
             on_path = node % 2 == 0 and node // 2 <= DEPTH
@@ -253,9 +253,9 @@ def _compare_nodes(
     for node in range(NODES):
         text, at = case.text.copy(), start.copy()
         for i in range(len(start)):
-            line = [0, *contract.path_to(parents[i], node)]
-            text[i, start[i] : start[i] + len(line)] = tokens[i, line]
-            at[i] += len(line) - 1
+            path = [0, *contract.path_to(parents[i], node)]
+            text[i, start[i] : start[i] + len(path)] = tokens[i, path]
+            at[i] += len(path) - 1
         expected = np.take_along_axis(case.read_whole(text), at[:, None, None], axis=1)
         how = f"{where}, parents {parents.tolist()}"
         case.compare(np.asarray(logits)[:, [node]], expected, how, first=at, node=f"node {node} at ")
@@ -314,8 +314,7 @@ def _check_hidden(case: TargetCase) -> Outcome | None:
     out, _ = case.read(np.take_along_axis(case.text, at, axis=1), cache, start, none, capture=layers)
     assert out.hidden is not None
     expected = np.take_along_axis(np.asarray(whole.hidden), at[:, :, None], axis=1)
-    how, what = f"read in chunks of {CHUNK}", f"hidden states {layers}"
-    case.compare(out.hidden, expected, how, first=start, what=what)
+    case.compare(out.hidden, expected, f"read in chunks of {CHUNK}", first=start, what=f"hidden states {layers}")
     return None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jspec.analysis import poison, verify_requests, verify_statistics
 from jspec.analysis.contract import Case, Cases, Outcome
-from jspec.analysis.verify_subject import Subject, after_stop, counted, reshaped
+from jspec.analysis.verify_subject import Subject, check_counters, reshaped, stop_problem
 from jspec.core.optional import as_branching
 from jspec.generation.result import Generation, Generations
 from jspec.generation.run import Run
@@ -26,7 +26,7 @@ TREES = ((3, 2, 6), (4, 3, 16), (5, 4, 32), (2, 8, 12), (8, 2, 24), (7, 8, 64))
 def same_output(subject: Subject, **changes: Any) -> Outcome:
     """Greedy tokens equal those of plain decoding, and the counters fit them."""
     out = subject.run(**changes) if changes else subject.drafted()
-    outcome, counters = subject.compare(out.tokens, subject.plain().tokens), counted(out)
+    outcome, counters = subject.compare(out.tokens, subject.plain().tokens), check_counters(out)
     return counters if outcome.verdict == "passed" and counters.verdict == "failed" else outcome
 
 
@@ -61,7 +61,7 @@ def _limits(subject: Subject) -> Outcome:
     limits[subject.longest], cut[subject.longest] = subject.new, whole[subject.longest]
     out = subject.run(subject.precise, max_new_tokens=limits)
     outcome = subject.compare(out.tokens, cut, subject.precise)
-    return outcome if outcome.verdict == "failed" else counted(out)
+    return outcome if outcome.verdict == "failed" else check_counters(out)
 
 
 def _ends_at(subject: Subject, kind: str) -> Outcome:
@@ -74,7 +74,7 @@ def _ends_at(subject: Subject, kind: str) -> Outcome:
         out = subject.run(dataclasses.replace(subject.precise, eos=(*subject.precise.eos, *ends)))
     cut = [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))] for ids in whole]
     outcome = subject.compare(out.tokens, cut, subject.precise)
-    return outcome if outcome.verdict == "failed" else counted(out)
+    return outcome if outcome.verdict == "failed" else check_counters(out)
 
 
 def _stop_text(subject: Subject) -> Outcome:
@@ -88,10 +88,10 @@ def _stop_text(subject: Subject) -> Outcome:
     stops = tuple(dict.fromkeys([*middles, *beginnings]))
     out = subject.run(subject.precise, stop=stops)
     for index, (item, whole) in enumerate(zip(out, plain, strict=True)):
-        problem = after_stop(item, whole, stops)
+        problem = stop_problem(item, whole, stops)
         if problem:
             return Outcome("failed", 0, f"sequence {index} {problem}")
-    return counted(out)
+    return check_counters(out)
 
 
 def _ends(subject: Subject) -> Cases:

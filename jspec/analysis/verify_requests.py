@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jspec.analysis.contract import Case, Cases, Outcome, difference
-from jspec.analysis.verify_subject import Subject, after_stop, counted, reshaped
+from jspec.analysis.verify_subject import Subject, check_counters, reshaped, stop_problem
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.engine import Engine
@@ -218,12 +218,12 @@ def _served(subject: Subject, greedy: bool) -> Outcome:
         if at is not None and not (stops and at == len(item.tokens)):
             problem = f"differs from plain decoding at new token {at} with {_shown(cycled[i])}"
         elif subject.model.tokenizer is not None:
-            problem = after_stop(item, plain[i], stops)
+            problem = stop_problem(item, plain[i], stops)
         if not problem and (error := _apart(item.logprobs, plain[i].logprobs)) is not None:
             problem = f"has another log-probability at new token {error}"
         if problem:
             return Outcome("failed", 0, f"request {i} of an engine {problem}; {seen}")
-    counters = counted(results)
+    counters = check_counters(results)
     return counters if counters.verdict == "failed" else Outcome("passed", counters.compared, seen)
 
 

@@ -29,16 +29,16 @@ Out = TypeVar("Out")
 LENGTHS = (1, 40, 3, 16, 8, 64, 33, 5)
 """Tokens of the default prompts."""
 NEAR_TIE = {"float32": 2e-3}
-"""Largest difference of two logits for rounding to turn around, by dtype."""
+"""Dtype -> largest difference of two logits whose order rounding may change."""
 NEAR_TIE_ELSEWHERE = 0.25
-
+"""The same for other dtypes."""
 
 Texts = Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass
 class Subject:
-    """A model with a drafter, prompts as ids, and the options of all generations. sampling: of each; None: greedy."""
+    """A model with a drafter, prompts as ids, and options of all generations. sampling: per prompt; None: greedy."""
 
     model: Model
     drafter: Any
@@ -64,7 +64,7 @@ class Subject:
         return jax.tree.leaves(self.model.params.target)[0].dtype
 
     def once(self, key: Any, make: Callable[[], Out]) -> Out:
-        """The result of the first call with the key; cases of other threads wait for it."""
+        """`make()`, cached by the key; cases in other threads wait for the first call."""
         with self._locks[key]:
             if key not in self._results:
                 self._results[key] = make()
@@ -82,38 +82,38 @@ class Subject:
 
     @property
     def longest(self) -> int:
-        """The index of the longest prompt, whose sequence decides about the program."""
+        """The index of the longest prompt, which determines the shapes of the program."""
         return max(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
 
     @property
     def repeats_plain(self) -> bool:
-        """Whether samples must be those of plain decoding."""
+        """Whether samples must equal those of plain decoding."""
         return self.accept in REPEATING
 
     def options(self, **changes: Any) -> GenerateOptions:
-        """Options of a generation; the rule is for samples."""
+        """Options of a generation; the acceptance rule only with sampling."""
         values = {"drafter": self.drafter, "max_new_tokens": self.new, "seed": self.seed, "sampling": self.sampling}
         rule = {} if {**values, **changes}["sampling"] is None else {"accept": self.accept}
         return GenerateOptions(**{**values, **rule, **changes})
 
     def run(self, model: Model | None = None, texts: list[list[int]] | None = None, **changes: Any) -> Generations:
-        """A generation of all prompts, or of other ones, in one batch."""
+        """Generates for all prompts, or for `texts`, in one batch."""
         return Run(model or self.model, texts or self.prompts, self.options(**changes)).finish()
 
     def plain(self, model: Model | None = None) -> Generations:
-        """The same by plain decoding, greedy; runs once for each model."""
+        """The results of plain decoding, cached by model."""
         model = model or self.model
         return self.once(("plain", id(model)), partial(self.run, model, drafter=None))
 
     def drafted(self, model: Model | None = None) -> Generations:
-        """The same with drafts, whose rounds other ways must repeat."""
+        """The results with the drafter, cached by model: the reference for rounds."""
         model = model or self.model
         return self.once(("drafted", id(model)), partial(self.run, model))
 
-    def compare(self, new: Texts, right: Texts, model: Model | None = None) -> Outcome:
-        """Compares greedy tokens of all prompts with the right ones; tells near-ties from other differences."""
-        near, compared = "", sum(map(len, right))
-        for index, (ours, theirs) in enumerate(zip(new, right, strict=True)):
+    def compare(self, new: Texts, expected: Texts, model: Model | None = None) -> Outcome:
+        """Compares the tokens of all prompts with the expected ones; tells near-ties from other differences."""
+        near, compared = "", sum(map(len, expected))
+        for index, (ours, theirs) in enumerate(zip(new, expected, strict=True)):
             at = difference(ours, theirs)
             if at is None:
                 continue
@@ -137,8 +137,8 @@ class Subject:
         return Outcome("near-tie" if near else "passed", compared, near)
 
 
-def counted(out: Sequence[Generation]) -> Outcome:
-    """Counters of rounds and accepted drafts fit the tokens of each sequence."""
+def check_counters(out: Sequence[Generation]) -> Outcome:
+    """Checks counters of rounds and accepted drafts against the tokens of each sequence."""
     for index, item in enumerate(out):
         counts, size = item.stats, len(item.tokens)
         rounds, dropped = int(counts.rounds.sum()), int(counts.dropped.sum())
@@ -155,15 +155,15 @@ def counted(out: Sequence[Generation]) -> Outcome:
     return Outcome("passed", sum(map(len, out)))
 
 
-def after_stop(item: Generation, whole: Generation, stops: Sequence[str]) -> str:
-    """What is wrong with a text that must be the whole one up to the first of these strings."""
+def stop_problem(item: Generation, whole: Generation, stops: Sequence[str]) -> str:
+    """What is wrong with `item`, if it must be `whole` up to the first of these strings; "" if nothing is."""
     text, got = whole.text or "", item.text or ""
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-    right, reason = text[: min(ends, default=len(text))], "stop" if ends else whole.finish_reason
-    if got != right:
-        at = difference(got, right) or 0
-        return f"has another text at character {at}: {got[at:][:20]!r} instead of {right[at:][:20]!r}"
-    # The device stops, too, with the token completing the string.
+    expected, reason = text[: min(ends, default=len(text))], "stop" if ends else whole.finish_reason
+    if got != expected:
+        at = difference(got, expected) or 0
+        return f"has another text at character {at}: {got[at:][:20]!r} instead of {expected[at:][:20]!r}"
+    # The device must stop, too, at the token that completes the string.
     assert item.tokenizer is not None
     beyond = item.tokenizer.decode(item.tokens[:-1])
     if item.finish_reason != reason or any(stop in beyond for stop in stops):
@@ -172,18 +172,18 @@ def after_stop(item: Generation, whole: Generation, stops: Sequence[str]) -> str
 
 
 def default_prompts(model: Model, new: int) -> list[list[int]]:
-    """Eight prompts of different lengths, random ones without a tokenizer."""
+    """Eight prompts of different lengths; random ids without a tokenizer."""
     most = model.target.max_length - new
     lengths = [min(length, most) for length in LENGTHS]
     if model.tokenizer is None:
-        draw = np.random.default_rng(0)
-        return [draw.integers(0, model.target.vocab_size, length).tolist() for length in lengths]
+        rng = np.random.default_rng(0)
+        return [rng.integers(0, model.target.vocab_size, length).tolist() for length in lengths]
     ids = itertools.chain.from_iterable(model.tokenizer.encode(text) for text in heldout_prompts())
     return [list(itertools.islice(ids, length)) for length in lengths]
 
 
 def reshaped(drafter: Drafter, depth: int, width: int = 1, num_nodes: int | None = None) -> Drafter | None:
-    """The drafter in another shape; None: it has no such shape."""
+    """The drafter in another shape; None if it does not support the shape."""
     names = {field.name for field in dataclasses.fields(drafter)}  # pyright: ignore[reportArgumentType]
     if "depth" not in names or (width > 1 and "width" not in names):
         return None
