@@ -1,7 +1,7 @@
-"""The gated delta rule over a token tree as one Triton kernel: a program owns some values of one head of a sequence.
+"""The gated delta rule over a token tree as a Triton kernel: a program computes some values of one head of a sequence.
 
-The equations are those of `xla.py`. Each program recomputes the node-to-node terms: they are small, and XLA would make
-twenty kernels of them.
+`xla.py` has the equations. Each program recomputes the node-to-node terms: they are small, and XLA would make twenty
+kernels of them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Config:
     """How the work of one call is divided. All are powers of two, the blocks at least 16."""
 
     block_v: int
-    """Values of a program."""
+    """Values per program."""
     block_k: int
     """Elements of a key per iteration."""
     num_warps: int
@@ -124,14 +124,14 @@ def _kernel(
     real = node < nodes
     inside = real[:, None] & (column < value_dim)[None]
 
-    # Products of the keys with keys, queries and the state, a block of the key's elements per iteration.
+    # Products of keys and queries with the keys and with the state, a block of their elements per iteration.
     def body(i, sums):
         element = i * config.block_k + jnp.arange(config.block_k)
         present = element < key_dim
         at = b, node[:, None], key_head, element[None]
         q, k = (pltriton.load(ref.at[at], mask=real[:, None] & present[None], other=0) for ref in (q_ref, k_ref))
-        of_k, of_q, *read = sums
-        sums = [of_k + dot(k, k.T), of_q + dot(q, k.T)]
+        k_keys, q_keys, *read = sums
+        sums = [k_keys + dot(k, k.T), q_keys + dot(q, k.T)]
         if state_ref is not None:
             loaded = present[:, None] & (column < value_dim)[None]
             if live_ref is not None:
@@ -142,9 +142,9 @@ def _kernel(
 
     square, tall = jnp.zeros((tile, tile), jnp.float32), jnp.zeros((tile, config.block_v), jnp.float32)
     sums = (square, square) if state_ref is None else (square, square, tall, tall)
-    of_k, of_q, *read = lax.fori_loop(0, pl.cdiv(key_dim, config.block_k), body, sums)
+    k_keys, q_keys, *read = lax.fori_loop(0, pl.cdiv(key_dim, config.block_k), body, sums)
 
-    # The system of the nodes: visibility, and the decay in between.
+    # The linear system of the nodes, from visibility and the decay in between.
     g, beta = (pltriton.load(ref.at[b, node, head], mask=real, other=0) for ref in (g_ref, beta_ref))
     visible = node[None] <= node[:, None]
     if mask_ref is not None:
@@ -154,7 +154,7 @@ def _kernel(
     # The decay after a row up to a node: a product with ones, because a scan does not fix the order of additions.
     between = dot(decay, (node[:, None] > node[None]).astype(jnp.float32))
     weight = jnp.where(visible, jnp.exp(between), 0.0)
-    system = jnp.where(node[:, None] > node[None], beta[:, None] * weight * of_k, 0.0)
+    system = jnp.where(node[:, None] > node[None], beta[:, None] * weight * k_keys, 0.0)
 
     # Its solution u, and the output.
     value = pltriton.load(v_ref.at[b, node[:, None], head, column[None]], mask=inside, other=0)
@@ -164,6 +164,6 @@ def _kernel(
         from_state, out = read
         value, out = value - total * from_state, total * out
     u = dot(unit_lower_inverse(system, nodes), beta[:, None] * value)
-    out = out + dot(weight * of_q, u)
+    out = out + dot(weight * q_keys, u)
     for ref, result in ((out_ref, out), (u_ref, u)):
         pltriton.store(ref.at[b, node[:, None], head, column[None]], result, mask=inside)

@@ -1,7 +1,7 @@
 """Exact products of many rows as a kernel for Hopper GPUs, with the bits of the Triton kernel.
 
-Tensor cores add the same products in the same order, whatever the tile's sides are (see `triton`); so the division of
-the contraction is that of the Triton kernel, and everything else is free to follow the number of rows.
+Tensor cores add products in an order independent of the shape of tiles (see `triton`). So both kernels divide the
+contraction alike, and everything else may depend on the number of rows.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Tuning:
     """The same with an activation."""
     least_rows: int
     most_rows: int
-    """With fewer rows all kernels wait for the matrix; more were not measured."""
+    """With fewer rows, reading the matrix limits all kernels; more were not measured."""
 
 
 TUNING = {
@@ -45,7 +45,7 @@ TUNING = {
 
 
 def default_config(*, rows: int, columns: int, gated: bool) -> Config:
-    """The configuration for a result of this size: the tiles with the fewest rows too many, of these the highest.
+    """The configuration for a result of this size: tiles with the fewest rows of padding, and of these the highest.
 
     columns: of the result.
     gated: whether there is an activation.
@@ -59,7 +59,7 @@ def default_config(*, rows: int, columns: int, gated: bool) -> Config:
 
 
 def parts_of(inner: int, columns: int, dtype: DTypeLike) -> int:
-    """The parts of the contraction."""
+    """The number of parts of the contraction, as in the Triton kernel."""
     return triton.default_config(rows=1, inner=inner, columns=columns, dtype=dtype).parts
 
 

@@ -25,13 +25,13 @@ class Tuning:
     """Rows of a tile -> its warpgroups, blocks of each, columns, and tiles sharing these rows."""
     least_tokens: int
     most_tokens: int
-    """Outside of this range all kernels take as long: they wait for the weight, or multiply all the time."""
-    limited: int
-    """Tokens up to which reading the weight limits the kernel even if it leaves multiprocessors idle."""
-    limited_use: float
-    """The least use of the device (see `worthwhile`) with at most `limited` tokens."""
+    """Outside of this range, XLA is as fast: memory or tensor cores limit both."""
+    memory_bound: int
+    """Maximum tokens for which reading the weight limits the kernel, even with idle multiprocessors."""
+    memory_bound_use: float
+    """Minimum use of the device (see `worthwhile`) with at most `memory_bound` tokens."""
     use: float
-    """The same with more tokens."""
+    """Minimum use with more tokens."""
 
 
 TUNING = {
@@ -39,8 +39,8 @@ TUNING = {
         tiles={64: (1, 1, 128, 1), 128: (2, 1, 128, 1), 192: (3, 1, 128, 1), 256: (2, 2, 64, 1)},
         least_tokens=65,
         most_tokens=512,
-        limited=192,
-        limited_use=0.55,
+        memory_bound=192,
+        memory_bound_use=0.55,
         use=0.8,
     )
 }
@@ -53,7 +53,7 @@ def default_config(*, tokens: int, width: int) -> Config:
     least = pl.cdiv(tokens, pl.cdiv(tokens, max(tuning.tiles)))
     rows = min(height for height in tuning.tiles if height >= least)
     warpgroups, blocks, columns, sharing = tuning.tiles[rows]
-    # If the result has only one block of 64 columns, a block after it would be written over it.
+    # In a result of one block of 64 columns, a tile's second block would overwrite it.
     columns = min(columns, width)
     return make_config(warpgroups, blocks, columns, math.gcd(sharing, pl.cdiv(width, columns)), halves=2)
 
@@ -76,23 +76,23 @@ def supported(
 
 @functools.cache
 def _has_rule(activation: Callable[[jax.Array], jax.Array]) -> bool:
-    """Whether a function has a derivative rule of its own; kept, because each layer of a model asks."""
+    """Whether a function has a custom derivative rule; cached, because each layer of a model asks."""
     return "custom_jvp" in str(jax.make_jaxpr(activation)(jnp.zeros(1, jnp.float32)))
 
 
 def worthwhile(x: jax.Array, weight: jax.Array, **options: object) -> bool:
     """Whether the kernel is at least as fast as XLA's product.
 
-    It depends on the use of the device: the part of what all multiprocessors could compute, in as many turns as the
-    tiles take, that is in the result.
+    The criterion is the use of the device: the size of the result, divided by the size of all tiles that the
+    multiprocessors compute in the same number of waves.
     """
     tuning, tokens, width = platform.for_device_kind(TUNING), _tokens(x), weight.shape[1] // 2
     if not tuning.least_tokens <= tokens <= tuning.most_tokens:
         return False
     config, processors = default_config(tokens=tokens, width=width), platform.processors()
-    turns = pl.cdiv(count_tiles(tokens, width, config), processors)
-    use = tokens * width / (turns * processors * config.rows * config.columns)
-    return use >= (tuning.limited_use if tokens <= tuning.limited else tuning.use)
+    waves = pl.cdiv(count_tiles(tokens, width, config), processors)
+    use = tokens * width / (waves * processors * config.rows * config.columns)
+    return use >= (tuning.memory_bound_use if tokens <= tuning.memory_bound else tuning.use)
 
 
 def _tokens(x: jax.Array) -> int:
