@@ -65,10 +65,10 @@ class MlaCache(PagedCache):
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
         With a prefix, queries are projected to the space of latents and the result is projected back, so the keys and
-        values of the heads are never materialized. Without a prefix every row is read by as many nodes as there are
-        rows, and materializing keys and values takes fewer operations.
+        values of the heads are never materialized. Without a prefix there are as many queries as rows, so
+        materializing keys and values takes fewer operations.
 
-        A round's own rows are read as the pool would give them back.
+        The round's own rows are rounded to the dtype of the pool, as if read from it.
 
         Args:
           q: queries, D features: P unrotated ones, then the rotated ones.
@@ -134,10 +134,9 @@ def _expanded(
 ) -> Float[Array, "B N H V"]:
     """Attention among the round's own rows, with the keys and values of each head."""
     _, latent, size = up.values.shape
-    # Keys and values of each head.
+    # All heads share the rotated part of the keys.
     unrotated = _each_head("bmc,hpc->bmhp", rows[..., :latent], up.keys)
     shared = jnp.broadcast_to(rows[:, :, None, latent:], (*unrotated.shape[:3], rows.shape[2] - latent))
-    # The rotated part is shared by all heads.
     keys = jnp.concatenate([unrotated, shared], axis=-1)
     values = _each_head("bmc,hcv->bmhv", rows[..., :latent], up.values)
     # `paged_attention` has one dimension for keys and values; zeros that pad the shorter one do not change the result.

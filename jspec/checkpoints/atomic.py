@@ -1,4 +1,4 @@
-"""Atomic writes: to another name first, then flushed to the disk and renamed.
+"""Atomic writes: write to another name, flush to the disk, then rename.
 
 A full disk or a killed process leaves the previous file. A killed process may also leave `.NAME.partial`; the next
 write to the same place replaces it.
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
-"""Weights in a directory, of which a new checkpoint leaves no old ones, whatever their names."""
+"""Names of files with weights, for `replaced` of `staged`."""
 
 
 def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write one file; `write` gets it open for writing.
+    """Replace one file by the output of `write`, which is called with an open file.
 
-    A symbolic link keeps its place, and a device or a pipe is written directly.
+    Follows symbolic links; writes directly to a device or a pipe.
 
     Raises:
       OSError: it cannot be written; an existing file is as before.
     """
     path = Path(os.path.realpath(path))
-    # A device or a pipe cannot be replaced.
+    # Never replace a device or a pipe.
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             write(file)
@@ -127,7 +127,7 @@ def flush_tree(directory: Path) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, where the system can."""
+    """Flush the names in a directory to the disk, if the system supports it."""
     if os.name == "posix":
         _flush(directory)
 

@@ -1,6 +1,6 @@
-"""The vocabulary of a draft beside the target's: padding rows, and reduced vocabularies in any order.
+"""Vocabularies of drafts: more or fewer rows of padding than the target's, or some of its tokens in any order.
 
-The tensor `d2t` holds for each token of a reduced vocabulary the target's id minus its index; `t2d` marks these ids.
+For each token of a reduced vocabulary, the tensor `d2t` holds the target's id minus its index; `t2d` marks these ids.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jspec.models.weights import reordered
 
 
 def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int]:
-    """Read the sizes of a draft's vocabulary, as fields of its configuration: those without padding.
+    """Read the sizes of a draft's vocabulary without padding, as fields of its configuration.
 
     has_head: whether it has an LM head of its own; otherwise it proposes all tokens of the target.
     """
@@ -36,9 +36,9 @@ def read_sizes(config: Fields, target: Decoder, has_head: bool) -> dict[str, int
 
 
 def check_padding(where: str, stored: int, count: int) -> None:
-    """Raises CheckpointError if the `vocab_size` of a draft differs from the target's by more than rows of padding.
+    """Raise CheckpointError if the `vocab_size` of a draft differs from the target's by more than padding.
 
-    where: the file.
+    where: the file, for messages. stored, count: `vocab_size` of the draft and the target.
     """
     message = f"{where}: vocab_size={stored}, but the target has {count} tokens"
     if not is_padded(stored, count):
@@ -49,11 +49,12 @@ def check_padding(where: str, stored: int, count: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Rows of a draft's tensors for the target's tokens.
+    """Which rows of a draft's tensors belong to which tokens of the target.
 
-    stored: rows of tensors with one for each token. size: tokens of the target.
-    rows: of the LM head's `count` rows those to take, in ascending order of the target's ids.
-    ids: the target's id of each of these; None: its own vocabulary.
+    stored, count: rows of the embedding and of the LM head.
+    size: tokens of the target.
+    rows: indices of rows of the LM head, ascending by the target's ids.
+    ids: the target's ids of these rows; None: all of its vocabulary.
     """
 
     stored: int
@@ -63,19 +64,19 @@ class Vocabulary:
     ids: Int[Array, " Vd"] | None
 
     def embedding(self, weight: Any) -> Any:
-        """The entry of a weight with a row for each token; rows of padding repeat the last one."""
+        """The table entry of the embedding, with a row per token of the target; rows of padding repeat the last one."""
         if weight is None or self.stored == self.size:
             return weight
         return reordered(weight, np.minimum(np.arange(self.size), self.stored - 1), rows=self.stored)
 
     def mask_embedding(self, tensors: Tensors, token: int, width: int) -> Float[Array, " E"] | None:
-        """The embedding of a mask token beyond those of the target; None: it is one of these."""
+        """The embedding of a mask token beyond the target's vocabulary; None if the token is in it."""
         if token < self.size:
             return None
         return tensors.put(WHOLE, [tensors.read("embed_tokens.weight", self.stored, width)[token]])
 
     def head(self, weight: Any) -> Any:
-        """The entry of a weight with a row for each token of the draft."""
+        """The table entry of the LM head, with a row per token of the draft."""
         if weight is None or np.array_equal(self.rows, np.arange(self.count)):
             return weight
         return reordered(weight, self.rows, rows=self.count)
@@ -84,10 +85,10 @@ class Vocabulary:
 def read_vocabulary(tensors: Tensors, config: Fields, size: int, draft_size: int) -> Vocabulary:
     """Read which tokens of the target a draft proposes.
 
-    config: its fields. size, draft_size: as `read_sizes` gives them.
+    config: its fields. size, draft_size: the results of `read_sizes`.
 
     Raises:
-      CheckpointError: the maps are missing, contradict each other, or hold no distinct ids of the target.
+      CheckpointError: d2t is missing, is at odds with t2d, or does not give distinct ids of the target.
     """
     stored = config.read_int("vocab_size")
     count = config.read_int("draft_vocab_size", stored)
@@ -100,18 +101,17 @@ def read_vocabulary(tensors: Tensors, config: Fields, size: int, draft_size: int
         rows = np.argsort(ids)
         if ids.max() >= size:
             raise CheckpointError(f"{tensors.directory}: d2t maps to the token {ids.max()}: must be below {size}")
-    whole = draft_size == size
-    return Vocabulary(stored, size, count, rows, None if whole else on_device(ids[rows].astype(np.int32)))
+    return Vocabulary(stored, size, count, rows, None if draft_size == size else on_device(ids[rows].astype(np.int32)))
 
 
 def _read_ids(tensors: Tensors, count: int, stored: int) -> np.ndarray:
-    """The target's id of each token of a draft. count, stored: tokens of the draft, and of the target as stored."""
+    """The target's id of each token of a draft. count, stored: rows of the LM head, and of the embedding."""
     names, index = tensors.names(), np.arange(count, dtype=np.int64)
     if "d2t" not in names:
         if count != stored:
             raise _missing(tensors, count, stored)
         return index
-    # Offsets or, in some files, the ids themselves: the other map tells.
+    # d2t holds offsets or, in some files, the ids themselves; t2d tells which.
     d2t = tensors.integers("d2t", count)
     inside = d2t[(d2t >= -stored) & (d2t <= stored)]  # Beyond these bounds a sum could wrap around to a valid id.
     readings = [ids for ids in (index + d2t, d2t) if len(inside) == count and _are_ids(ids, stored)]
@@ -121,7 +121,7 @@ def _read_ids(tensors: Tensors, count: int, stored: int) -> np.ndarray:
             if np.array_equal(np.sort(ids), marked):
                 return ids
         raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t maps to, by offset or by id")
-    # Without it, only what cannot be ids can be offsets.
+    # Without t2d, accept offsets only if they cannot be ids.
     trivial = count < stored and not d2t.any()
     if len(readings) == 1 and not trivial and _are_ids(index + d2t, stored):
         return readings[0]
@@ -141,7 +141,7 @@ def _are_ids(ids: np.ndarray, size: int) -> bool:
 
 
 def _missing(tensors: Tensors, count: int, stored: int) -> CheckpointError:
-    """The error about a reduced vocabulary without ids, which some writers keep in a file of their own."""
+    """The error about a reduced vocabulary without ids; some writers store them in another file."""
     files = sorted(path.name for path in tensors.directory.glob("*.pt"))
     beside = f" ({', '.join(files)} may hold it)" if files else ""
     return CheckpointError(

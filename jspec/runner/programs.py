@@ -3,7 +3,7 @@
 `admit` puts sequences into slots, `read` prefills chunks of their prompts, `burst` runs rounds, `release` empties
 slots. `save` and `restore` copy slot states, such as recurrent states, to snapshots and back. `read` and `burst` work
 on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. They return a `Report`: small arrays
-of their own, never parts of the state, which the next program may already be changing.
+of their own, never parts of the state: the next program may already be changing these.
 
 With a `Method.placement` every device runs each program on its part of the weights and pools. All make the same
 decisions, and their reports are equal.
@@ -55,12 +55,12 @@ class Report:
 
 @struct
 class View:
-    """What the host adds to the state of a program's R slots.
+    """The R slots of a program, and what the host adds to their state.
 
-    slots: None: all of them, in order.
+    slots: None: all of the engine, in order.
     table: block tables; unused entries are 0.
-    stop, grammar: shared by all sequences; the grammar may be empty. They and the sampling options stay on the devices
-      from program to program.
+    stop, grammar: automata shared by all sequences; the grammar may be empty. Like the sampling options, they stay on
+      the devices from program to program.
     """
 
     slots: Int[Array, " R"] | None
@@ -76,9 +76,9 @@ class View:
 
 @struct
 class Admitted:
-    """n sequences and the slots they get; slots out of range are padding.
+    """n sequences to put into slots; slots out of range are padding.
 
-    tokens: known tokens, padded.
+    tokens: known tokens, padded: prompts, and new tokens from before a preemption.
     length: number of known tokens.
     shared: rows of the shared prefix, after which prefill begins.
     rounds, accept_counts, branch_counts: counters from before a preemption, or zeros.
@@ -107,11 +107,10 @@ def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
     def write(buffer: Array, values: Array) -> Array:
         return buffer.at[new.slots].set(values.astype(buffer.dtype), mode="drop")
 
-    # Random keys are written as integers.
+    # A scatter takes no random keys, so write their integers.
     keys = jax.random.wrap_key_data(
         write(jax.random.key_data(s.key), jax.random.key_data(seeds_to_keys(new.seed))), impl=jax.random.key_impl(s.key)
     )
-    # The draft state with shared prefixes.
     draft = _resumed(method.drafter, slots.clear(s.draft, new.slots), new)
     assert s.stop.state is not None and s.grammar.state is not None
     return dataclasses.replace(
@@ -140,7 +139,7 @@ def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
 
 
 def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
-    """The drafter's state with cleared slots for new sequences and their shared prefixes."""
+    """The drafter's state, with the new sequences resumed after their shared prefixes."""
     branching = optional.as_branching(drafter)
     if branching is None:
         return optional.resumed(drafter, state, new.slots, new.shared)
@@ -200,20 +199,20 @@ class ReadPlan:
 def read(
     params: Params, s: DecodeState, view: View, plan: ReadPlan, *, method: Method, size: int
 ) -> tuple[DecodeState, Report]:
-    """Prefills the chunks of a plan, one per entry of the view. size: most tokens of a chunk."""
-    # Slots whose prefill ends run from here on.
-    part = _part(s, view, method, 1)
+    """Prefills the chunks of a plan, one per entry of the view. size: maximum tokens of a chunk."""
+    # Sequences whose prefill ends are running from here on.
+    part = _take_view(s, view, method, 1)
     before = part.length
     finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
     part = dataclasses.replace(part, finish_code=finish)
-    # A resumed sequence knows its next token.
+    # Choose the next token of these, unless it is known.
     active = plan.ends & ~plan.resumed
     chunk = Chunk(plan.begin, plan.count, active, plan.embeds, plan.pieces)
     part = read_columns(_with_adapters(params, view), part, chunk, method=method, size=size)
     if plan.pieces is not None and view.slots is not None:
-        # The state after the last piece counts; a slot out of range is not written.
+        # Write the state after the last piece only: a slot out of range is not written.
         view = dataclasses.replace(view, slots=jnp.where(plan.pieces.last, view.slots, s.tokens.shape[0]))
-    return _whole(s, view, part), _report(part, before, 1)
+    return _put_view(s, view, part), _report(part, before, 1)
 
 
 @partial(LoopProgram, static_argnames=("method", "max_rounds"), donate_argnames=("s",))
@@ -238,10 +237,10 @@ def burst(
     stop_early: stop after the first round in which a sequence ends.
     max_rounds: upper bound of `rounds`; sets the width of the report.
     """
-    # The view, and bounds of its rounds.
+    # The view, and what its rounds are compared with.
     width = max_rounds * (method.drafter.depth + 1)
-    part = _part(s, view, method, width)
-    before, first = part.length, part.finish_code
+    part = _take_view(s, view, method, width)
+    before, finish_before = part.length, part.finish_code
     until = part.round_index + rounds
     extra, depth = extra_rows(s, method.drafter), method.drafter.depth
 
@@ -249,13 +248,13 @@ def burst(
         rows = jnp.minimum(part.length + depth, part.limit) + extra
         return (part.finish_code == stopping.RUNNING) & (rows > row_limit)
 
-    def moves(part: DecodeState) -> Bool[Array, ""]:
+    def continues(part: DecodeState) -> Bool[Array, ""]:
         live = (part.finish_code == stopping.RUNNING) & ~held(part)
-        ended = stop_early & (part.finish_code != first).any()
+        ended = stop_early & (part.finish_code != finish_before).any()
         return live.any() & (part.round_index < until) & ~ended
 
-    part = run_while(_with_adapters(params, view), part, moves, method=method, held=held)
-    return _whole(s, view, part), _report(part, before, width)
+    part = run_while(_with_adapters(params, view), part, continues, method=method, held=held)
+    return _put_view(s, view, part), _report(part, before, width)
 
 
 def _with_adapters(params: Params, view: View) -> Params:
@@ -263,9 +262,8 @@ def _with_adapters(params: Params, view: View) -> Params:
     return dataclasses.replace(params, target=choose(params.target, view.adapter))
 
 
-def _part(s: DecodeState, view: View, method: Method, width: int) -> DecodeState:
-    """The state of the view's slots with the fields of the view, and empty records of the next `width` tokens."""
-    # The slots, then block tables, automata and options.
+def _take_view(s: DecodeState, view: View, method: Method, width: int) -> DecodeState:
+    """The state of the view's slots, with the fields of the view and room to record the next `width` tokens."""
     part = slots.with_table(slots.take(s, view.slots), view.table)
     costs = branches.costs(method.drafter, part.length.shape[0]) if view.costs is None else view.costs
     return dataclasses.replace(
@@ -279,9 +277,8 @@ def _part(s: DecodeState, view: View, method: Method, width: int) -> DecodeState
     )
 
 
-def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
-    """The state of all slots with those of the view written back, without the fields of the view."""
-    # Of automata, only the states of sequences.
+def _put_view(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
+    """Writes the slots of the view back to the state of all slots, without the fields of the view."""
     stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
     part = dataclasses.replace(part, stop=stop, grammar=grammar, sampling=None, recorded=None, record_start=None)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
@@ -289,7 +286,7 @@ def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
 
 
 def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
-    """The report of a view, with the `width` tokens from position `before` on."""
+    """The report of a view, with `width` tokens from position `before` on."""
     index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return Report(
         length=part.length,
