@@ -27,17 +27,17 @@ from jspec.models.quantized import largest_matrix
 
 
 def run(options: BenchOptions) -> int:
-    """Measures rounds of each case, and the bandwidth of the device, for their floor; returns the exit status."""
+    """Measures rounds of all cases, and for their floors the bandwidth of the device; returns the exit status."""
     subject, drafters = prepare(options)
-    # The bandwidths, before weights take the memory.
+    # Measure the bandwidths before weights take the memory.
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
-    # The weights, and what all cases share.
+    # Weights and settings for all cases.
     params = subject.make()
     setup = subjects.setup_of(options, subject, params, repeats=options.repeats, split=not options.no_split)
     out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
-    # Results are written after each case, as a later one may fail.
+    # Write results after each case, because a later one may fail.
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
     with tqdm(cases, unit="case", disable=None) as bar:
         for mode, batch, context in bar:
@@ -45,7 +45,7 @@ def run(options: BenchOptions) -> int:
             out.results.append(measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str))
             if options.json:
                 measurement.write(options.json, report.lines(out))
-    # The results.
+    # Print and plot.
     print(report.table(out))
     if options.plot and any(result.round for result in out.results):
         lines = [dataclasses.asdict(line) for line in report.lines(out)]
@@ -71,15 +71,15 @@ def _load(options: RunOptions) -> Model | None:
         return None
     with naming_models({"--draft": options.draft, "--adapter": options.adapter, "--checkpoint": options.checkpoint}):
         devices: dict[str, Any] = devices_of(options)
-        held = {name: getattr(options, name) for name in ("adapter", "dtype", "weights", "kv", "exact")}
-        return load_model(options.checkpoint, draft=options.draft, **held, **devices)
+        values = {name: getattr(options, name) for name in ("adapter", "dtype", "weights", "kv", "exact")}
+        return load_model(options.checkpoint, draft=options.draft, **values, **devices)
 
 
 def _check_memory(subject: Subject) -> None:
-    """Raises ValueError if random weights would not fit into the memory of a device."""
+    """Raises ValueError if the weights do not fit into the memory of a device."""
     placement = subject.placement
     local = on_one_device(placement, subject.params)
-    # Arrays are in memory already; shapes count by their part on a device.
+    # Arrays are in memory already; of shapes, count the part on a device.
     new = jax.tree.map(lambda leaf, part: leaf if isinstance(leaf, jax.Array) else part, subject.params, local)
     devices = None if placement is None else placement.devices
     memory.check_weights(subject.name, (new, largest_matrix(local)), devices=devices)

@@ -1,9 +1,9 @@
-"""Looks at the machine: its devices, the versions of what is installed, and which kernels run; then runs the tests for
-accelerators, if this is a clone with pytest, and a short measurement. All of it is written to one file, to send along
-with a report: without names of hosts or users, and without paths.
+"""Looks at the machine: devices, versions of packages, and the kernels in use. Then runs the tests for accelerators, if
+this is a clone with pytest, and a short measurement. Writes the results to one file, to send with a report:
+without names of hosts or users, and without paths.
 
-With --model it looks at the draft instead: of the tokens that the model writes, how many the draft proposes as its
-checkpoint is read, and under neighboring readings (captured layers and positions one lower or higher, causal or not,
+With --model it looks at the draft instead: how many of the tokens written by the model the draft proposes, as its
+checkpoint is read and under neighboring readings (captured layers and positions one lower or higher, causal or not,
 the layout of rotary pairs, norms before or after). It warns if the draft fits clearly better under one of them, or
 under none.
 """
@@ -44,13 +44,13 @@ from pallas_kernels.dispatch import Operation
 _PACKAGES = ("jax", "jaxlib", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = {"cpu": ("tests/engine/test_accelerator.py",)}
-"""What is tested, by platform; on all others also the kernels."""
+"""Platform -> tests; other platforms also test the kernels."""
 _TESTS_ELSEWHERE = ("tests/engine/test_accelerator.py", "tests/kernels")
 _PRESETS = {"cpu": "tiny"}
-"""What is measured, by platform; on all others a model of 1.2 billion parameters."""
+"""Platform -> preset to measure; on other platforms a model of 1.2 billion parameters."""
 _PRESET_ELSEWHERE = "llama-3.2-1b"
 _GEMV_SHARE = 0.8
-"""The least bandwidth expected of a gemv, as a share of a copy; GPUs were measured at 1.02 to 1.05."""
+"""Minimum bandwidth of a gemv relative to a copy; measured on GPUs: 1.02 to 1.05."""
 _TEST_SECONDS = 3600
 _PATH = re.compile(r"(?<![\w.~-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`,;:()<>|\[\]{}]+)")
 
@@ -75,10 +75,10 @@ def run(options: Options) -> int:
         return _probe(options.model, options.draft, options.json)
     report: dict[str, Any] = {"versions": versions()}
     _show("versions", report["versions"])
-    # A TPU belongs to one process at a time, so the tests run before this process takes it.
+    # Only one process can use a TPU at a time, so run the tests before this process does.
     report["tests"] = _not_run("--no-tests") if options.no_tests else run_tests(_ROOT, _platform_of_a_process())
     _show("tests", report["tests"])
-    # This process takes the devices here.
+    # From here on, this process uses the devices.
     report["devices"], report["kernels"] = devices(), kernels()
     for number, device in enumerate(report["devices"]):
         _show(f"device {number}", device)
@@ -98,7 +98,7 @@ def run(options: Options) -> int:
 
 
 def _write(report: Mapping[str, Any], path: Path) -> None:
-    """Writes the report; neither host nor user is named in the file."""
+    """Writes the report, without the names of host and user."""
     anonymous = without_names(report, [socket.gethostname(), _user()])
     path.write_text(json.dumps(anonymous, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"written to {path}")
@@ -122,10 +122,10 @@ def _probe(source: str, draft: str | None, path: Path) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Python, the operating system and the packages that matter -> version; None: not installed."""
-    versions_found = {"jspec": package.VERSION, "commit": machine.commit(), "python": system.python_version()}
-    versions_found["system"] = f"{system.system()} {system.machine()}"
-    return {**versions_found, **{name: _version(name) for name in _PACKAGES}}
+    """Python, the operating system and packages -> version; None: not installed."""
+    known = {"jspec": package.VERSION, "commit": machine.commit(), "python": system.python_version()}
+    known["system"] = f"{system.system()} {system.machine()}"
+    return {**known, **{name: _version(name) for name in _PACKAGES}}
 
 
 def _version(name: str) -> str | None:
@@ -151,7 +151,7 @@ def operations() -> list[Operation]:
 
 
 def kernels() -> dict[str, str]:
-    """Operation -> what runs it on this platform, where it supports the shapes, or why no kernel does."""
+    """Operation -> its backend on this platform for supported shapes, with the reason if it is no kernel."""
     return {operation.name: _backend(operation) for operation in operations()}
 
 
@@ -168,14 +168,14 @@ def _backend(operation: Operation) -> str:
 
 
 def _platform_of_a_process() -> str:
-    """The platform of JAX in a process of its own, which gives the devices back when it ends."""
+    """The platform of JAX, from a child process, so that no device is in use afterwards."""
     code = "from pallas_kernels import platform; print(platform.platform())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return out.stdout.split()[-1] if out.returncode == 0 and out.stdout else "cpu"
 
 
 def run_tests(root: Path, platform_name: str) -> dict[str, Any]:
-    """The counts of the accelerator's tests and the messages of those that failed, or why they were not run.
+    """Counts of the tests for accelerators, and messages of failed ones; or the reason why they were not run.
 
     root: of the repository.
     """
@@ -217,14 +217,14 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def run_bench(platform_name: str) -> dict[str, Any]:
-    """The lines of a short measurement, as `jspec bench --json` writes them, or why there are none."""
+    """The lines of a short measurement, as from `jspec bench --json`, or the reason why there are none."""
     preset = _PRESETS.get(platform_name, _PRESET_ELSEWHERE)
     measured: dict[str, Any] = {"preset": preset, "batch": (1,), "context": (64 if preset == "tiny" else 512,)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
         try:
             bench.run(BenchOptions(**measured, repeats=3, json=path))
-        except Exception as error:  # whatever fails on a machine that nobody has tried is what its owner reports
+        except Exception as error:  # any failure on an untested machine belongs in the report
             return {"problem": f"{type(error).__name__}: {error}"[:2000], "options": measured}
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {"options": measured, "lines": lines}

@@ -14,7 +14,7 @@ from jspec.core.checks import check_flag, check_int, check_number, check_sequenc
 
 _KEY = "option"
 LONGER = {"window": "draft_window"}
-"""Options with longer names on the command line, where those of all objects are together."""
+"""Options with longer names on the command line, where options of several objects meet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Option:
 
     help: for the command line; the default is appended to it, unless it names one.
     bounds: arguments of `check_int` or `check_number`.
-    choices: the texts that are valid; empty: any.
+    choices: the valid texts; empty: any.
     metavar: name of the value in the help.
-    positional: whether the command line has the value alone, without the name.
-    repeated: whether the command line gives each of several values by an option of its own.
+    positional: whether the command line takes the value without a name.
+    repeated: whether the option is repeated on the command line, with one value each time.
     """
 
     help: str = ""
@@ -50,9 +50,9 @@ def option(
     above: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field that is an option; see `Option`. Without a default it is required.
+    """A field with an `Option`; required without a default.
 
-    bounds: those that several options share, instead of `least`, `above` and `most`.
+    bounds: shared by several options, instead of `least`, `above` and `most`.
     """
     limits = {"least": least, "above": above, "most": most}
     bounds = {**bounds, **{name: bound for name, bound in limits.items() if bound is not None}}
@@ -80,7 +80,7 @@ def options_of(owner: Any) -> dict[str, tuple[dataclasses.Field[Any], Option]]:
 
 
 def kind_of(field: dataclasses.Field[Any]) -> Kind:
-    """The kind of a field that is annotated with a type, a tuple of it, or either of them or None."""
+    """The kind of a field annotated as `T`, `tuple[T, ...]`, or one of them or None."""
     annotation, optional = field.type, False
     if isinstance(annotation, types.UnionType):
         (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
@@ -92,7 +92,7 @@ def kind_of(field: dataclasses.Field[Any]) -> Kind:
 
 
 def check_options(values: Any, owner: str = "") -> None:
-    """Checks the options of a dataclass instance, and makes each a plain value; TypeError or ValueError names one.
+    """Checks the options of an instance and sets them to plain values; TypeError or ValueError names an invalid one.
 
     owner: as in `check_int`.
     """
@@ -109,7 +109,7 @@ def check_options(values: Any, owner: str = "") -> None:
 
 
 def set_checked(options: object, **values: object) -> None:
-    """Sets fields of a frozen dataclass to checked values, in its `__post_init__`."""
+    """Sets fields of a frozen dataclass; for `__post_init__`."""
     for name, value in values.items():
         object.__setattr__(options, name, value)
 
@@ -134,7 +134,7 @@ def option_of(name: str) -> str:
 
 
 def typed(values: Any, name: str) -> str:
-    """An option of an instance with its value, as it is typed."""
+    """An option of an instance with its value, as typed on the command line."""
     value = getattr(values, name)
     if isinstance(value, bool):
         return option_of(name if value else f"no_{name}")

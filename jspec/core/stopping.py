@@ -25,10 +25,10 @@ _END_OF_STOP, _END_OF_TEXT = -1, -2
 def build_table(
     vocab_size: int, eos: Iterable[int], strings: Sequence[bytes] = (), token_bytes: Sequence[bytes] | None = None
 ) -> TokenTable | None:
-    """Build the automaton, or None if nothing ends a text. Its negative codes are ends.
+    """Build the automaton; None if nothing ends a text. Negative states are ends of the text.
 
     strings: stop strings, as bytes; none may be empty.
-    token_bytes: the bytes of each id; required with `strings`. Ids beyond it add none.
+    token_bytes: the bytes of each id; required with `strings`. Later ids add no bytes.
 
     Raises:
       ValueError: an id outside the vocabulary, an empty string, strings of 32767 bytes or more in total, or
@@ -87,8 +87,8 @@ def run(
 
 
 def ends_text(stop: Automaton, tokens: Int[Array, "B M g"]) -> Bool[Array, "B M V"]:
-    """Whether each token would end the text after the g `tokens` (negative: none), as EOS or in a stop string."""
-    # After the end of the text the result does not matter.
+    """Whether each token of the vocabulary, after these g tokens (negative: none), would end the text."""
+    # If these tokens have ended the text, the result does not matter.
     return ~leads_on(stop, after_path(stop, tokens))
 
 
@@ -97,7 +97,7 @@ class ByteAutomaton:
     """An automaton over bytes.
 
     table: [states, 256] the next state, negative where a string is completed.
-    depth: [states] how many of the last bytes may begin a string.
+    depth: [states] number of last bytes that may begin a string.
     """
 
     table: Int16[np.ndarray, "states bytes"]

@@ -12,7 +12,7 @@ _LEAF = "leaf"
 
 
 def leaf(*, default: Any = dataclasses.MISSING, **options: Any) -> Any:
-    """A field of a `struct` with options of `Leaf`, which hold for all arrays below it that do not set their own."""
+    """A field of a `struct` with options of `Leaf`; arrays below it inherit them unless they set their own."""
     return dataclasses.field(default=default, metadata={_LEAF: options})
 
 
@@ -26,13 +26,13 @@ def struct(cls: type[T]) -> type[T]:
 class Leaf:
     """The options of an array in a pytree of structs.
 
-    name: of the field that sets `split` or `linear`.
-    split: the axis over which devices share the array, counted from the last; None: each device has all of it.
-    if_even: whether each device has all of an array whose axis they do not divide, such as that of the vocabulary.
-    if_many: whether each device has all of an array whose axis has one element, such as scales of whole columns.
-    ndim: axes of an array that is split; arrays with others are whole. None: any number.
-    linear: whether it is the matrix of a linear layer, which may be quantized.
-    draft: whether it belongs to a draft.
+    name: of the field with `split` or `linear`.
+    split: the axis to split over devices, as a negative index; None: the array is replicated.
+    if_even: replicate the array if the number of devices does not divide the axis, such as the vocabulary.
+    if_many: replicate the array if the axis has one element, such as the rows of scales of whole columns.
+    ndim: number of axes of arrays to split; others are replicated. None: any number.
+    linear: whether the array is the matrix of a linear layer, and may be quantized.
+    draft: whether the array belongs to a draft.
     """
 
     name: str = ""
@@ -44,7 +44,7 @@ class Leaf:
     draft: bool = False
 
     def axis(self, shape: Sequence[int], devices: int) -> int | None:
-        """The axis of an array of this shape that the devices share, counted from the first; None: it is whole."""
+        """The axis of an array of this shape to split over devices, from 0; None: the array is replicated."""
         if self.split is None or self.ndim not in (None, len(shape)):
             return None
         if (self.if_even and shape[self.split] % devices) or (self.if_many and shape[self.split] == 1):
@@ -53,7 +53,7 @@ class Leaf:
 
 
 WHOLE = Leaf()
-"""The options of arrays that each device has all of, in their own precision."""
+"""The options of replicated arrays, never quantized."""
 
 
 def leaf_of(cls: type, name: str) -> Leaf:
@@ -62,19 +62,19 @@ def leaf_of(cls: type, name: str) -> Leaf:
 
 
 def flatten_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[Leaf, Any]], Any]:
-    """As `jax.tree.flatten`, each leaf with its options."""
+    """As `jax.tree.flatten`, with the options of each leaf."""
     named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(_leaf(_fields(tree, path)), x) for path, x in named], structure
 
 
 def map_leaves(function: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
-    """`tree` with `function(options, x)` in the place of each leaf x."""
+    """As `jax.tree.map`; calls `function(options, x)` for each leaf x."""
     leaves, structure = flatten_leaves(tree, is_leaf)
     return jax.tree.unflatten(structure, [function(options, x) for options, x in leaves])
 
 
 def _fields(tree: PyTree, path: Sequence[Any]) -> list[tuple[type, str]]:
-    """The fields on the way from a tree to one of its leaves, each with the class that has it."""
+    """The fields on the path from a tree to a leaf, with their classes."""
     node: Any = tree
     fields = []
     for key in path:
@@ -91,7 +91,7 @@ def _fields(tree: PyTree, path: Sequence[Any]) -> list[tuple[type, str]]:
 
 
 def _leaf(fields: Sequence[tuple[type, str]]) -> Leaf:
-    """The options that these fields set, of which the last ones count."""
+    """The merged options of these fields; later fields take precedence."""
     merged: dict[str, Any] = {}
     for cls, name in fields:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
