@@ -1,7 +1,7 @@
 """Paged cache of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
-Besides its latent row, a token has a key for the indexer of each layer. The indexer is a light attention: it selects
-the `top_k` tokens for a node to attend to, among all tokens and the round's tree. A commit writes both rows.
+Besides its latent row, a token has a key for the indexer in each layer. The indexer is a light attention: it selects
+`top_k` tokens for a node to attend to, among committed tokens and its ancestors in the tree. A commit writes both rows.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from pallas_kernels.attention import row_mask
 DsaRows = tuple[tuple[Float[Array, "B M W"], Float[Array, "B M I"]], ...]
 """Latent rows and indexer keys of a round's nodes, for each layer."""
 MAX_MATERIALIZED_SCORES = 1 << 28
-"""Most scores of all indexer heads to materialize at once; with more, as for prompts, one head at a time."""
+"""Maximum scores of all indexer heads to materialize at once; for more, as in prompts, one head at a time."""
 _BITS_PER_PASS = 4
 
 
 @struct
 class IndexQuery:
-    """Queries of an indexer: J heads with shared keys of I features, and the weight of each head's score."""
+    """Queries of an indexer: J heads of I features, which share the keys, and the weight of the score of each."""
 
     heads: Float[Array, "B N J I"]
     weights: Float[Array, "B N J"]
@@ -118,7 +118,6 @@ class DsaCache(CompositeCache):
 
 def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:
     """The weighted sum over heads of relu(query . key), in float32."""
-    # Scores in float32, scaled as in attention.
     heads, keys = query.heads.astype(jnp.float32) * keys.shape[-1] ** -0.5, keys.astype(jnp.float32)
     weights = query.weights.astype(jnp.float32)
 
@@ -137,8 +136,8 @@ def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N
 def largest(scores: Float[Array, "B N S"], visible: Bool[Array, "#B #N S"], k: int) -> Bool[Array, "B N S"]:
     """The k largest visible scores of each row, ties broken by position; all visible scores if there are fewer.
 
-    They are selected by counting: a sort would keep a GPU from running the loop as one graph. A threshold is computed
-    four bits at a time: each pass counts, for 15 candidates at once, how many scores reach them.
+    Selects by counting, because a sort would keep a GPU from running the loop as one graph. Computes a threshold by
+    four bits at a time: each pass counts the scores that reach 15 candidates.
     """
     keys = jnp.where(visible, ordered_bits(scores), jnp.uint32(0))
     threshold = _kth(keys, jnp.full((*scores.shape[:2], 1), k, jnp.int32), 32)
@@ -152,7 +151,7 @@ def largest(scores: Float[Array, "B N S"], visible: Bool[Array, "#B #N S"], k: i
 
 
 def _kth(keys: UInt32[Array, "B N S"], k: Int[Array, "B N 1"], bits: int) -> UInt32[Array, "B N 1"]:
-    """The k-th largest key of each row: the largest integer that k keys reach; 0 if there is none."""
+    """The k-th largest key of each row: the largest integer reached by k keys; 0 if there are fewer."""
     largest_key = jnp.zeros(k.shape, jnp.uint32)
     for shift in reversed(range(0, bits, _BITS_PER_PASS)):
         # The candidates ascend, so the number of candidates that enough keys reach is the next digit.

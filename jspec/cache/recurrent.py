@@ -1,13 +1,12 @@
 """Cache of recurrent layers: gated delta nets after a short convolution (Yang et al., arXiv 2412.06464).
 
-Such a layer remembers one state per head and the last inputs of its convolution, whatever the length of the sequence.
-Like pages, they do not change inside a round: a forward reads them and returns, as the round's rows, the changes of
-each node (its key, its correction u, its decay, its input to the convolution: `pallas_kernels.delta_rule`). `commit`
-applies the rows of the accepted path and no others. So a rejected branch leaves no trace, the state after each node is
-neither stored nor recomputed, and chains, trees and chunks of a prompt are one case.
+Such a layer stores one state per head and the last inputs of its convolution, whatever the length of the sequence. Like
+pages, they do not change within a round: a forward reads them and returns the changes by each node as the rows of the
+round (key, correction u, decay and input to the convolution: `pallas_kernels.delta_rule`). `commit` applies the rows of
+the accepted path only. So a rejected branch leaves no trace, the state after each node is neither stored nor
+recomputed, and chains, trees and chunks of a prompt need no separate code.
 
-While a sequence has no committed tokens its state is zero, whatever the arrays hold: they need not be cleared when
-another sequence takes their place.
+The state of a sequence without committed tokens is zero, whatever the arrays hold: a new sequence need not clear them.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ class RecurrentLayer:
     """The shape of a layer's state.
 
     key_heads: H, heads of queries and of keys; each serves `value_heads` / H heads of values.
-    kernel: inputs that the convolution reads, the token's own included.
+    kernel: width of the convolution, the token itself included.
     """
 
     key_heads: int
@@ -62,13 +61,12 @@ class RecurrentLayer:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def split(self, devices: int) -> Self:
-        """The part of one device, where key heads, each with its heads of values, are split over that many."""
+        """The part of one device: key heads, with their heads of values, are split over the devices."""
         keys, values = self.key_heads // devices, self.value_heads // devices
         return dataclasses.replace(self, key_heads=keys, value_heads=values)
 
     def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: DTypeLike) -> "RecurrentCache":
-        """The cache of this number of layers. Its size does not depend on `capacity`, and it has no pages."""
-        # Float32 states, and windows of the convolution.
+        """The cache of this number of layers. It has no pages, so its size does not depend on `capacity`."""
         states = [jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim)) for _ in range(layers)]
         return RecurrentCache(tuple(states), jnp.zeros((layers, batch, self.kernel - 1, self.channels), dtype))
 
@@ -101,16 +99,16 @@ class RecurrentCache(SlotCache):
         mask: Bool[Array, "#B N R"] | None,
         earlier: RecurrentRows | None = None,
     ) -> tuple[Float[Array, "B N Hv V"], RecurrentRows]:
-        """The output of each of N nodes, along its own path, in float32, and the rows of the round.
+        """The output of N nodes along their paths, in float32, and the rows of the round.
 
         inputs: inputs of the convolution: all queries, all keys, all values.
         conv: weights of the convolution, the node's own last.
         g, beta: decay and rate of each node, in float32.
         start: committed tokens before the root; None: none.
-        mask: the node itself and its ancestors among the round's R rows; None: all up to its own.
+        mask: each node and its ancestors among the round's R rows; None: a chain.
         earlier: R - N rows of this round from earlier forwards, before the new ones.
         """
-        # Rows of earlier forwards come first.
+        # The state before the root, and all rows of the round.
         state, window = self.layer_states[layer], self.windows[layer]
         nodes, (_, value_heads, key_dim, value_dim) = inputs.shape[1], state.shape
         dtype, live = inputs.dtype, None if start is None else start > 0
@@ -132,8 +130,8 @@ class RecurrentCache(SlotCache):
             if earlier is not None:
                 k = jnp.concatenate([earlier.k, k], axis=1)
             before = None if earlier is None else earlier.u
-            held = None if live is None else state
-            out, u = delta_rule.tree_delta_rule(held, q, k, v, g, beta, mask, before, live)
+            initial = None if live is None else state
+            out, u = delta_rule.tree_delta_rule(initial, q, k, v, g, beta, mask, before, live)
         return out, RecurrentRows(inputs, k, u, g)
 
     def commit(
@@ -165,7 +163,7 @@ class RecurrentCache(SlotCache):
         return dataclasses.replace(self, layer_states=states, windows=self.windows.at[:, slots].set(part.windows))
 
     def state_of(self, slot: Int[Array, ""]) -> RecurrentState:
-        """The states and windows of a sequence, which cannot be cut at an earlier token."""
+        """The states and windows of a sequence, after its last committed token only."""
         return RecurrentState(tuple(x[slot] for x in self.layer_states), self.windows[:, slot])
 
     def with_state(self, slot: Int[Array, ""], state: RecurrentState) -> Self:

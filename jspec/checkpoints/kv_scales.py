@@ -1,7 +1,8 @@
-"""Scales of keys and values in checkpoints, one of each per layer, for caches of 8 bits.
+"""Scales of keys and values in checkpoints, one for each per layer, for 8-bit caches.
 
 They are stored as `self_attn.k_scale` and `v_scale` (github.com/vllm-project/compressed-tensors), or beside the
-projections as `k_proj.k_scale` (NVIDIA's ModelOpt) or `k_proj.output_scale`. What a cache has is multiplied by them.
+projections as `k_proj.k_scale` (NVIDIA's ModelOpt) or `k_proj.output_scale`. A key is its row in the cache times the
+scale.
 """
 
 import dataclasses
@@ -21,11 +22,11 @@ from jspec.models.weights import Stored
 
 _NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale"))
 _SPARE = ("q_scale", "q_proj.q_scale", "q_proj.output_scale")
-"""Scales of queries, which have the precision of the weights here."""
+"""Scales of queries, which are not quantized here."""
 
 
 def is_known(scheme: Fields) -> bool:
-    """Whether a `kv_cache_scheme` is that of `kv="fp8"` with one scale per layer, or there is none."""
+    """Whether a `kv_cache_scheme` is absent, or fp8 with one scale per layer, as with `kv="fp8"`."""
     if not scheme.keys():
         return True
     is_fp8 = scheme.read_int("num_bits") == 8 and scheme.read_text("type") == "float"
@@ -35,18 +36,18 @@ def is_known(scheme: Fields) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class KvScales:
-    """The entry of a layer's scales in a table of weights; in float32. prefix: of its attention's names."""
+    """The scales of a layer in a table of weights, in float32. prefix: of the names in its attention."""
 
     prefix: str
 
     def shapes(self, dtype: DTypeLike) -> None:
-        """None: a configuration does not state whether there are any."""
+        """None, because a configuration does not state whether a checkpoint has scales."""
 
     def check(self, tensors: Stored) -> None:
-        """Nothing: there may be none."""
+        """Does nothing, because scales are optional."""
 
     def read(self, tensors: Tensors, options: Leaf) -> Float[Array, "2"] | None:
-        """The scales of keys and values, or None; CheckpointError for one alone, one per head, or one not above 0."""
+        """The scales of keys and values, or None; CheckpointError if one is missing, is per head, or is not above 0."""
         names = tensors.names()
         tensors.asked |= {self.prefix + name for name in _SPARE} & names
         pair = next((pair for pair in _NAMES if names & {self.prefix + name for name in pair}), None)
@@ -62,7 +63,6 @@ class KvScales:
 
 
 def _read(tensors: Tensors, name: str) -> Any:
-    # One scale per tensor is supported, not one per head.
     shape = () if name not in tensors.names() else tensors.files.shape(name)
     if math.prod(shape) != 1:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """Reads files of `torch.save` without torch: heads in `pytorch_model.bin`, masks in `.pt`.
 
-Such a file is a zip archive of a pickle, which describes the tensors, and the bytes of each storage. A pickle can call
-any function by name. Here it may only name those to rebuild tensors, and their substitutes return plain records, so a
-file cannot run code. The bytes are memory-mapped.
+Such a file is a zip archive with a pickle, the description of the tensors, and the bytes of storages. A pickle can call
+any function by name. Here it can name only the functions to rebuild tensors, and these are replaced by constructors of
+plain records, so a file cannot run code. The bytes are memory-mapped.
 """
 
 import functools
@@ -38,11 +38,11 @@ _DTYPES = {
 
 
 _MOST_PICKLE_BYTES = 2**24
-"""Bound of the pickle, a description of the tensors, and of the archive's directory."""
+"""Maximum bytes of the pickle, and of the archive's directory."""
 _MOST_VALUES = 2**19
-"""Bound of the values in containers. Repeated references to one container count each time."""
+"""Maximum values in containers. A container counts as often as it is referred to."""
 _MOST_BROADCAST = 2**20
-"""Elements of a broadcast tensor, with fewer of them in its storage."""
+"""Maximum elements of a tensor with fewer elements in its storage."""
 
 
 class _Storage(NamedTuple):
@@ -92,7 +92,7 @@ def read(path: str | Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Accept only the names of rebuilt tensors; a pickle can set no attributes of the results."""
+    """Accepts only the names used by tensors; a pickle cannot set attributes of the results."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -134,7 +134,7 @@ def _folder(archive: zipfile.ZipFile) -> str:
 
 
 def _check_directory(file: BinaryIO) -> None:
-    """Refuse a huge directory of a zip archive: the library reads all of it."""
+    """Refuse a zip archive with a huge directory: `zipfile` reads all of it."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - _END.size - 2**16))
     end = file.read()
@@ -159,7 +159,7 @@ def _read_entry(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _arrays(value: Any, map_storage: Callable[[_Storage], np.ndarray], counter: Iterator[int]) -> Any:
-    """A value with its records of tensors as arrays. counter: of all values."""
+    """A value with arrays in place of its tensor records. counter: counts all values."""
     if next(counter) > _MOST_VALUES:
         raise _Refused(f"holds more than {_MOST_VALUES} values")
     if isinstance(value, _Tensor):
@@ -196,10 +196,9 @@ def _view(flat: np.ndarray, tensor: _Tensor) -> np.ndarray:
     shape, strides = tensor.shape, tensor.strides
     if len(shape) != len(strides) or min((tensor.offset, *shape, *strides)) < 0:
         raise ValueError(f"a tensor has shape {shape}, strides {strides} and offset {tensor.offset}")
-    # Nothing to read.
     if math.prod(shape) == 0:
         return np.empty(shape, flat.dtype)
-    # No element outside of the storage, and no broadcast to any size.
+    # Refuse elements outside of the storage, and huge broadcasts.
     if math.prod(shape) > max(flat.size, _MOST_BROADCAST):
         raise ValueError(f"a tensor of shape {shape} has a storage of only {flat.size} elements")
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -17,14 +17,14 @@ from jspec.loading.model import Model
 from pallas_kernels import platform
 
 MOST_WHOLE = 16
-"""Sequences of a round up to which an engine's default chains have their whole length."""
+"""Maximum sequences of a round with the whole depth of an engine's default chains."""
 SHORTER = {"gpu": {48: 3, 96: 2}}
-"""Platform -> sequences of a round -> depth of the default chains of an engine; 1 with more sequences. The time of a
-round grows with its tokens where these are more than about 150."""
+"""Platform -> maximum sequences of a round -> depth of an engine's default chains; 1 with more sequences. Beyond about
+150 tokens, the time of a round grows with their number."""
 
 
 def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
-    """Resolves a drafter; "auto" is the one for the loaded draft; without one, plain decoding or n-grams by cost."""
+    """Resolves a drafter. "auto" is that of the loaded draft; without a draft, plain decoding or n-grams by cost."""
     if isinstance(drafter, str) and drafter == "auto":
         if model.draft is None:
             return drafters.Adaptive(drafters.WITHOUT_DRAFT, depths=drafters.WITHOUT_DRAFT_DEPTHS)
@@ -33,11 +33,7 @@ def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
 
 
 def by_sequences(drafter: Drafter, model: Model) -> Drafter:
-    """The default drafter of an engine for a loaded draft: its chains are shorter in rounds of many sequences.
-
-    Args:
-      drafter: the one of `choose_drafter`.
-    """
+    """The default drafter of an engine: that of `choose_drafter`, with shorter chains in rounds of many sequences."""
     table = SHORTER.get(platform.platform())
     if table is None or getattr(drafter, "width", None) != 1 or not dataclasses.is_dataclass(drafter):
         return drafter
@@ -51,16 +47,16 @@ def by_sequences(drafter: Drafter, model: Model) -> Drafter:
 
 
 def knows_greedy(rule: str | Accept | None) -> bool:
-    """Whether a rule is chosen by name, or takes the logits of greedy sequences as they are.
+    """Whether a rule handles greedy sequences: by its name, or by itself (`for_greedy`).
 
-    Other rules, such as those of users, know distributions only: those of greedy sequences must be point masses.
+    Other rules, such as those of users, read distributions only: those of greedy sequences must be point masses.
     """
     return rule is None or isinstance(rule, str) or getattr(rule, "for_greedy", False)
 
 
 def with_point_masses(rule: str | Accept | None, sampling: RowSampling | None, batch: int) -> RowSampling | None:
-    """The sampling parameters of `batch` sequences with a temperature, if the rule needs one."""
-    # Thresholds are refused where nothing is sampled.
+    """The sampling parameters of `batch` sequences, with a temperature of 0 if the rule needs one."""
+    # `choose_rule` refuses thresholds if nothing is sampled.
     if knows_greedy(rule) or isinstance(rule, LossyThresholds):
         return sampling
     if sampling is not None and sampling.temperature is not None:
@@ -82,7 +78,7 @@ def choose_rule(
         if all_greedy and isinstance(rule, LossyThresholds):
             raise ValueError(f"accept={rule}: LossyThresholds has no effect when every sequence is greedy; omit it")
         return rule, drafter
-    # Greedy sequences alone need no distributions.
+    # Without sampling, any rule by name is the greedy one.
     if all_greedy:
         return greedy, drafter
     if rule == "greedy":
@@ -101,9 +97,9 @@ def choose_method(
     placement: Placement | None = None,
     record: Records | None = None,
 ) -> tuple[Method, RowSampling | None]:
-    """The method of a batch, with a bound drafter, and the sampling parameters as its rule needs them.
+    """The method of a batch, with a bound drafter, and the sampling parameters for its rule.
 
-    record: as of `Method`. Errors are those of `choose_rule` and `bind_drafter`.
+    record: as in `Method`. Raises as `choose_rule` and `bind_drafter`.
     """
     sampling = with_point_masses(accept, sampling, batch)
     rule, adapted = choose_rule(accept, sampling, drafter)
@@ -114,7 +110,7 @@ def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
     """The drafter bound to these models; ValueError or TypeError if they do not fit, or chains are too long."""
     bound = drafter.bind(target, draft)
     kind, bound_kind = type(drafter).__name__, type(bound).__name__
-    # A drafter of one's own may lack a part, or have one of another type.
+    # A user's drafter may lack a part, or have one of another type.
     if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
         raise TypeError(f"{kind}.bind: must return a drafter, but this {bound_kind} has no {', '.join(missing)}")
     if not isinstance(bound.capture_layers, tuple):
