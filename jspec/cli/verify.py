@@ -21,9 +21,9 @@ from jspec.core.options import option, typed
 from jspec.generation.options import MAX_SEED
 
 _KEY_VARIABLE = "OPENAI_API_KEY"
-_OF_ENDPOINTS = ("reference", "served", "fields")
-_OF_MODELS = ("drafter", "accept", "seed", "draft", "corpus", "depth", "width", "num_nodes", "window", "keep_first")
-"""Options that only servers, or only drafts here, can follow."""
+_ENDPOINT_OPTIONS = ("reference", "served", "fields")
+_MODEL_OPTIONS = ("drafter", "accept", "seed", "draft", "corpus", "depth", "width", "num_nodes", "window", "keep_first")
+"""Options with an effect only on servers, and only on a model here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class Options(ModelOptions):
             if path is not None:
                 check_output(name, path)
         _parse_fields(self.fields)
-        # Options without effect.
+        # Refuse options without effect.
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        others = _OF_ENDPOINTS if self.endpoint is None else _OF_MODELS
+        others = _ENDPOINT_OPTIONS if self.endpoint is None else _MODEL_OPTIONS
         if self.reference is not None:
             others = (*others, "model", "adapter", "dtype", "weights", "kv", "exact")
         for name in others:

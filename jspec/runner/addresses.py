@@ -2,9 +2,9 @@
 
 XLA runs the kernels of a program as CUDA graphs with fixed addresses. Before a program runs, the host updates every
 kernel whose buffers have moved: 3.7 ms for a burst of an 8B model with a chain of 5, and with the branches of
-`Adaptive` longer than the burst itself. Weights and state stay where they are. Temporary memory is allocated anew for
-each run, from the smallest sufficient free block, and moves when small arguments and reports are allocated from the
-same block. So an engine keeps a small free block apart for them.
+`Adaptive` longer than the burst itself. Weights and state do not move. Temporary memory is allocated for each run, from
+the smallest sufficient free block, and moves if small arguments and reports have been allocated from the same block. So
+an engine reserves a small free block for these.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ T = TypeVar("T")
 BLOCK = 64 << 20
 """Bytes of the free block: more than the arguments and reports of programs in flight."""
 GUARDS = 1 << 20, 1 << 12, 1 << 8
-"""Bytes of arrays to try as the end of the block, large ones first; the last one is the least of an allocation."""
+"""Sizes of arrays to try as the end of the block, in bytes; the last is the smallest possible allocation."""
 TRIES = 128
-"""Arrays of each size to try."""
+"""Arrays to try per size."""
 
 
 def keep_apart(device: Any) -> list[jax.Array]:
-    """Keeps a small free block of a GPU's memory apart, as long as the returned arrays live.
+    """Reserves a small free block of a GPU's memory as long as the returned arrays live.
 
-    device: a `jax.Device`; those of other kinds than a GPU are left alone.
+    device: a `jax.Device`; nothing is reserved on other devices than GPUs.
     """
     if device.platform != "gpu":
         return []
@@ -36,21 +36,21 @@ def keep_apart(device: Any) -> list[jax.Array]:
     try:
         return bound(allocate, lambda array: array.unsafe_buffer_pointer())
     except jax.errors.JaxRuntimeError:
-        return []  # Memory is short. Programs run without the block, too.
+        return []  # Out of memory. Programs also run without the block.
 
 
 def bound(allocate: Callable[[int], T], address: Callable[[T], int]) -> list[T]:
-    """Allocates a block, and an array right after it; returns the array. The block becomes free.
+    """Allocates a block, and an array (guard) right after it; then frees the block.
 
-    allocate: allocates bytes, until the result is deleted.
-    address: the first byte of what `allocate` has returned.
+    allocate: allocates this number of bytes, until the result is deleted.
+    address: the address of the first byte of a result of `allocate`.
 
     Returns:
-      The array; nothing if no array gets the place.
+      The guard; empty if no array got this place.
     """
     block = allocate(BLOCK)
     end, others = address(block) + BLOCK, []
-    # Smaller holes in the memory are taken first.
+    # The allocator fills smaller holes first: occupy these until an array follows the block.
     for size in GUARDS:
         for _ in range(TRIES):
             guard = allocate(size)

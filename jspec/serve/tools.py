@@ -29,13 +29,13 @@ _CHOICES = ("none", "auto", "required")
 class Tools:
     """The tools of a chat.
 
-    listed: as chat templates take them.
-    functions: the schema of the parameters of each function.
+    listed: the tools in the form of chat templates.
+    functions: name -> schema of its parameters.
     choice: "none", "auto" or "required".
     named: the only function to call; None: any.
     parallel: whether there may be several calls.
-    shows_thinking: whether the answer has the thinking.
-    budget: most tokens of the thinking; None: any number.
+    shows_thinking: whether the answer contains the thinking.
+    budget: maximum tokens of the thinking; None: any number.
     """
 
     listed: list[dict[str, Any]]
@@ -48,11 +48,11 @@ class Tools:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether an answer without another grammar has one."""
+        """Whether the answer has a grammar even without one in the request."""
         return self.choice == "required" or self.budget is not None
 
     def grammar(self, form: ToolFormat) -> Grammar:
-        """The texts of the allowed calls; ApiError if a schema is not supported."""
+        """The grammar of the allowed calls; ApiError if a schema is not supported."""
         functions = self.functions if self.named is None else {self.named: self.functions[self.named]}
         try:
             return form.grammar(functions, several=self.parallel and self.named is None)
@@ -64,7 +64,7 @@ class Tools:
 
 
 def make_tools(fields: Mapping[str, Any]) -> Tools:
-    """The tools of a chat, and whether its answer has the thinking."""
+    """The tools of a chat, from checked fields of a request."""
     listed, (choice, named) = fields["tools"], fields["tool_choice"]
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in listed}
     tools = Tools(
@@ -88,7 +88,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "additionalProperties": Fals
 
 
 def check_tools(name: str, value: object) -> list[dict[str, Any]]:
-    """Tools as chat templates take them."""
+    """Checks tools; returns them in the form of chat templates."""
     if not isinstance(value, list) or len(value) > _MOST_TOOLS:
         raise ValueError(f"{name}: must be a list of at most {_MOST_TOOLS} tools")
     tools, seen = [], set()
@@ -103,7 +103,7 @@ def check_tools(name: str, value: object) -> list[dict[str, Any]]:
 
 
 def check_choice(name: str, value: object) -> tuple[str, str | None]:
-    """The choice, and the name of the only function."""
+    """Checks a choice; returns it and the name of the only function to call, or None."""
     if isinstance(value, str):
         if value not in _CHOICES:
             raise ValueError(f"{name}={value[:40]!r}: must be one of {', '.join(_CHOICES)}, or name a function")
@@ -120,7 +120,7 @@ def _check_name(name: str, value: object) -> str:
 
 _FUNCTION = {
     **{"name": row(_check_name, REQUIRED), "description": row(check_text), "parameters": row(check_object)},
-    # A grammar always holds strictly, and calls without one never do.
+    # Ignored: calls with a grammar are always strict, and others never.
     "strict": hint(check_flag),
 }
 _TOOL = {"type": row(check_one, of=("function",)), "function": row(_FUNCTION, REQUIRED)}
@@ -134,10 +134,10 @@ _NAMED = {
 class Dialect:
     """How the served model writes thinking and calls.
 
-    thinking: None: not at all.
-    shown: the special tokens of both.
-    stops: special tokens after calls, where the text ends.
-    is_known: whether the chat template or an option tells the format of calls; a template without tools need not.
+    thinking: format of thinking; None: the model does not think.
+    shown: special tokens of both formats.
+    stops: special tokens after calls; the text ends there.
+    is_known: whether the format of calls is known from the chat template or an option, or not needed.
     """
 
     tools: ToolFormat
@@ -235,7 +235,7 @@ _FINAL = "<|channel|>final<|message|>"
 
 @functools.lru_cache(maxsize=64)
 def _within(before: Expression, answer: Grammar, shown: frozenset[str]) -> Grammar:
-    """Cached, as each turn of an agent has the same grammar."""
+    """Cached, because an agent sends the same grammar in every turn."""
     return dataclasses.replace(answer, shown=shown) if before == e.EMPTY else answer.within(before, shown=shown)
 
 
@@ -251,7 +251,7 @@ def _either(first: Grammar, second: Grammar) -> Grammar:
 
 
 class Reply:
-    """One choice of a chat, with thinking and calls apart from its content. prompt_end: as of `Dialect`."""
+    """Splits one choice of a chat into thinking, content and calls. prompt_end: as in `Dialect`."""
 
     def __init__(self, dialect: Dialect, tools: Tools, prompt_end: str):
         form = None if tools.choice == "none" else dialect.tools
@@ -265,21 +265,21 @@ class Reply:
         return self._calls > 0
 
     def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
-        """The additions of some text to the message, in OpenAI's format."""
+        """The deltas of the message for new text, in OpenAI's format."""
         deltas = []
-        for kind, said in self._reader.push(text, last):
+        for kind, part in self._reader.push(text, last):
             self._calls += kind == "call"
-            # Beyond what the request asks for.
+            # Drop hidden thinking, and further calls if only one is allowed.
             is_hidden = kind == "reasoning" and not self._tools.shows_thinking
             if is_hidden or (self._calls > 1 and not self._tools.parallel):
                 continue
             # Texts, then calls.
             if kind in ("reasoning", "content"):
-                deltas.append({"reasoning_content" if kind == "reasoning" else "content": said})
+                deltas.append({"reasoning_content" if kind == "reasoning" else "content": part})
                 continue
-            call: dict[str, Any] = {"index": self._calls - 1, "function": {"arguments": said}}
+            call: dict[str, Any] = {"index": self._calls - 1, "function": {"arguments": part}}
             if kind == "call":
-                call |= {"id": self._make_id(), "type": "function", "function": {"name": said, "arguments": ""}}
+                call |= {"id": self._make_id(), "type": "function", "function": {"name": part, "arguments": ""}}
             deltas.append({"tool_calls": [call]})
         return deltas
 
