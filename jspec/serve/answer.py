@@ -191,9 +191,8 @@ class Answer:
                 echoed, prompt_fields = self._echoed(choice, scores), self._prompt_fields(prompt, scores)
             if self._chat:
                 start = {"role": "assistant", "content": ""}
-                yield (
-                    self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}]) | prompt_fields
-                )
+                beginning = {"index": i, "delta": start, "logprobs": None, "finish_reason": None}
+                yield self._chunk([beginning]) | prompt_fields
             elif choice.text or echoed or ended or prompt_fields:
                 beginning = {"index": i, "text": choice.text, "logprobs": echoed, "finish_reason": ended}
                 yield self._chunk([beginning | prompt_fields])

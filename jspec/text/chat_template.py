@@ -56,7 +56,7 @@ class ChatTemplate:
             )
         try:
             template = _compile(self.source)
-        except Exception as error:  # Python compiles the code of Jinja, and fails if it is nested deeply
+        except Exception as error:  # Python compiles the code from Jinja, and fails if it is nested deeply
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(f"{self.where}: invalid chat template{line} ({_describe(error)})") from None
         # Render; exceeding a bound is an error of the template, any other one of the messages.
