@@ -92,8 +92,8 @@ def check_rule(
     With a vocabulary of four tokens, the distributions after all prefixes are known, and so is the probability of each
     text. A case runs 65,536 rounds, and exact probabilities complete the text after a round. No text may be further
     from its probability than six standard errors. Drafts are certain tokens, or sampled from another distribution, in
-    chains and trees. Also tested: accepted nodes are a path of the tree with its tokens, lengths are in range, and a
-    sequence depends on its own key only.
+    chains and trees. Also tested: accepted nodes are a path of the tree with its tokens, lengths are in range, a
+    sequence depends on its own key only, and the next round, at a later position, is independent.
 
     Args:
       rule: a function as `jspec.core.types.Accept`, or a name as in `jspec.generate`.
@@ -114,6 +114,9 @@ def check_rule(
                 means[case.name].append(run())
             except AssertionError as error:
                 raise AssertionError(f"{name}: {case.title}: {error}") from None
+            except Exception as error:
+                error.add_note(f"raised in check_rule({name}): {case.title}")
+                raise
     return RuleReport(name, {case: sum(values) / len(values) for case, values in means.items()})
 
 
@@ -175,6 +178,7 @@ def _check(run: Callable[..., Any], case: _Case, seed: int) -> float:
     path, following, length = _check_form(case, tokens, decided)
     _check_alone(run, arguments, decided)
     _check_texts(case, path, following, length)
+    _check_next(run, case, arguments, following, length)
     return float(length.mean())
 
 
@@ -292,4 +296,23 @@ def _check_texts(case: _Case, path: np.ndarray, following: np.ndarray, length: n
             raise AssertionError(
                 f"the tokens {', '.join(map(str, text))} have the probability {probability:.4f}, but are generated "
                 f"with {frequency:.4f}"
+            )
+
+
+def _check_next(
+    run: Callable[..., Any], case: _Case, arguments: tuple[Any, ...], following: np.ndarray, length: np.ndarray
+) -> None:
+    """Check that another round of each sequence, with the same key at a later position, is independent of the first."""
+    keys, draft_tree, logits, position = arguments
+    # Drafts of another sequence: the same ones would relate the rounds of a lossless rule.
+    draft_tree, logits = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), (draft_tree, logits))
+    later = np.asarray(run(keys, draft_tree, logits, position + length).tokens)[:, 0]
+    p = case.p[0][0]
+    for first, second in itertools.product(range(VOCABULARY), repeat=2):
+        probability = float(p[first] * p[second])
+        frequency = float(((following[:, 0] == first) & (later == second)).mean())
+        if abs(frequency - probability) > SIGMAS * np.sqrt(probability * (1 - probability) / ROWS) + 1e-6:
+            raise AssertionError(
+                f"two rounds begin with the tokens {first} and {second} with the probability {probability:.4f}, but "
+                f"generate them with {frequency:.4f}: draw random numbers from key and position"
             )

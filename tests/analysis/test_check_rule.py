@@ -45,6 +45,10 @@ def one_key(key, draft_tree, logits, position):
     return accept.rejection(jnp.broadcast_to(key[:1], key.shape), draft_tree, logits, position)
 
 
+def every_round_alike(key, draft_tree, logits, position):
+    return accept.coupled(key, draft_tree, logits, jnp.zeros_like(position))
+
+
 def on_paths(change):
     return changed(path=lambda out, *_: None if out.path is None else change(out.path))
 
@@ -59,6 +63,7 @@ WRONG = {
     "one key": (one_key, "depends on the others|have the probability"),
     # The bonus token is sampled from p, not from the residual distribution.
     "no residual": (changed(tokens=lambda out, *args: at_last(out, accept.coupled(*args).tokens[:, :1])), PROBABILITY),
+    "every round alike": (every_round_alike, "two rounds begin with the tokens 0 and 0 .* from key and position"),
     "length 0": (changed(length=lambda out, *_: out.length - 1), "length is from 0"),
     "too long": (changed(length=lambda out, *_: out.length + 9), "must be from 1 to 2"),
     "lengths in floats": (
@@ -80,7 +85,10 @@ WRONG = {
 }
 
 
-OFTEN = ("greedy", "too often", "one key", "no residual", "too long", "one length", "few tokens", "no path")
+OFTEN = (
+    *("greedy", "too often", "one key", "no residual", "every round alike", "too long", "one length", "few tokens"),
+    "no path",
+)
 
 
 @pytest.mark.slow(unless=(*OFTEN,))
