@@ -17,8 +17,8 @@ from jspec.core.method import Method
 from jspec.core.prefill import prefill
 from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import DRAFTER_PARTS, DecodeState, Drafter, DraftTree, Params, Target
-from jspec.generation.method import choose_drafter
+from jspec.core.types import DecodeState, Drafter, DraftTree, Params, Target
+from jspec.generation.method import bind_drafter, choose_drafter
 from jspec.generation.options import DEFAULT_PAGE_SIZE
 from jspec.generation.result import Generation, Generations
 from jspec.generation.run import Run, check_model, encode_prompts
@@ -141,14 +141,8 @@ def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
         contract.check_hashed(tested, "a drafter")
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from None
-    bound = tested.bind(model.target, model.draft)
-    if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
-        kind = type(bound).__name__
-        raise AssertionError(f"{name}: bind must return a drafter, but this {kind} has no {', '.join(missing)}")
-    if isinstance(bound.depth, bool) or not isinstance(bound.depth, int) or bound.depth < 0:
-        raise AssertionError(f"{name}: depth={bound.depth!r}: must be the length of the longest chain, an int >= 0")
-    if not isinstance(bound.capture_layers, tuple):
-        raise AssertionError(f"{name}: capture_layers={bound.capture_layers!r}: must be a tuple of layers, () for none")
+    tested.bind(model.target, model.draft)  # an error of its own is about the models
+    contract.require(bind_drafter, tested, model.target, model.draft)
     return tested
 
 

@@ -95,11 +95,15 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def check_hashed(value: object, what: str) -> None:
-    """Raises AssertionError if a static argument has no hash."""
+    """Raises AssertionError if a static argument has no hash, or one of its identity."""
     try:
         hash(value)
     except TypeError as error:
         raise AssertionError(f"{error}: {what} is a static argument, so make it a frozen dataclass") from None
+    if type(value).__hash__ is object.__hash__:
+        raise AssertionError(
+            "it is hashed by identity, so each new object compiles its programs again: make it a frozen dataclass"
+        )
 
 
 def require(check: Callable[..., Out], *args: Any) -> Out:

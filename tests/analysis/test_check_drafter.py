@@ -91,6 +91,10 @@ def extending(name, change):
     return broken(name, extend=new)
 
 
+class ByIdentity(Repeat):
+    __hash__ = object.__hash__
+
+
 NO_EXTEND = type(
     "NoExtend", (), {name: getattr(Repeat, name) for name in ("depth", "capture_layers", "bind", "init", "draft")}
 )
@@ -99,14 +103,16 @@ NO_PAIR = r"must return \(jspec.core.types.DraftTree, state\)"
 BROKEN = [
     (NO_EXTEND(), "NoExtend is not a drafter: it has no extend"),
     (Repeat, "give an object, not a class"),
-    (Repeat(depth=-1), "Repeat: depth=-1: must be the length of the longest chain"),
-    (Repeat(depth=2.0), "Repeat: depth=2.0"),
+    (Repeat(depth=-1), r"Repeat\(depth=-1\): must be from 0 to 127"),
+    (Repeat(depth=2.0), r"Repeat\(depth=2.0\): must be an int"),
     (
         type("Unhashable", (Repeat,), {"__hash__": None})(),
         "Unhashable: unhashable type: .* so make it a frozen dataclass",
     ),
-    (broken("BindsToNothing", bind=lambda *_: None), "bind must return a drafter, but this NoneType has no depth"),
-    (broken("ListOfLayers", capture_layers=[1]), r"capture_layers=\[1\]: must be a tuple of layers"),
+    (broken("BindsToNothing", bind=lambda *_: None), "bind: must return a drafter, but this NoneType has no depth"),
+    (broken("ListOfLayers", capture_layers=[1]), r"capture_layers=\[1\]\): must be a tuple of layers"),
+    (broken("DeepLayer", capture_layers=(99,)), r"DeepLayer\(capture_layers=99\): must be from 0 to"),
+    (ByIdentity(), "ByIdentity: it is hashed by identity"),
     (
         broken("StateGrows", draft=lambda self, params, s: (tree.chain(self.tokens(s)), s.draft[:, None])),
         rf"draft: {OTHER_FORM} int32\[4, 1\], but was int32\[4\]",
