@@ -59,6 +59,12 @@ def test_links_resolve(path):
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=page_name)
+def test_pages_that_a_notebook_names_exist(path):
+    for page in re.findall(r"docs/[\w/.-]+\.md", path.read_text(encoding="utf-8")):
+        assert (ROOT / page).exists(), page
+
+
 def test_ci_finds_the_readmes_test_command():
     commands = re.findall(r"^pip install -e .*&& pytest$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert commands == ['pip install -e ".[test]" && pytest']

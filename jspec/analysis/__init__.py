@@ -8,6 +8,6 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("check_drafter", "check_target", "evaluate", "inspect_round", "plots"):
+    if name in ("evaluate", "plots", "verify_endpoint"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
