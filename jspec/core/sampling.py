@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jspec.core import grammar as grammars
@@ -69,7 +70,7 @@ class Sampling:
     def __post_init__(self):
         check_options(self, "Sampling")
         # Lower values would make the highest logits equal: divided by them, all would be the largest float.
-        if 0 < self.temperature < 1e-6:
+        if 0 < self.temperature and np.float32(self.temperature) < np.float32(1e-6):
             raise ValueError(f"Sampling(temperature={self.temperature!r}): must be {_TEMPERATURE}")
         if self.thinking_budget is not None and self.grammar is None:
             raise ValueError("Sampling(thinking_budget=...): requires a grammar that begins with thinking")
@@ -153,7 +154,7 @@ def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
 
 
 def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
-    """Check shapes and dtypes of parameters in arrays, maybe traced; TypeError or ValueError for others."""
+    """Check parameters in arrays, of traced ones only shapes and dtypes; TypeError or ValueError for invalid ones."""
     for field in dataclasses.fields(RowSampling):
         column = getattr(rows, field.name)
         if column is None:
@@ -166,6 +167,21 @@ def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
         expected = (batch, vocab_size) if field.name == "logit_bias" else (batch,)
         if column.shape != expected:
             raise ValueError(f"{name} has the shape {column.shape}: must be {expected}")
+        if not isinstance(column, Tracer):
+            _check_values(field.name, np.asarray(column, _DTYPES[kind]))
+
+
+def _check_values(name: str, column: np.ndarray) -> None:
+    """Check that each value of an array is valid in `Sampling`; ValueError for others."""
+    if name == "logit_bias":
+        if not column.max() < math.inf:
+            raise ValueError(f"RowSampling.{name} has the value {column.max()}: must be finite, or -inf")
+        return
+    for value in np.unique(column).tolist():
+        try:
+            Sampling(**{name: value})
+        except ValueError as error:
+            raise ValueError(f"RowSampling.{name}: {error}") from None
 
 
 WHOLE = ("top_k", "min_new_tokens", "thinking_budget")

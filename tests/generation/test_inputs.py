@@ -334,6 +334,29 @@ def test_sampling_arrays_of_another_shape_or_dtype_are_errors(name):
         assert found is None, (wrong, found)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    (
+        ("temperature", -1.0, r"Sampling\(temperature=-1.0\): must be 0 \(greedy\) or at least 1e-6"),
+        ("temperature", 1e-7, "must be 0"),
+        ("temperature", math.nan, "must be 0"),
+        ("top_k", 0, r"Sampling\(top_k=0\): must be from 1"),
+        ("top_p", 1.5, "must be above 0 and at most 1"),
+        ("repetition_penalty", 0.0, "must be from 1e-06"),
+        ("logit_bias", math.inf, "has the value inf: must be finite, or -inf"),
+        ("thinking_budget", 5, "requires a grammar"),
+    ),
+)
+def test_sampling_arrays_of_invalid_values_are_errors(name, value, message):
+    kind, shape = np.int32 if isinstance(value, int) else np.float32, (2, 256) if name == "logit_bias" else (2,)
+    with pytest.raises(ValueError, match=f"^RowSampling.{name}.*{message}"):
+        generate_ids(sampling=RowSampling(**{name: np.full(shape, value, kind)}))
+
+
+def test_bounds_of_sampling_hold_in_float32():
+    assert jspec.Sampling(temperature=np.float32(1e-6)).temperature > 0
+
+
 def test_a_generation_that_does_not_fit_is_an_error_in_generate_ids(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: (3_000, 1_000))
     with pytest.raises(ValueError, match="this generation does not fit: 2 sequences of 5 tokens take"):
