@@ -111,7 +111,10 @@ def tokens_per_round(generation: Generation, ax: "Axes | None" = None) -> "Axes"
 
     Raises:
       ValueError: the first token ended the text.
+      TypeError: a list of generations, or anything else.
     """
+    if not isinstance(generation, Generation):
+        raise TypeError(f"generation is of type {type(generation).__name__}: must be one Generation, such as out[0]")
     rounds, depth = generation.tokens_per_round, generation.stats.depth
     if not rounds:
         raise ValueError("the generation has no rounds: its first token ended the text")

@@ -146,6 +146,11 @@ def test_bars_of_evaluations_have_their_accept_lengths(axes):
         plots.evaluations({"plain": found["plain"]})
 
 
+def test_tokens_per_round_of_a_list_is_an_error(axes):
+    with pytest.raises(TypeError, match="generation is of type Generations: must be one Generation"):
+        plots.tokens_per_round(jspec.Generations([], stats(1)))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.slow
 def test_tokens_per_round(axes, model):
     out = jspec.generate(model, [PROMPT, PROMPT[:2]], drafter=Ngram(depth=3), max_new_tokens=24)
