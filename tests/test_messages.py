@@ -69,8 +69,14 @@ def test_sampling_parameters_have_a_place():
     for function in (jspec.generate, jspec.stream, jspec.generate_ids):
         with pytest.raises(TypeError, match=hint):
             function(model, [1], temperature=0.5)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
-        jspec.generate(model, [1], temprature=0.5)
+
+
+def test_an_unknown_argument_is_an_error_with_those_that_are_taken():
+    model = jspec.Model("toy", toy.TARGET, toy.params(), None, ())
+    for function in (jspec.generate, jspec.stream, jspec.generate_ids, jspec.Engine):
+        name = getattr(function, "__name__", "")
+        with pytest.raises(TypeError, match=rf"^max_token=5: is no argument of {name}.*, which takes .*\bdrafter\b"):
+            function(model, [1], max_token=5)
 
 
 def test_weights_that_are_no_params_name_the_cure():

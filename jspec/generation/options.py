@@ -241,7 +241,7 @@ def takes(kind: type) -> Callable[[F], F]:
             )
             for field in fields
         ]
-        named = list(signature.parameters.values())[:-1]
+        taken = signature.replace(parameters=[*list(signature.parameters.values())[:-1], *keywords])
         has_sampling = any(field.name == "sampling" for field in fields)
         misplaced = {field.name for field in dataclasses.fields(Sampling)} if has_sampling else set()
 
@@ -251,9 +251,12 @@ def takes(kind: type) -> Callable[[F], F]:
             for name in misplaced & keywords_given.keys():
                 value = shorten(keywords_given[name])
                 raise TypeError(f"{name}={value}: is a sampling parameter: sampling=jspec.Sampling({name}={value})")
+            for name in keywords_given.keys() - taken.parameters.keys():
+                value, valid = shorten(keywords_given[name]), ", ".join(taken.parameters)
+                raise TypeError(f"{name}={value}: is no argument of {function.__qualname__}, which takes {valid}")
             return function(*arguments, **keywords_given)
 
-        setattr(checked, "__signature__", signature.replace(parameters=[*named, *keywords]))  # noqa: B010
+        setattr(checked, "__signature__", taken)  # noqa: B010
         return cast(F, checked)
 
     return show
