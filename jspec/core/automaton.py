@@ -150,9 +150,9 @@ def _take(array: Array, index: Array) -> Array:
     """Elements of an array by their flat index.
 
     XLA fuses a chain of such gathers with its consumers. Gathers of rows or along an axis are kernels of their own,
-    with transposed results.
+    with transposed results. JAX indexes no array of 2**15 elements by int16, the dtype of states.
     """
-    return array.reshape(-1).at[index].get(mode="clip")
+    return array.reshape(-1).at[index.astype(jnp.int32)].get(mode="clip")
 
 
 def after_path(automaton: Automaton, path: Int[Array, "B M g"]) -> Int16[Array, "B M"]:

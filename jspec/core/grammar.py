@@ -243,7 +243,7 @@ def leave(
     if grammar.exit is None:
         return logits
     state = after_path(grammar, path)
-    token = grammar.exit.at[jnp.maximum(state, 0)].get(mode="clip")
+    token = grammar.exit.at[jnp.maximum(state, 0).astype(jnp.int32)].get(mode="clip")
     forced = (late & (state >= 0) & (token >= 0))[:, :, None]
     ids = jnp.arange(logits.shape[-1], dtype=token.dtype).reshape(1, 1, -1)
     only = jnp.where(token[:, :, None] == ids, 0.0, -jnp.inf)
@@ -273,7 +273,7 @@ def mend(grammar: Automaton, draft_tree: DraftTree) -> DraftTree:
     for _ in range(draft_tree.generations):
         before = states[:, :-1] if parents is None else jnp.take_along_axis(states, parents[:, 1:], axis=1)
         at = jnp.maximum(before, 0)
-        likely = grammar.likely.at[at].get(mode="clip").astype(drafts.dtype)
+        likely = grammar.likely.at[at.astype(jnp.int32)].get(mode="clip").astype(drafts.dtype)
         wrong = (following(grammar, at, drafts) < 0) & (before >= 0) & (likely >= 0)
         mended = jnp.where(wrong, likely, drafts)
         after = jnp.where(before >= 0, following(grammar, at, mended), before)

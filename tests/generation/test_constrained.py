@@ -11,6 +11,7 @@ from grammars import VOCAB, byte_model
 
 import jspec
 from jspec.core.accept import Imposed
+from jspec.runner import automaton_pool
 
 SCHEMA = {
     "type": "object",
@@ -223,6 +224,16 @@ def test_more_prompts_than_run_at_once(model):
     out = jspec.generate(model, prompts, sampling=samplings, drafter="ngram", max_new_tokens=24)
     some = jspec.generate(model, prompts[:8], sampling=samplings[:8], drafter="ngram", max_new_tokens=24)
     assert [one.tokens for one in out[:8]] == [one.tokens for one in some]
+
+
+def test_tables_of_the_greatest_size(model, monkeypatch):
+    """It is no int16, as the states are."""
+    for name in ("_GRAMMAR_SIZES", "_STOP_SIZES"):
+        monkeypatch.setattr(automaton_pool, name, (automaton_pool.MAX_STATES, 8))
+    thought = jspec.Sampling(temperature=0, grammar=WORD.after("."), thinking_budget=3)
+    with jspec.Engine(model, drafter="ngram", slots=2, context=64) as engine:
+        text = engine.generate("a", max_new_tokens=40, sampling=thought, stop=["zz"]).text
+    assert WORD.matches(text.partition(".")[2])
 
 
 def test_a_grammar_that_an_engine_cannot_take(model):
