@@ -93,7 +93,7 @@ def is_of(value: object, name: str) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
     if isinstance(value, int | float):
-        return name == "number" or (name == "integer" and float(value).is_integer())
+        return name == "number" or (name == "integer" and value == value // 1)
     kinds: dict[str, type] = {"object": Mapping, "array": list, "string": str, "null": type(None)}
     return name in kinds and isinstance(value, kinds[name])
 
