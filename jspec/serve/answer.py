@@ -316,7 +316,9 @@ class Answer:
             # The other samples of a prompt share the pages of the first: count that one.
             counters = [stats for stats, _ in results]
             usage["prompt_tokens_details"] = {"cached_tokens": sum(count for _, count in results[:: self._call.n])}
-            accepted = sum(stats.accepted for stats in counters)
+            # At the end of a text its last round drops the bonus token first, then drafts.
+            unused = sum(max(count - 1, 0) for stats in counters for count in stats.dropped.tolist())
+            accepted = sum(stats.accepted for stats in counters) - unused
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(stats.drafted for stats in counters) - accepted,

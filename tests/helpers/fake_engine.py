@@ -82,9 +82,10 @@ class FakeHandle:
 
     def result(self, timeout=None):
         assert self.ended
-        rounds = max(self.sent - 1, 0) // 2
-        counts = np.array([[0, rounds, 0]])
-        stats = GenerationStats(np.array([rounds]), counts, 0.0, np.zeros(1, int))
+        # Each round accepts two drafts; the end drops up to two of its tokens.
+        rounds = -(-max(self.sent - 1, 0) // 3)
+        dropped = 1 + 3 * rounds - max(self.sent, 1)
+        stats = GenerationStats(np.array([rounds]), np.array([[0, 0, rounds]]), 0.0, np.array([dropped]))
         return SimpleNamespace(stats=stats)
 
     def cancel(self):

@@ -37,10 +37,16 @@ def test_completion(client):
     assert (choice.text, choice.finish_reason, choice.index) == (TEXT, "stop", 0)
     assert out.usage.completion_tokens == TOKENS and out.usage.prompt_tokens >= 1
     details = out.usage.completion_tokens_details
-    rounds = (TOKENS - 1) // 2
-    assert details.accepted_prediction_tokens == rounds and details.rounds == rounds
-    assert details.rejected_prediction_tokens == rounds
+    assert details.rounds == -(-(TOKENS - 1) // 3)
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 2 * details.rounds
     assert out.usage.prompt_tokens_details.cached_tokens == 3 and out.system_fingerprint.startswith("fp_")
+
+
+@pytest.mark.parametrize(("count", "accepted"), [(1, 0), (2, 1), (3, 2), (4, 2)])
+def test_accepted_tokens_are_those_of_the_text(client, count, accepted):
+    usage = client.completions.create(model="fake", prompt="x", max_tokens=count).usage
+    assert usage.completion_tokens == count
+    assert usage.completion_tokens_details.accepted_prediction_tokens == accepted
 
 
 def test_default_length_is_that_of_openai(client):
@@ -82,7 +88,7 @@ def test_completion_stream(client, shared):
         assert "".join(choice.text for choice in choices) == TEXT
         assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
     assert last.choices == [] and last.usage.completion_tokens == 2 * TOKENS
-    assert last.usage.completion_tokens_details.rounds == 2 * ((TOKENS - 1) // 2)
+    assert last.usage.completion_tokens_details.rounds == 2 * -(-(TOKENS - 1) // 3)
     assert all(chunk.usage is None and chunk.id == last.id for chunk in parts)
 
 
