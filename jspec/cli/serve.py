@@ -109,13 +109,14 @@ GROUPS = {**common.SHAPE_GROUP, "engine": (*_ENGINE, "warm_up"), "server": _SERV
 def run(options: Options) -> int:
     """Runs the command; returns its exit status."""
     _require_extra()
-    from jspec.serve import openai, server
+    from jspec.serve import access, openai, server
     from jspec.serve.app import Service
 
     # Everything about clients is checked before a model is loaded, which can take minutes.
     files = options.ssl_certfile, options.ssl_keyfile
     surface = server.Surface(options.allowed_origin, *files, access_log=options.access_log)
     keys = api_keys(options, os.environ)
+    access.check_keys(keys)
     start_processes(options, split=options.tensor is not None or options.data is not None)
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(server.bind(options.host, options.port)) if is_first(options) else None

@@ -21,6 +21,12 @@ _HEADER = "x-request-id"
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
+def check_keys(keys: Sequence[str]) -> None:
+    """Raises ValueError where one is empty or has spaces."""
+    if any(not key or key != "".join(key.split()) for key in keys):
+        raise ValueError("api_key: must have at least one character, and no spaces")
+
+
 def check_origins(origins: Sequence[str]) -> None:
     """Raises ValueError where one is not "*" or the beginning of addresses, such as https://example.com:8443."""
     for origin in origins:

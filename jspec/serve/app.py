@@ -28,7 +28,7 @@ from jspec.generation.options import MAX_SEED, MAX_TOP_LOGPROBS, RequestOptions
 from jspec.generation.result import GenerationStats
 from jspec.generation.score import Scores
 from jspec.serve import metrics, openai, page, prompts
-from jspec.serve.access import POLLED
+from jspec.serve.access import POLLED, check_keys
 from jspec.serve.answer import Answer, TokenNames, stops_of
 from jspec.serve.anthropic import Messages
 from jspec.serve.errors import CLIENT_LEFT, answer_error, engine_errors, json_answer, queue_is_full, shutting_down
@@ -88,8 +88,7 @@ class Service:
         self._engine, self.name, self._limits = engine, name, limits
         if name in engine.adapters.names:
             raise ValueError(f"name={name!r}: is that of an adapter; must be another one")
-        if any(not key or key != "".join(key.split()) for key in api_keys):
-            raise ValueError("api_key: must have at least one character, and no spaces")
+        check_keys(api_keys)
         self._keys = [key.encode() for key in api_keys]
         self.has_keys, self._guards_all, self.has_page = bool(api_keys), guard_all, has_page
         self._dialect = Dialect.of(self.tokenizer, tool_format, thinking_format)

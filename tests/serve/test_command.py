@@ -39,11 +39,14 @@ def refuse(arguments, capsys):
         (["--ssl-keyfile", "key.pem"], "--ssl-keyfile key.pem: requires"),
         (["--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: must be"),
         (["--warm-up", "some"], "--warm-up"),
+        (["--api-key", "a b"], "--api-key: must have at least one character, and no spaces"),
         (["--wild"], "--wild"),
     ],
     ids=str,
 )
-def test_a_bad_option_is_one_line(arguments, words, capsys):
+def test_a_bad_option_is_one_line(arguments, words, capsys, monkeypatch):
+    """No model is loaded before, which could take minutes."""
+    monkeypatch.delattr(serve.common, "load_model")
     assert words in refuse(["bundled:python-tiny", "--port", "0", *arguments], capsys)
 
 
