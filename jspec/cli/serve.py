@@ -90,9 +90,14 @@ class Options(EngineOptions, common.ModelOptions, ProcessOptions):
     def __post_init__(self):
         super().__post_init__()
         common.ModelOptions.__post_init__(self)
+        names = {self.name or self.model}
         for adapter in self.lora:
-            if not all(adapter.partition("=")):
+            name, _, place = adapter.partition("=")
+            if not (name and place):
                 raise ValueError(f"--lora {adapter!r}: must be a name, = and a directory or hub id")
+            if name in names:
+                raise ValueError(f"--lora {adapter!r}: must have another name than the model and other adapters")
+            names.add(name)
 
 
 _ENGINE = tuple(options_of(EngineOptions))

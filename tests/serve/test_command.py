@@ -40,6 +40,8 @@ def refuse(arguments, capsys):
         (["--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: must be"),
         (["--warm-up", "some"], "--warm-up"),
         (["--api-key", "a b"], "--api-key: must have at least one character, and no spaces"),
+        (["--lora", "a=x", "--lora", "a=y"], "--lora 'a=y': must have another name than the model and other adapters"),
+        (["--name", "a", "--lora", "a=x"], "--lora 'a=x': must have another name"),
         (["--wild"], "--wild"),
     ],
     ids=str,
