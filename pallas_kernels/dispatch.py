@@ -35,7 +35,7 @@ class Operation:
       package: full name of the operation's package.
       xla: the operation in plain JAX, for every platform.
       kernels: names of its kernel backends.
-      indices: options, integers for the caller and arrays for a kernel.
+      indices: options, integers for the caller and arrays for a backend.
       smooth: the operation in plain JAX for gradients of kernels, if those of `xla` take more memory. None: `xla`.
     """
 
@@ -72,8 +72,6 @@ class Operation:
             arguments.
         """
         function = self._choose(backend, args, options)
-        if function is self.xla:
-            return function(*args, **options)
         # Arrays and indices are traced; all other arguments are static.
         traced = {name: jnp.asarray(options[name], jnp.int32) for name in self.indices if name in options}
         traced |= {
@@ -82,7 +80,8 @@ class Operation:
         static = tuple((name, value) for name, value in options.items() if name not in traced)
         positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int | jnp.integer))
         here = platform.platform(), platform.interpret(), platform.device()
-        return _traced_once(function, self.smooth or self.xla, static, positions, here)(*args, **traced)
+        smooth = None if function is self.xla else self.smooth or self.xla
+        return _traced_once(function, smooth, static, positions, here)(*args, **traced)
 
     def tuned(self) -> bool:
         """Whether a kernel of this platform is available, with tiles for the default device itself."""
@@ -124,19 +123,20 @@ class Operation:
 
 @functools.cache
 def _traced_once(
-    kernel: Callable[..., Any],
-    xla: Callable[..., Any],
+    function: Callable[..., Any],
+    smooth: Callable[..., Any] | None,
     options: tuple[tuple[str, object], ...],
     static: tuple[int, ...],
     here: object,
 ) -> Any:
-    """Wrap a kernel in `jax.jit`: one trace for all calls with equal shapes and static arguments.
+    """Wrap an operation in `jax.jit`: one trace for all calls with equal shapes and static arguments.
 
-    A model calls the same kernels in every layer, and tracing and lowering them takes most of the time before XLA
-    compiles. XLA inlines the calls. The gradients are those of plain JAX: in training, launches take no time.
+    A model calls the same operations in every layer, and tracing and lowering them takes most of the time before XLA
+    compiles. XLA inlines the calls.
 
+    smooth: the operation for gradients: in training, launches of kernels take no time. None: `function`.
     static: positions of arguments other than arrays.
-    here: the platform and the device of the kernel's configuration.
+    here: the platform and the device of a kernel's configuration.
     """
 
     def call(*args: Any, **arrays: Any) -> Any:
@@ -147,14 +147,16 @@ def _traced_once(
             return with_gradients(*operands), operands
 
         def backward(operands: Any, gradients: Any) -> Any:
-            out, pull = jax.vjp(functools.partial(of_arrays, xla), *operands)
+            out, pull = jax.vjp(functools.partial(of_arrays, smooth or function), *operands)
             return pull(jax.tree.map(_of_whole, gradients, out))
 
-        with_gradients = jax.custom_vjp(functools.partial(of_arrays, kernel))
-        with_gradients.defvjp(residuals, backward)
+        with_gradients = functools.partial(of_arrays, function)
+        if smooth is not None:
+            with_gradients = jax.custom_vjp(with_gradients)
+            with_gradients.defvjp(residuals, backward)
         return with_gradients({i: arg for i, arg in enumerate(args) if i not in static}, arrays)
 
-    call.__name__ = kernel.__name__
+    call.__name__ = function.__name__
     return jax.jit(call, static_argnums=static)
 
 

@@ -346,7 +346,8 @@ def test_a_kernel_that_jax_cannot_import_is_skipped(fake, monkeypatch):
         operation.run("mosaic_gpu", 1)
 
 
-def test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays(fake, monkeypatch):
+@pytest.mark.parametrize("backend", ("triton", "xla"))
+def test_a_backend_is_traced_once_for_all_calls_that_differ_in_their_arrays(backend, fake, monkeypatch):
     traced, device = [], "one"
 
     def op(x, count, weight=None, *, layer, scale):
@@ -356,10 +357,10 @@ def test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays(fake,
     sys.modules["fake.triton"].op = op
     sys.modules["fake.triton"].supported = lambda *args, layer, **options: None if layer < 7 else "too deep"
     monkeypatch.setattr(platform, "device", lambda: device)
-    operation, x = dataclasses.replace(fake[0], indices=("layer",)), jnp.arange(3)
+    operation, x = dataclasses.replace(fake[0], indices=("layer",), xla=op), jnp.arange(3)
 
     def run(*args, **options):
-        return operation.run("triton", *args, **options).tolist()
+        return operation.run(backend, *args, **options).tolist()
 
     assert run(x, 1, layer=2, scale=3) == [1, 7, 13]
     assert run(x + 1, 1, layer=3, scale=3) == [10, 19, 28]
@@ -376,7 +377,7 @@ def test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays(fake,
     assert run(x[:2], 2, layer=3, scale=1) == [2, 5]
     assert len(traced) == 8, traced
     with pytest.raises(ValueError, match="too deep"):
-        run(x, 1, layer=7, scale=3)
+        operation.run("triton", x, 1, layer=7, scale=3)
 
 
 def test_a_failing_import_of_our_own_is_not_hidden(fake, monkeypatch):
