@@ -225,8 +225,9 @@ for _method in ("setattr", "delattr", "setitem", "delitem"):
 
 
 MAPS = pathlib.Path("/proc/self/maps")
-MOST_MAPS = 30_000
-"""Each compiled program keeps memory mapped; Linux allows a process 65,530 maps and a compiler out of them crashes."""
+MOST_MAPS = 20_000
+"""Each compiled program keeps memory mapped; Linux allows a process 65,530 maps and a compiler out of them crashes. One
+test may take 20,000."""
 STATM = pathlib.Path("/proc/self/statm")
 MOST_BYTES = 3 * 2**30
 """Memory of a process in which programs are kept: two of them fit into 8 GB."""
@@ -239,7 +240,7 @@ LOOKED = [time.monotonic()]
 
 @pytest.fixture(autouse=True)
 def room_for_programs():
-    """Forgets compiled programs between two tests where they have taken half of the maps a process may have."""
+    """Forgets compiled programs between two tests where they have taken many of the maps a process may have."""
     yield
     if time.monotonic() > LOOKED[0] + SECONDS and MAPS.exists():
         LOOKED[0] = time.monotonic()
