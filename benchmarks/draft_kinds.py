@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE-3": ("eagle3", {"ttt_steps": DEPTH}),
     "P-EAGLE": ("eagle3", {"ttt_steps": DEPTH, "mask_token": 0}),
 }
-"""Name -> kind of `train_draft`, and its options: recipes as published, apart from sizes."""
+"""Name -> kind of `train_draft`, and its options: losses as published; sizes, reach and learning rate are equal."""
 LEARNING_RATE = 2e-3
 COLUMNS = tuple(itertools.product(("chain", "tree"), (0, 1)))
 """Forms of drafts, and temperatures."""

@@ -9,8 +9,6 @@ import tiers
 class Item:
     """A point of a test, as pytest collects it."""
 
-    module = None
-
     def __init__(self, test, point, *unless):
         self.nodeid, self.callspec = f"{test}[{point}]", types.SimpleNamespace(id=point)
         self.own_markers = [pytest.mark.slow(unless=unless).mark] if unless else []
