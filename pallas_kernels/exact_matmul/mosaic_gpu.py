@@ -15,47 +15,78 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import ROWS, refuse_device, refuse_dtype
-from pallas_kernels._mosaic_product import Config, make_config, product
+from pallas_kernels._mosaic_product import Config, count_tiles, make_config, product
 from pallas_kernels.exact_matmul import triton
 from pallas_kernels.parts import add_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A division of the work (see `Config`), and how fast it is."""
+
+    warpgroups: int
+    columns: int
+    speed: float
+    """Multiplications and additions of a program in a microsecond, in millions."""
+    sharing: int = 1
+    spread: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """Constants of `default_config` and `worthwhile` for a kind of device."""
 
-    tiles: dict[int, tuple[int, int, int, int]]
-    """Rows of a tile -> its warpgroups, blocks of each, columns, and tiles sharing these rows."""
-    gated_tiles: dict[int, tuple[int, int, int, int]]
-    """The same with an activation."""
+    tiles: tuple[Tile, ...]
+    whole: tuple[Tile, ...]
+    """For a contraction of one part."""
+    gated: tuple[Tile, ...]
+    """For one with an activation."""
+    bytes_per_us: float
+    """The speed at which sums over spread parts are written and read."""
     least_rows: int
-    most_rows: int
-    """With fewer rows, reading the matrix limits all kernels; more were not measured."""
+    """With fewer rows, reading the matrix limits all kernels."""
 
 
 TUNING = {
     "NVIDIA H100": Tuning(
-        tiles={128: (2, 1, 128, 1), 192: (3, 1, 128, 1), 256: (2, 2, 128, 1)},
-        gated_tiles={128: (2, 1, 128, 1), 192: (3, 1, 64, 2)},
+        tiles=(
+            Tile(2, 128, speed=1.9),
+            Tile(3, 128, speed=1.7),
+            Tile(2, 64, speed=1.85, spread=False),
+            Tile(3, 64, speed=1.9, spread=False),
+            Tile(2, 128, speed=2.1, spread=False),
+        ),
+        whole=(Tile(2, 128, speed=2.1), Tile(3, 128, speed=2.45), Tile(2, 256, speed=2.6)),
+        gated=(Tile(2, 128, speed=2.65), Tile(3, 64, speed=2.15, sharing=2)),
+        bytes_per_us=4.5e6,
         least_rows=65,
-        most_rows=512,
     )
 }
 """By device kind; the first entry is the default."""
 
 
-def default_config(*, rows: int, columns: int, gated: bool) -> Config:
-    """The configuration for a result of this size: tiles with the fewest rows of padding, and of these the highest.
+def default_config(*, rows: int, inner: int, columns: int, parts: int, gated: bool) -> Config:
+    """The configuration with the shortest estimated time.
 
     columns: of the result.
     gated: whether there is an activation.
     """
-    tuning = platform.for_device_kind(TUNING)
-    tiles = tuning.gated_tiles if gated else tuning.tiles
-    warpgroups, blocks, width, sharing = tiles[min(tiles, key=lambda height: (-rows % height, -height))]
-    width = min(width, columns)
-    sharing = math.gcd(sharing, pl.cdiv(columns, width))
-    return make_config(warpgroups, blocks, width, sharing, halves=2 if gated else 1)
+    tuning, processors = platform.for_device_kind(TUNING), platform.processors()
+    halves = 2 if gated else 1
+
+    def config(tile: Tile) -> Config:
+        width = min(tile.columns, columns)
+        sharing = math.gcd(tile.sharing, pl.cdiv(columns, width))
+        return make_config(tile.warpgroups, 1, width, sharing, halves=halves, spread=tile.spread)
+
+    def microseconds(tile: Tile) -> float:
+        division, spread = config(tile), parts if tile.spread else 1
+        waves = pl.cdiv(spread * count_tiles(rows, columns, division), processors)
+        products = waves * division.rows * division.columns * halves * inner / spread
+        sums = 2 * 4 * spread * rows * columns if spread > 1 else 0
+        return products / (1e6 * tile.speed) + sums / tuning.bytes_per_us
+
+    return config(min(tuning.gated if gated else tuning.whole if parts == 1 else tuning.tiles, key=microseconds))
 
 
 def parts_of(inner: int, columns: int, dtype: DTypeLike) -> int:
@@ -90,7 +121,7 @@ def supported(
 def worthwhile(x: jax.Array, weight: jax.Array, **options: object) -> bool:
     """Whether the kernel is at least as fast as the Triton kernel."""
     tuning = platform.for_device_kind(TUNING)
-    return tuning.least_rows <= len(x) <= tuning.most_rows
+    return len(x) >= tuning.least_rows
 
 
 def exact_matmul(
@@ -104,15 +135,16 @@ def exact_matmul(
     interpret: bool | None = None,
 ) -> jax.Array:
     """Arguments as in `api.exact_matmul` and `dispatch.Operation`."""
-    columns = weight.shape[0 if transposed else 1]
-    gated = activation is not None
+    columns, gated = weight.shape[0 if transposed else 1], activation is not None
+    parts_count = parts_of(x.shape[1], columns, x.dtype)
+    sizes = {"inner": x.shape[1], "columns": columns // 2 if gated else columns, "parts": parts_count}
     out = product(
         x,
         weight,
         transposed=transposed,
         activation=activation,
-        parts=parts_of(x.shape[1], columns, x.dtype),
-        config=config or default_config(rows=len(x), columns=columns // 2 if gated else columns, gated=gated),
+        parts=parts_count,
+        config=config or default_config(rows=len(x), **sizes, gated=gated),
         interpret=platform.resolve_interpret(interpret),
         name="exact_matmul",
     )

@@ -62,13 +62,10 @@ class Tuning:
     that of `narrow` where bits depend on it."""
     few_rows_whole: Config = _NARROW
     """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
-    many_rows: Config = _NARROW
-    """For more than `spread_rows` rows, and for fewer that fill its tiles as well as those of `narrow`.
-
-    It is `narrow` where bits depend on the tile.
-    """
-    many_rows_whole: Config = _NARROW
-    """The same for a contraction of one part, whose sums take half the registers."""
+    few_columns: Config = _NARROW
+    """For such a tile and a matrix with few columns: the block of `narrow` is halved down to `block_n`, or until there
+    are `busy` programs."""
+    busy: int = 0
     programs: int = 192
     """The contraction is divided until there are this many programs for a block of rows, or half as many."""
     least_part: int = 512
@@ -80,33 +77,44 @@ class Tuning:
 _HOPPER = Tuning(
     min_block_m=16,
     few_rows_whole=Config(block_m=16, block_n=128, block_k=32, parts=1, spread=False, num_warps=4, num_stages=5),
-    many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
-    many_rows_whole=Config(block_m=128, block_n=256, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
+    few_columns=Config(block_m=16, block_n=16, block_k=128, parts=1, spread=False, num_warps=2, num_stages=4),
+    busy=96,
 )
 TUNING = {"any other": Tuning(), "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
 
 
-def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> Config:
+def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike, gated: bool = False) -> Config:
     """The configuration for a product [rows, inner] x [inner, columns].
 
     `rows` decides on `spread`, and on the size of tiles where no bit depends on it.
+
+    gated: whether there is an activation, whose tiles have columns of two halves.
     """
     tuning = platform.for_device_kind(TUNING)
     config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
     tiles = pl.cdiv(columns, config.block_n)
     parts = count_parts(inner, tiles, programs=tuning.programs, least=tuning.least_part)
     if config is tuning.narrow:
-        larger = tuning.many_rows if parts > 1 else tuning.many_rows_whole
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
-        # Larger tiles read the matrix less often. They are slower where more of their rows are empty.
-        if rows > tuning.spread_rows or (rows > config.block_m and -rows % larger.block_m < config.block_m):
-            config = larger
+        if block_m == tuning.min_block_m and tiles * parts < tuning.busy:
+            config = _of_few_columns(inner, columns, parts, 2 if gated and parts == 1 else 1)
         elif block_m == tuning.min_block_m and parts == 1:
             config = tuning.few_rows_whole
         else:
             config = dataclasses.replace(config, block_m=block_m)
     return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
+
+
+def _of_few_columns(inner: int, columns: int, parts: int, halves: int) -> Config:
+    """`few_columns` with the widest tiles that keep the device busy, and with the same parts as all others."""
+    tuning = platform.for_device_kind(TUNING)
+    config, block_n = tuning.few_columns, tuning.narrow.block_n
+    while block_n > halves * config.block_n and pl.cdiv(columns, block_n) * parts < tuning.busy:
+        block_n //= 2
+    part = pl.cdiv(pl.cdiv(inner, tuning.narrow.block_k), parts) * tuning.narrow.block_k
+    block_k = tuning.narrow.block_k if parts > 1 and part % config.block_k else config.block_k
+    return dataclasses.replace(config, block_n=block_n, block_k=block_k)
 
 
 def supported(x: jax.Array, *args: object, interpret: bool | None = None, **options: object) -> str | None:
@@ -128,7 +136,8 @@ def exact_matmul(
     """Arguments as in `api.exact_matmul` and `dispatch.Operation`."""
     rows, inner = x.shape
     columns = weight.shape[0 if transposed else 1]
-    config = config or default_config(rows=rows, inner=inner, columns=columns, dtype=x.dtype)
+    sizes = {"rows": rows, "inner": inner, "columns": columns, "dtype": x.dtype}
+    config = config or default_config(**sizes, gated=activation is not None)
     gated = activation is not None and not config.spread
     width = columns // 2 if gated else columns
     shape = (config.parts, rows, columns) if config.spread else (rows, width)
