@@ -176,6 +176,7 @@ def _presets() -> dict[str, Preset]:
         "llama-3.2-1b": _llama("llama-3.2-1b"),
         "qwen3-8b": _llama("qwen3-8b", "qwen3-0.6b"),
         "qwen3-0.6b": _llama("qwen3-0.6b"),
+        "smollm2-135m": _llama("smollm2-135m"),
         "qwen3-32b": _llama("qwen3-32b", "qwen3-0.6b"),
         "tiny": Preset(tiny, eagle_head(tiny, draft_vocab_size=64), _first_layer(tiny, tie_embeddings=True)),
         "qwen3-next": _with_mtp("qwen3-next", head=True, standalone=small),

@@ -31,6 +31,7 @@ TINY = PRESETS["tiny"]
         ("llama-3.2-1b", 1.24e9),
         ("qwen3-8b", 8.19e9),
         ("qwen3-0.6b", 0.60e9),
+        ("smollm2-135m", 0.135e9),
         ("llama-3.3-70b", 70.6e9),
         ("qwen3-32b", 32.8e9),
         ("gemma-4-31b", 30.7e9),
