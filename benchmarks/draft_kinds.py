@@ -1,10 +1,12 @@
 """Accept lengths of kinds of drafts after equal training: the same target, texts, steps and tokens per step.
 
-    python benchmarks/draft_kinds.py --json benchmarks/results/DATE-MACHINE-draft-kinds.jsonl
-    python benchmarks/draft_kinds.py --kinds DFlash JetSpec --steps 100 --batch-tokens 2080 --texts 512
+    python benchmarks/draft_kinds.py --drafts DIRECTORY --json benchmarks/results/DATE-MACHINE-draft-kinds.jsonl
+    python benchmarks/draft_kinds.py --drafts DIRECTORY --kinds DFlash JetSpec --steps 100 --batch-tokens 2080
 
-The target is a bundled model in float32. It writes the texts, half of them sampled, after beginnings of functions of
-Python's standard library. Drafts propose 7 tokens, in chains and in trees of 32 nodes, for held-out prompts.
+The target is a bundled model. It writes the texts, half of them sampled, after beginnings of functions of Python's
+standard library. Drafts are trained in bfloat16 and written; those in the directory are not trained again, so that a
+machine without a GPU can measure them. They propose 7 tokens in float32, in chains and in trees of 32 nodes, for
+held-out prompts.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import jspec
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.bench import report
 from jspec.bench.machine import environment
+from jspec.checkpoints import drafts
 from jspec.drafters import Block, Eagle
 from jspec.generation.options import GenerateOptions
 from jspec.generation.result import GenerationStats
@@ -76,48 +79,64 @@ def accept_lengths(model: jspec.Model, prompts: list[str], kind: str) -> dict[tu
     return lengths
 
 
+def train(options: argparse.Namespace, names: list[tuple[str, int]], training: dict[str, Any]) -> None:
+    """Writes the drafts of these kinds and seeds."""
+    model = jspec.load(options.target, dtype="bfloat16", exact=False)
+    began = time.perf_counter()
+    prompts = prompts_of_library(model.tokenizer, options.texts, 32)
+    sizes = {"width": options.width, "batch": min(options.batch, len(prompts)), "sampled_share": 0.5}
+    texts = complete(model.target, model.params.target, prompts, **sizes)
+    print(f"{len(texts)} texts of {options.width} tokens in {time.perf_counter() - began:.0f} s", flush=True)
+    for name, seed in names:
+        kind, recipe = KINDS[name]
+        began = time.perf_counter()
+        trained = train_draft(kind, model, texts, seed=seed, **training, **recipe, progress=False)
+        drafts.save(directory(options, name, seed), trained.draft, trained.params.draft)
+        print(f"{name}, seed {seed}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def directory(options: argparse.Namespace, name: str, seed: int) -> Path:
+    """Where the draft of a kind is."""
+    return options.drafts / f"{name.lower().replace(' ', '-')}-{seed}"
+
+
 def main() -> None:
     """Trains and measures each kind."""
     parser = argparse.ArgumentParser(description="Accept lengths of kinds of drafts after equal training.")
+    parser.add_argument("--drafts", type=Path, required=True, help="directory of the trained drafts")
     parser.add_argument("--target", default="bundled:python-small")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--texts", type=int, default=16384)
+    parser.add_argument("--texts", type=int, default=8192)
     parser.add_argument("--width", type=int, default=256, help="tokens of a text")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch-tokens", type=int, default=32768)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=512, help="texts that are written at a time")
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
-    # The target writes the texts.
-    model, machine = jspec.load(options.target, dtype="float32", exact=False), environment()
-    began = time.perf_counter()
-    prompts = prompts_of_library(model.tokenizer, options.texts, 32)
-    sizes = {"width": options.width, "batch": min(options.batch, len(prompts)), "sampled_share": 0.5}
-    texts = complete(model.target, model.params.target, prompts, **sizes)
-    print(f"{len(texts)} texts of {options.width} tokens in {time.perf_counter() - began:.0f} s\n", flush=True)
-
-    # Each kind is trained, and drafts for held-out prompts.
-    heldout = heldout_prompts()[: options.prompts]
-    columns = " | ".join(f"{form}, T={temperature}" for form, temperature in COLUMNS)
-    print(f"| | weights | seconds | {columns} |\n|{'---|' * (3 + len(COLUMNS))}", flush=True)
     training: dict[str, Any] = {"steps": options.steps, "batch_tokens": options.batch_tokens}
     training |= {"learning_rate": LEARNING_RATE, "warmup": min(200, options.steps // 5)}
-    for name, seed in itertools.product(options.kinds, options.seeds):
-        kind, recipe = KINDS[name]
-        began = time.perf_counter()
-        trained = train_draft(kind, model, texts, seed=seed, **training, **recipe, progress=False)
-        weights = sum(np.size(x) for x in jax.tree.leaves(jax.block_until_ready(trained.params.draft)))
-        seconds = time.perf_counter() - began
-        lengths = accept_lengths(trained, heldout, kind)
+    names = list(itertools.product(options.kinds, options.seeds))
+    missing = [name for name in names if not directory(options, *name).exists()]
+    if missing:
+        train(options, missing, training)
+
+    heldout, machine = heldout_prompts()[: options.prompts], environment()
+    columns = " | ".join(f"{form}, T={temperature}" for form, temperature in COLUMNS)
+    print(f"\n| | weights | {columns} |\n|{'---|' * (2 + len(COLUMNS))}", flush=True)
+    for name, seed in names:
+        draft = str(directory(options, name, seed))
+        model = jspec.load(options.target, draft=draft, dtype="float32", exact=False)
+        weights = sum(np.size(x) for x in jax.tree.leaves(model.params.draft))
+        lengths = accept_lengths(model, heldout, KINDS[name][0])
         numbers = " | ".join(f"{length:.3f}" for length in lengths.values())
-        print(f"| {name}, seed {seed} | {weights / 1e6:.2f} M | {seconds:.0f} | {numbers} |", flush=True)
+        print(f"| {name}, seed {seed} | {weights / 1e6:.2f} M | {numbers} |", flush=True)
         if options.json is None:
             continue
-        settings = {**training, "texts": len(texts), "width": options.width, "seed": seed, "prompts": len(heldout)}
-        settings |= {"weights": weights, "training_seconds": round(seconds, 1)}
+        settings = {**training, "texts": options.texts, "width": options.width, "seed": seed, "prompts": len(heldout)}
+        settings |= {"weights": weights}
         for (form, temperature), length in lengths.items():
             line = report.measurement(
                 machine,
