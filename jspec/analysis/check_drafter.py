@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jspec.analysis import contract, verify_checks
@@ -26,6 +27,8 @@ from jspec.loading.model import Model, refuse_split
 
 PROMPTS = ("x", "def f(x):", "a = b\na = b")
 """Prompts of different lengths and one program shape. The shortest has one token, which leaves the caches empty."""
+NEAR_TIES = 0.1
+"""The largest share of rounds whose drafts may be others in a batch of another shape, by rounding."""
 _PROMPT_IDS = ([0], [1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5])
 
 
@@ -171,24 +174,50 @@ def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
     return extend(params, s, committed, method=method)
 
 
-def _round_by_round(subject: Subject) -> Generations:
-    """A generation of one call per round, in which each tree is examined."""
-    draft: Callable[..., DraftTree] = jax.jit(lambda params, s, bound: bound.draft(params, s)[0], static_argnums=2)
+@dataclasses.dataclass(frozen=True)
+class _Examined:
+    """Generations of one call per round, and the trees of each round on the host."""
+
+    generations: Generations
+    trees: list[DraftTree]
+
+
+_draft: Callable[..., DraftTree] = jax.jit(lambda params, s, bound: bound.draft(params, s)[0], static_argnums=2)
+
+
+def _round_by_round(subject: Subject, generate: Callable[..., Generations] = verify_checks.in_pieces) -> _Examined:
+    """A generation of one call per round, in which each tree is examined.
+
+    generate: calls the function `before` ahead of each round.
+    """
+    trees: list[DraftTree] = []
 
     def examine(run: Run) -> None:
         s, bound = run.state, run.method.drafter
         bound: Any = bound.drafter if isinstance(bound, _Counted) else bound
-        proposed = draft(subject.precise.params, s, bound)
-        draft_tree, tokens, lengths = jax.device_get((proposed, s.tokens, s.length))
+        once, twice = (_draft(subject.precise.params, s, bound) for _ in range(2))
+        draft_tree, again, tokens, lengths = jax.device_get((once, twice, s.tokens, s.length))
+        if not all(_same_tree(draft_tree, i, again, i) for i in range(len(tokens))):
+            raise AssertionError(
+                f"round {int(s.round_index)}: a second call of draft with the same arguments proposes other tokens: "
+                "draft must be a pure function of its arguments"
+            )
+        trees.append(draft_tree)
         for i, (buffer, length) in enumerate(zip(tokens, lengths, strict=True)):
             fault = _find_fault(draft_tree, i, int(buffer[length - 1]), bound.depth, subject.model.target.vocab_size)
             if fault:
                 raise AssertionError(f"round {int(s.round_index)}, sequence {i}: {fault}")
 
     try:
-        return verify_checks.in_pieces(subject, before=examine, debug=True)
+        return _Examined(generate(subject, before=examine, debug=True), trees)
     except jax.errors.JaxRuntimeError as error:
         raise AssertionError(str(error).splitlines()[0]) from None
+
+
+def _same_tree(one: DraftTree, row: int, other: DraftTree, other_row: int) -> bool:
+    """Whether two sequences have the same drafts, in arrays on the host."""
+    leaves = (jax.tree.leaves((tree.tokens, tree.parents)) for tree in (one, other))
+    return all(np.array_equal(a[row], b[other_row]) for a, b in zip(*leaves, strict=True))
 
 
 def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, vocab_size: int) -> str | None:
@@ -226,10 +255,45 @@ def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, voc
     return None
 
 
+def _in_the_batch(subject: Subject) -> _Examined:
+    return subject.once("round by round", partial(_round_by_round, subject))
+
+
 def _pieces(subject: Subject) -> Outcome:
     where = "in a single call than round by round: draft and extend must be pure functions of their arguments"
-    pieces = subject.once("round by round", partial(_round_by_round, subject))
-    return verify_checks.same_rounds(subject, lambda: pieces, where)
+    return verify_checks.same_rounds(subject, lambda: _in_the_batch(subject).generations, where)
+
+
+def _same_proposals(
+    subject: Subject, where: str, generate: Callable[..., Generations], indices: Sequence[int] | None = None
+) -> Outcome:
+    """Rounds and drafts of some of the prompts (None: all) are those of the batch."""
+    indices, whole = range(len(subject.prompts)) if indices is None else indices, _in_the_batch(subject)
+    run, branches = _round_by_round(subject, generate), hasattr(subject.drafter, "branches")
+    only = branches and len(indices) < len(subject.prompts)
+    outcome = verify_checks.same_rounds(subject, lambda: run.generations, where, indices, only=only)
+    # A choice among drafters is the batch's; it may depend on times.
+    if branches or outcome.verdict == "failed":
+        return outcome
+    for row, index in enumerate(indices):
+        rounds = range(len(whole.generations[index].tokens_per_round))
+        others = sum(not _same_tree(whole.trees[r], index, run.trees[r], row) for r in rounds)
+        if others > NEAR_TIES * len(rounds):
+            return Outcome(
+                "failed", 0, f"sequence {index} has other drafts {where}, in {others} of {len(rounds)} rounds"
+            )
+    return outcome
+
+
+def _alone(subject: Subject) -> Outcome:
+    everything = range(len(subject.prompts))
+    outcome = verify_checks.alone(subject, everything)
+    for index in everything:
+        if outcome.verdict == "failed":
+            break
+        generate = partial(verify_checks.in_pieces, only=index)
+        outcome = _same_proposals(subject, "alone than in a batch", generate, [index])
+    return outcome
 
 
 def _check_traces(subject: Subject) -> None:
@@ -256,22 +320,20 @@ def _cases(subject: Subject) -> Cases:
     yield from proposals(subject)
     yield Case(_SAME, partial(verify_checks.same_output, subject))
     yield Case("running all rounds in one call equals one call per round", partial(_pieces, subject))
-    for name, run, where in (
+    for name, generate, where in (
         ("NaN in rows without committed tokens changes no round", verify_checks.poisoned, "with NaN in free rows"),
         ("reading a prompt in chunks changes no round", partial(verify_checks.in_pieces, chunk=2), _CHUNKS),
     ):
-        yield Case(name, partial(verify_checks.same_rounds, subject, partial(run, subject), where))
+        yield Case(name, partial(_same_proposals, subject, where, generate))
     same = "has the same tokens" if hasattr(subject.drafter, "branches") else "takes the same rounds"
-    everything = range(len(subject.prompts))
-    yield Case(f"each sequence {same} alone as in a batch", partial(verify_checks.alone, subject, everything))
+    yield Case(f"each sequence {same} alone as in a batch", partial(_alone, subject))
     yield Case("other prompts of the same shape run the same program", partial(_check_traces, subject))
 
 
 def proposals(subject: Subject) -> Cases:
     """The examination of all trees, also a case of `verify`."""
-    run = partial(subject.once, "round by round", partial(_round_by_round, subject))
     words = "trees are valid: ids in the vocabulary, last token at node 0, parents first, depth at most the drafter's"
-    yield Case(words, lambda: Outcome("passed", sum(map(len, run()))))
+    yield Case(words, lambda: Outcome("passed", sum(map(len, _in_the_batch(subject).generations))))
 
 
 def _accept_length(generations: Sequence[Generation]) -> float:

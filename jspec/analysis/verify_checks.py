@@ -127,10 +127,17 @@ def same_rounds(
     return Outcome("passed", compared)
 
 
-def poisoned(subject: Subject, *, chunk: int | None = None, spare: int = 0, **options: Any) -> Generations:
-    """A generation in which all rows without a committed token are NaN before each round.
+def poisoned(
+    subject: Subject,
+    *,
+    chunk: int | None = None,
+    spare: int = 0,
+    before: Callable[[Run], None] = lambda run: None,
+    **options: Any,
+) -> Generations:
+    """As `in_pieces`, with NaN in all rows without a committed token before each round.
 
-    chunk: columns of each prefill. spare: pages of NaN to add, with all pages shuffled.
+    spare: pages of NaN to add, with all pages shuffled.
     """
     defaults = {"window": None, "keep_first": 0}
     window = {name: getattr(subject.drafter, name, default) for name, default in defaults.items()}
@@ -145,15 +152,27 @@ def poisoned(subject: Subject, *, chunk: int | None = None, spare: int = 0, **op
             cache = poison.spoil(s.draft.cache, drafted, spare=spare, **window)
             changes["draft"] = dataclasses.replace(s.draft, cache=cache)
         run.state, spare = dataclasses.replace(s, **changes), 0
+        before(run)
 
     return in_pieces(subject, chunk, spoil, **options)
 
 
 def in_pieces(
-    subject: Subject, chunk: int | None = None, before: Callable[[Run], None] = lambda run: None, **options: Any
+    subject: Subject,
+    chunk: int | None = None,
+    before: Callable[[Run], None] = lambda run: None,
+    *,
+    only: int | None = None,
+    **options: Any,
 ) -> Generations:
-    """A generation of one call per round, with `before` each; prompts are read in chunks of this width."""
-    run = Run(subject.precise, subject.prompts, subject.options(**options), chunk=chunk)
+    """A generation of one call per round, with `before` each; prompts are read in chunks of this width.
+
+    only: the index of one prompt, alone in its batch; None: all prompts.
+    """
+    prompts = subject.prompts
+    if only is not None:
+        prompts, options = [prompts[only]], _options_of(subject, only) | options
+    run = Run(subject.precise, prompts, subject.options(**options), chunk=chunk)
     finished = run.advance(0)
     while not finished:
         before(run)
@@ -161,13 +180,17 @@ def in_pieces(
     return run.result()
 
 
+def _options_of(subject: Subject, index: int) -> dict[str, Any]:
+    """The seed and the sampling of one prompt."""
+    sampling = None if subject.sampling is None else [subject.sampling[index]]
+    return {"seed": [(subject.seed, index)], "sampling": sampling}
+
+
 def each_alone(subject: Subject, indices: Sequence[int]) -> list[Generation]:
     """Generations of some of the prompts, each in a batch of its own."""
     items = []
     for i in indices:
-        sampling = None if subject.sampling is None else [subject.sampling[i]]
-        options: dict[str, Any] = {"seed": [(subject.seed, i)], "sampling": sampling}
-        items += subject.run(subject.precise, [subject.prompts[i]], **options)
+        items += subject.run(subject.precise, [subject.prompts[i]], **_options_of(subject, i))
     return items
 
 

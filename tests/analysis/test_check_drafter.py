@@ -279,16 +279,35 @@ class NeverEqual(Repeat):
         return dataclasses.replace(self, number=next(NUMBERS))
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherDrafts(Repeat):
+    """Drafts that no target accepts, since a model of 61 tokens prefers others: of a random token, or of the batch."""
+
+    of_the_batch: bool = False
+
+    def draft(self, params, s):
+        batch = s.length.shape[0]
+        if self.of_the_batch:
+            drafted = (jnp.arange(batch) * 7 + batch)[:, None] + s.length[:, None] + jnp.arange(self.depth)[None]
+        else:
+            shape = jax.ShapeDtypeStruct((), np.int32)
+            drafted = jax.experimental.io_callback(lambda: np.int32(COIN.randrange(61)), shape) + s.length[:, None]
+        tokens = [self.tokens(s)[:, :1], jnp.broadcast_to(drafted, (batch, self.depth)) % 61]
+        return DraftTree(jnp.concatenate(tokens, axis=1).astype(jnp.int32)), s.draft
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (other_drafts("Impure", at_random), "has other (rounds|tokens) in a single call than round by round"),
+        (other_drafts("Impure", at_random), "a second call of draft with the same arguments proposes other tokens"),
+        (OtherDrafts(), "a second call of draft with the same arguments proposes other tokens"),
+        (OtherDrafts(of_the_batch=True), "sequence 0 has other (drafts|rounds) alone than in a batch"),
         (ChangedByEmptyChunks(), "has other rounds if its prompt is read in chunks"),
         (other_drafts("SharedDraft", of_the_first), "sequence 1 has other rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],
-    ids=("impure", "changed_by_empty_chunks", "shared_draft", "never_equal"),
+    ids=("impure", "rejected", "rejected_of_a_batch", "changed_by_empty_chunks", "shared_draft", "never_equal"),
 )
 def test_rounds_depend_only_on_the_sequence(drafter, message):
     with pytest.raises(AssertionError, match=f"{type(drafter).__name__}: .*{message}"):
