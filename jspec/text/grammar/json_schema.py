@@ -90,7 +90,9 @@ class _Parser:
             return self._json.anything(self._max_depth) if schema else NOTHING
         if not isinstance(schema, Mapping):
             raise TypeError(f"{at(where)}: is {shorten(schema)}; must be an object, or true or false")
-        if schema.get("nullable") is True:  # of OpenAPI 3.0
+        if not isinstance(nullable := schema.get("nullable", False), bool):
+            raise ValueError(f"{at(where)}: nullable {shorten(nullable)} must be true or false")
+        if nullable:  # of OpenAPI 3.0
             return e.either(self.parse({**schema, "nullable": False}, where), json_text.NULL)
         # Keywords in place of a type.
         for keyword, parser in (("$ref", self._reference), ("enum", self._enum), ("const", self._enum)):
@@ -111,7 +113,8 @@ class _Parser:
         """The declared types of a schema, otherwise the types of its keywords; [] for any type."""
         declared = schema.get("type", [name for name, keywords in OF_TYPE.items() if keywords & schema.keys()])
         names = [declared] if isinstance(declared, str) else declared
-        if not isinstance(names, list) or not all(isinstance(name, str) and name in OF_TYPE for name in names):
+        known = isinstance(names, list) and all(isinstance(name, str) and name in OF_TYPE for name in names)
+        if not known or ("type" in schema and not names):
             raise ValueError(f"{at(where)}: type {shorten(declared)} must be one or several of {', '.join(OF_TYPE)}")
         if "number" in names:
             names = [name for name in names if name != "integer"]

@@ -40,9 +40,8 @@ NEIGHBORS = {"properties", "patternProperties", "additionalProperties", "prefixI
 def limits(schema: Schema, closed: str, open_bound: str, where: str) -> Iterator[Bound]:
     """The bounds of a number on one side. In OpenAPI 3.0 the open bound is a flag of the other one."""
     opens = schema.get(open_bound, False)
-    for name, value in ((closed, schema.get(closed)), (open_bound, None if isinstance(opens, bool) else opens)):
-        if value is None:
-            continue
+    names = (closed, *(() if isinstance(opens, bool) else (open_bound,)))
+    for name, value in ((name, schema[name]) for name in names if name in schema):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{at(where)}: {name} {shorten(value)} must be a number")
         yield Bound(Decimal(str(value)), name == open_bound or opens is True)
@@ -70,8 +69,8 @@ def _misspelled(keyword: str) -> str | None:
 def bounds(schema: Schema, low: str, high: str, where: str) -> tuple[int, int | None]:
     """The least and the most of a length or a count."""
     least, most = schema.get(low, 0), schema.get(high)
-    for name, value in ((low, least), (high, most)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+    for name, value in ((name, schema[name]) for name in (low, high) if name in schema):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{at(where)}: {name} {shorten(value)} must be an int of at least 0")
     if most is not None and most < least:
         raise ValueError(f"{at(where)}: {high} {most} must be at least {low}, {least}")
