@@ -18,6 +18,7 @@ _NOT_SERVED = (
     "not served here, as this server generates text and makes no embeddings; must be /v1/chat/completions, "
     "/v1/completions, /v1/responses, /v1/messages or a path of the documentation"
 )
+_PASSED_ON = {"ignore_eos", "seed", "speculation", "stop"}
 CLIENT_LEFT = 499  # what proxies log; nobody receives it
 
 
@@ -63,4 +64,6 @@ def engine_errors() -> Iterator[None]:
     except EngineError as error:
         raise engine_failed(error) from error
     except (ValueError, TypeError) as error:
-        raise ApiError(str(error)) from None
+        # A message begins with the argument; those passed on as they are have the field's name.
+        name = str(error).partition("=")[0]
+        raise ApiError(str(error), param=name if name.partition(".")[0] in _PASSED_ON else None) from None

@@ -7,7 +7,13 @@ import urllib.request
 
 import pytest
 
+import jspec
 from jspec.core.sampling import Sampling
+from jspec.drafters import Ngram
+from jspec.generation.options import check_grammar_options
+from jspec.generation.speculation import draft_limits
+from jspec.serve.errors import engine_errors
+from jspec.serve.fields import ApiError
 
 COMMON_BAD = {
     "model": ["other", 5, ["fake"], "x" * 500],
@@ -338,6 +344,20 @@ def test_a_misspelled_field_gets_a_suggestion(shared):
 def test_what_does_not_fit(shared, body, param):
     answer = shared.post("/v1/completions", body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_errors_of_the_engine_name_the_field():
+    def refused(check, *arguments, **options):
+        with pytest.raises(ApiError) as raised, engine_errors():
+            check(*arguments, **options)
+        return raised.value.param
+
+    assert refused(check_grammar_options, None, ignore_eos=True) == "ignore_eos"
+    assert refused(draft_limits, jspec.Speculation("nothing"), Ngram()) == "speculation.drafter"
+    assert refused(draft_limits, jspec.Speculation(depth=99), Ngram()) == "speculation.depth"
+    with pytest.raises(ApiError) as raised, engine_errors():
+        raise ValueError("page_size=3: is not the client's")
+    assert raised.value.param is None
 
 
 @pytest.mark.parametrize("count", (0, 5, 20))
