@@ -28,7 +28,7 @@ def commit_rows(
     """`cache.commit(rows, start, path, length)`, for rows of the forward that returned `after`.
 
     after: [B, ...], logits or hidden states that the forward returned.
-    pieces: of prompts, for caches of a target or draft that reads them; None: each sequence has rows of its own.
+    pieces: of prompts, to which the rows belong; None: each sequence has rows of its own.
     """
     # XLA must see the write of the cache after the forward's last read; otherwise it copies the whole cache in every
     # round. So the length depends on an output of the forward, by a condition that is never true.

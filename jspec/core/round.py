@@ -39,7 +39,7 @@ _NOWHERE = 2**30
 def step(
     params: Params, s: DecodeState, *, method: Method, branch: int | None = None, debug: bool = False
 ) -> DecodeState:
-    """One round. The scopes name its parts in a profile. branch: of the drafter; None: it has none."""
+    """One round. branch: the index of the branch that drafts, for a drafter with branches; otherwise None."""
     with jax.named_scope("draft"):
         draft_tree, drafted = draft(params, s, method=method, branch=branch)
     with jax.named_scope("verify"):
@@ -168,15 +168,15 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
 
 def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> DecodeState:
     """Counts a round, also for `branch` if the drafter has branches."""
-    drafts = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
+    counts = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     length, branch_counts = jnp.where(s.done, 0, decision.accepted.length), s.stats.branch_counts
-    accepted = (drafts == length[:, None] - 1).astype(jnp.int32)
+    one_hot = (counts == length[:, None] - 1).astype(jnp.int32)
     if branch is not None and branch_counts is not None:
         in_branch = np.arange(branch_counts.shape[1]) == branch
-        branch_counts = branch_counts + accepted[:, None] * in_branch[None, :, None].astype(np.int32)
+        branch_counts = branch_counts + one_hot[:, None] * in_branch[None, :, None].astype(np.int32)
     stats = Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
-        s.stats.accept_counts + accepted,
+        s.stats.accept_counts + one_hot,
         s.stats.dropped + length - decision.appended.length,
         branch_counts,
     )
@@ -184,9 +184,9 @@ def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -
 
 
 def _watch(s: DecodeState, committed: Committed, method: Method) -> tuple[DecodeState, Committed]:
-    """The state with the hidden states for a learner, if there is one, and what is committed with those of the drafter.
+    """Keep the hidden states for a learner, if there is one, and leave only those of the drafter's layers.
 
-    The state after the final norm comes last.
+    A learner also reads the state after the final norm, the last part of `hidden`.
     """
     if method.watch is None:
         return s, committed

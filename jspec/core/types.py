@@ -46,9 +46,9 @@ class DraftTree:
     probs: Float[Array, "B N V"] | None = None
     """probs[b, n]: q of the children of node n, sampled from it in order, without replacement; None: q is unknown."""
     limit: Int[Array, " B"] | None = None
-    """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes are read in vain."""
+    """Deepest generation of each sequence that counts as proposed; None: all. Deeper nodes cannot be accepted."""
     packed: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Most nodes of a batch of chains, whose nodes beyond `limit` are not read (`ragged.py`); None: all are."""
+    """Most nodes of a batch of chains if nodes beyond `limit` are skipped (`ragged.py`); None: all nodes are read."""
     embeds: Embeds | None = None
     """In the places of some tokens of a prompt; None: there are none."""
     scores: Float[Array, "B N"] | None = None
@@ -145,7 +145,7 @@ class Support:
     count: Int[Array, "*batch"]
     """How many there are."""
     ids: Int[Array, "*batch k"]
-    """These in order, if they are at most k, otherwise all other tokens; the first k, then -1."""
+    """If they are at most k, these; otherwise the first k of the other tokens. Ascending, padded with -1."""
 
 
 @struct
@@ -417,8 +417,8 @@ class BranchingDrafter(Drafter, Protocol):
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PyTree]:
         """The index of the branch of this round, and the drafter's new state.
 
-        A function of values known before the round: the rules "rejection" and "block" rely on it. If it is called
-        once more before the round, it returns the same.
+        It depends only on values known before the round, as the rules "rejection" and "block" require. A second call
+        before the round returns the same.
         """
         ...
 

@@ -117,9 +117,9 @@ class ModelDrafter(Generic[M]):
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: with these options, and at least as wide.
+        """Whether this drafter can draft from the state of another: equal `shared_options`, and no wider.
 
-        If one forward drafts all tokens, the state has as many outputs as the other one is deep.
+        If one forward drafts all tokens, it must be no deeper, too.
         """
         if not isinstance(other, type(self)):
             return False
@@ -170,8 +170,8 @@ class ModelDrafter(Generic[M]):
 class WindowedDrafter(ModelDrafter[M]):
     """Base of the drafters whose draft has a cache that may be read within a window; further options.
 
-    window: last positions visible to the draft, its own included; None: all. Bounds the rows its attention reads, and
-      how far back, as in training (arXiv 2605.09992). Neither the output nor the memory changes.
+    window: last positions visible to the draft, its own included; None: all. Attention reads fewer rows, as in training
+      (arXiv 2605.09992). Other drafts may be proposed; the text and the memory stay the same.
     keep_first: first positions visible in addition, from 0 to `window` (the attention sinks of StreamingLLM, arXiv
       2309.17453). Sliding-window layers keep none.
     """

@@ -39,8 +39,9 @@ class Ngram(TokenDrafter):
     n: int = option(3, least=1, most=MAX_MATCH)
     depth: int = option(4, least=1, most=MAX_DEPTH)
     width = 1
-    reads_tokens_alone = packs = True
-    """Its drafts can be judged without a round of its own (`Adaptive(watch=True)`)."""
+    reads_tokens_alone = True
+    """`draft` reads tokens only, so drafts can be judged without a round (`Adaptive(watch=True)`)."""
+    packs = True
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Copy:
         """No match."""
@@ -55,7 +56,7 @@ class Ngram(TokenDrafter):
         return continue_match(s.tokens, s.length, n=self.n, depth=self.depth)
 
     def shares(self, other: object) -> bool:
-        """Whether another one proposes the same tokens, and as many."""
+        """Whether another one proposes the same tokens, and at least as many."""
         return isinstance(other, Ngram) and self.n == other.n and self.depth <= other.depth
 
     @property
