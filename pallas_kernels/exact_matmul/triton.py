@@ -98,7 +98,7 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike, gat
     if config is tuning.narrow:
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
         if block_m == tuning.min_block_m and tiles * parts < tuning.busy:
-            config = _of_few_columns(inner, columns, parts, 2 if gated and parts == 1 else 1)
+            config = _of_few_columns(tuning, inner, columns, parts, 2 if gated and parts == 1 else 1)
         elif block_m == tuning.min_block_m and parts == 1:
             config = tuning.few_rows_whole
         else:
@@ -106,9 +106,8 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike, gat
     return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
 
 
-def _of_few_columns(inner: int, columns: int, parts: int, halves: int) -> Config:
+def _of_few_columns(tuning: Tuning, inner: int, columns: int, parts: int, halves: int) -> Config:
     """`few_columns` with the widest tiles that keep the device busy, and with the same parts as all others."""
-    tuning = platform.for_device_kind(TUNING)
     config, block_n = tuning.few_columns, tuning.narrow.block_n
     while block_n > halves * config.block_n and pl.cdiv(columns, block_n) * parts < tuning.busy:
         block_n //= 2
