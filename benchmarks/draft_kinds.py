@@ -11,6 +11,7 @@ held-out prompts.
 
 import argparse
 import itertools
+import json
 import random
 import re
 import sysconfig
@@ -48,6 +49,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> kind of `train_draft`, and its options: losses as published; sizes, reach and learning rate are equal."""
 LEARNING_RATE = 2e-3
+TRAINING = "training.json"
+"""The settings of a draft's training, beside its weights."""
 COLUMNS = tuple(itertools.product(("chain", "tree"), (0, 1)))
 """Forms of drafts, and temperatures."""
 
@@ -92,6 +95,8 @@ def train(options: argparse.Namespace, names: list[tuple[str, int]], training: d
         began = time.perf_counter()
         trained = train_draft(kind, model, texts, seed=seed, **training, **recipe, progress=False)
         drafts.save(directory(options, name, seed), trained.draft, trained.params.draft)
+        settings = {**training, "texts": len(texts), "width": options.width, "seed": seed}
+        (directory(options, name, seed) / TRAINING).write_text(json.dumps(settings))
         print(f"{name}, seed {seed}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -135,8 +140,7 @@ def main() -> None:
         print(f"| {name}, seed {seed} | {weights / 1e6:.2f} M | {numbers} |", flush=True)
         if options.json is None:
             continue
-        settings = {**training, "texts": options.texts, "width": options.width, "seed": seed, "prompts": len(heldout)}
-        settings |= {"weights": weights}
+        settings = json.loads((Path(draft) / TRAINING).read_text()) | {"prompts": len(heldout), "weights": weights}
         for (form, temperature), length in lengths.items():
             line = report.measurement(
                 machine,
