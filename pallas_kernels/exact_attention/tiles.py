@@ -46,10 +46,21 @@ class Rows:
     real: jax.Array
 
     @staticmethod
-    def of(first_node: jax.Array | int, first: jax.Array | int, nodes: int, group: int, count: int) -> "Rows":
-        """`count` rows from row `first` on of `nodes` nodes from `first_node` on."""
-        row = first + jnp.arange(count)
-        return Rows(first_node + row // group, row % group, row < nodes * group)
+    def of(
+        first_node: jax.Array | int,
+        first: jax.Array | int,
+        nodes: jax.Array | int,
+        group: int,
+        count: int,
+        height: int | None = None,
+    ) -> "Rows":
+        """`count` rows from row `first` on of `nodes` nodes from `first_node` on.
+
+        height: rows of a node, those after its group do not exist; None: the group.
+        """
+        row, height = first + jnp.arange(count), height or group
+        node, member = row // height, row % height
+        return Rows(first_node + node, member, (node < nodes) & (member < group))
 
     def columns(self, dim: int) -> tuple[tuple, jax.Array]:
         """Indices of the rows' columns in an array [N, G, D], and whether each exists."""
@@ -147,18 +158,29 @@ class Tile(Rows):
     q: jax.Array
 
     @classmethod
-    def load(cls, q_ref: Ref, first_node: jax.Array | int, first: jax.Array | int, nodes: int, block_m: int) -> "Tile":
-        """The rows from row `first` on of `nodes` nodes from `first_node` on."""
+    def load(
+        cls,
+        q_ref: Ref,
+        first_node: jax.Array | int,
+        first: jax.Array | int,
+        nodes: jax.Array | int,
+        block_m: int,
+        height: int | None = None,
+    ) -> "Tile":
+        """`Rows.of`, with their queries."""
         _, group, dim = q_ref.shape
-        rows = Rows.of(first_node, first, nodes, group, block_m)
+        rows = Rows.of(first_node, first, nodes, group, block_m, height)
         at, inside = rows.columns(dim)
         return cls(rows.node, rows.member, rows.real, pltriton.load(q_ref.at[at], mask=inside, other=0))
 
     def absorb(self, scores: jax.Array, values: jax.Array, state: State) -> State:
         """The state after a block. Weights are summed by a product, in the order of the block's positions: that of a
         sum depends on the warps among which the columns of a tile are divided."""
-        ones = jnp.ones((scores.shape[1], MIN_COLUMNS), values.dtype)
-        return absorb(scores, values, state, lambda weights: dot(weights.astype(values.dtype), ones).max(1))
+        return absorb(scores, values, state, lambda weights: self.sums(weights.astype(values.dtype)).max(1))
+
+    def sums(self, weights: jax.Array) -> jax.Array:
+        """The sum of each row, in every column."""
+        return dot(weights, jnp.ones((weights.shape[1], MIN_COLUMNS), weights.dtype))
 
     def scores(self, keys: jax.Array, visible: jax.Array, scale: float, cap: float | None) -> jax.Array:
         """Those of a block's keys; -inf where they are not visible."""
@@ -206,17 +228,23 @@ class Prefix:
         """The first visible position of each query row of a tile of all nodes; None: 0."""
         return None if window is None else self.length + tile.seen(nodes, rows, count_ref) - window
 
-    def page(self, index: jax.Array | int) -> jax.Array:
-        """The page of a block, or those of its rows if blocks do not divide pages; a block after the capacity reads
-        no row."""
+    def page(self, index: jax.Array | int, position: jax.Array | None = None) -> jax.Array:
+        """The page of a block, or those of its positions if blocks do not divide pages; a block after the capacity
+        reads no row. position: the positions in their order; None: ascending."""
         pages, page_size = self.table.shape[0], self.pool.shape[3]
-        position = index * BLOCK + (jnp.arange(BLOCK) if page_size % BLOCK else 0)
+        if page_size % BLOCK == 0:
+            return pltriton.load(self.table.at[jnp.minimum(index * BLOCK // page_size, pages - 1)])
+        if position is None:
+            position = index * BLOCK + jnp.arange(BLOCK)
         return pltriton.load(self.table.at[jnp.minimum(position // page_size, pages - 1)])
 
-    def block(self, index: jax.Array, page: jax.Array, used: jax.Array | None) -> Callable[[int], jax.Array]:
-        """What loads a block's keys (0) or values (1), [BLOCK, padded D]; zero where not used. used: None: all are."""
+    def block(
+        self, index: jax.Array, page: jax.Array, used: jax.Array | None, position: jax.Array | None = None
+    ) -> Callable[[int], jax.Array]:
+        """What loads a block's keys (0) or values (1), [BLOCK, padded D]; zero where not used. used: None: all are.
+        position: as for `page`."""
         pages, page_size = self.table.shape[0], self.pool.shape[3]
-        position = index * BLOCK + jnp.arange(BLOCK)
+        position = index * BLOCK + jnp.arange(BLOCK) if position is None else position
         inside = position < pages * page_size
         used = inside if used is None else used & inside
         if self.first is not None:
@@ -295,126 +323,3 @@ def _choose(condition: jax.Array, first: State, second: State) -> State:
 def first_block(begin: jax.Array | int, starts: jax.Array | None) -> jax.Array | int:
     """The first visible block of a tile from `begin` on; earlier ones would change no bit."""
     return begin if starts is None else jnp.maximum(begin, starts.min() // BLOCK)
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """A tile of the round's queries, and their visible rows."""
-
-    tile: Tile
-    exist: Rows
-    """The first rows of the tile; the others do not exist: all rows in a chain, those of the group in a tree."""
-    k: Ref  # [R, D]
-    v: Ref  # [R, D]
-    path: Ref | None  # [N, R]
-    node: jax.Array
-    """The node of the tile, in a tree."""
-    seen: jax.Array
-    """Number of visible rows of the round for each query."""
-    most: jax.Array
-    starts: jax.Array | None
-    """The first visible position of each query; None: 0."""
-    prefix: Prefix | None
-    first: jax.Array
-    """The first row of the round that is visible to a chain."""
-    in_turn: bool
-    """Whether a block's committed rows are loaded before its own, into the same registers, and values after the scores.
-
-    Otherwise they are loaded together.
-    """
-
-    @classmethod
-    def load(
-        cls,
-        index: jax.Array,
-        tiles: int,
-        block_m: int,
-        q_ref: Ref,
-        k_ref: Ref,
-        v_ref: Ref,
-        path_ref: Ref | None,
-        count_ref: Ref | None,
-        prefix: Prefix | None,
-        window: int | None,
-        in_turn: bool = False,
-        first_row: jax.Array | None = None,
-    ):
-        """Load the tile of an index.
-
-        first_row: the first visible row, if all sequences share them; None: 0, of the sequence's own.
-        """
-        nodes, rows = q_ref.shape[0], k_ref.shape[0]
-        if count_ref is None:
-            # The last nodes of a chain see the most rows: they go first, so short tiles fill the gaps at the end.
-            tile = exist = Tile.load(q_ref, 0, (tiles - 1 - index) * block_m, nodes, block_m)
-            node, seen = index, tile.seen(nodes, rows, None)
-            if first_row is not None:
-                seen += (pl.program_id(1) // tiles + 1) * nodes - rows - first_row
-            most = seen.max()
-        else:
-            # A node has several tiles if its group is larger than a tile.
-            tiles_per_node, group = tiles // nodes, q_ref.shape[1]
-            node, first = index // tiles_per_node, index % tiles_per_node * block_m
-            tile = Tile.load(q_ref, node, first, 1, block_m)
-            exist = Rows.of(node, first, 1, group, min(pl.next_power_of_2(group), block_m))
-            most = count_ref[node]
-            seen = jnp.broadcast_to(most, tile.node.shape)
-        starts = None
-        if window is not None:
-            starts = seen - window if prefix is None else prefix.length + seen - window
-        first = jnp.int32(0) if first_row is None else first_row
-        return cls(tile, exist, k_ref, v_ref, path_ref, node, seen, most, starts, prefix, first, in_turn)
-
-    @property
-    def committed(self) -> jax.Array:
-        """Rows of the prefix."""
-        return jnp.int32(0) if self.prefix is None else self.prefix.length
-
-    @property
-    def end(self) -> jax.Array:
-        """The block after the last one."""
-        return pl.cdiv(self.committed + self.most, BLOCK)
-
-    def absorb(self, begin: jax.Array, end: jax.Array, state: State, scale: float, soft_cap: float | None) -> State:
-        """The state after blocks; the first may be committed in part."""
-
-        def body(i, state):
-            position = i * BLOCK + jnp.arange(BLOCK)
-            offset = position - self.committed
-            used = (offset >= 0) & (offset < self.most)
-            row = self.first + offset
-            if self.path is not None:
-                row = pltriton.load(self.path.at[self.node, offset], mask=used, other=0)
-            visible = offset[None] < self.seen[:, None]
-            if self.starts is not None:
-                visible = visible & (position[None] >= self.starts[:, None])
-            if self.in_turn:
-                scores = self.tile.scores(self.one(0, i, row, used), visible, scale, soft_cap)
-                return self.tile.absorb(scores, self.one(1, i, row, used), state)
-            keys, values = (load_rows(ref, (), row, used) for ref in (self.k, self.v))
-            if self.prefix is not None:
-                before = position < self.committed
-                # Each row is in one of the two, and zero in the other.
-                keys, values = (
-                    jnp.where(before[:, None], old, new)
-                    for old, new in zip(
-                        map(self.prefix.block(i, self.prefix.page(i), before), (0, 1)), (keys, values), strict=True
-                    )
-                )
-            return self.tile.absorb(self.tile.scores(keys, visible, scale, soft_cap), values, state)
-
-        return lax.fori_loop(first_block(begin, self.starts), end, body, state)
-
-    def one(self, kind: int, index: jax.Array, row: jax.Array, used: jax.Array) -> jax.Array:
-        """Keys (0) or values (1) of a block: used rows of the round, and committed ones."""
-        ref = (self.k, self.v)[kind]
-        if self.prefix is None:
-            return load_rows(ref, (), row, used)
-        before = index * BLOCK + jnp.arange(BLOCK) < self.committed
-        column = jnp.arange(padded(ref.shape[-1]))[None]
-        inside = used[:, None] & (column < ref.shape[-1])
-        return pltriton.load(
-            ref.at[row[:, None], column],
-            mask=inside,
-            other=self.prefix.block(index, self.prefix.page(index), before)(kind),
-        )

@@ -3,7 +3,7 @@
 A tile is some of the query rows of a key head (row = node * G + g). Its blocks of the prefix are absorbed in
 the order of positions, segment by segment; then the blocks in which the prefix ends and the round's own rows follow,
 which are put together in the same order. The nodes of a chain share these blocks; in a tree each node has its own, and
-a tile for them.
+a tile for them; several nodes share one if there are many.
 
 With many tiles of a chain, one kernel absorbs the prefix and goes on with the round; in a tree these are two kernels.
 With few tiles, each segment of the prefix is a program of the first kernel, and the second kernel merges the segments
@@ -27,11 +27,11 @@ from pallas_kernels._triton_specs import PagedPrefix, Specs, state_shapes
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths
 from pallas_kernels.exact_attention.config import TUNING, Config, default_config
+from pallas_kernels.exact_attention.nodes import Round
 from pallas_kernels.exact_attention.tiles import (
     AT_ONCE,
     PER_SEGMENT,
     Prefix,
-    Round,
     Rows,
     Tile,
     first_rows,
@@ -86,7 +86,7 @@ def exact_attention(
     capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
     capacity = min(capacity, seen_segments(capacity, window) * SEGMENT)
     shapes = {"batch": batch, "kv_heads": kv_heads, "rows": nodes * group, "capacity": capacity, "head_dim": dim}
-    config = config or default_config(**shapes, dtype=q.dtype, tree=mask is not None)
+    config = config or default_config(**shapes, dtype=q.dtype, tree=mask is not None, group=group)
     if first_row is not None:
         # Reads of prompts have many tiles.
         config = dataclasses.replace(config, spread=False)
@@ -237,7 +237,7 @@ def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
     """The result from the states of `_prefix`, or in a tree of `_segments`; without states, from the prefix itself."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
     config, chain, paged = work.config, work.path is None, work.paged
-    specs = Specs(work.tiles if chain else nodes * pl.cdiv(group, config.own_block_m))
+    specs = Specs(work.tiles if chain else pl.cdiv(nodes, config.stack) * pl.cdiv(group, config.own_block_m))
     return work.call(
         functools.partial(_own_kernel, config=config, tiles=specs.tiles, **work.options),
         num_warps=config.num_warps if chain else config.own_warps,
@@ -295,7 +295,7 @@ def _segments_kernel(
 
         @pl.when(job < own_tiles)
         def _():
-            part = Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, None, None, prefix, window)
+            part = Round.load(job, own_tiles, config, q_ref, k_ref, v_ref, None, None, prefix, window)
 
             def segment(number, state):
                 begin = number * PER_SEGMENT
@@ -398,14 +398,11 @@ def _own_kernel(
 ) -> None:
     """Merges the states of whole segments, and continues with the state in the last slot."""
     *state_refs, out_ref = refs
-    dim, block_m, warps, in_turn = q_ref.shape[2], config.block_m, config.num_warps, False
-    if count_ref is not None:
-        # With one stage, what a program loads is in registers.
-        block_m, warps, in_turn = config.own_block_m, config.own_warps, config.own_stages == 1
+    dim, warps = q_ref.shape[2], config.num_warps if count_ref is None else config.own_warps
     prefix = Prefix.load(layer_ref, pool_ref, table_ref, length_ref, window=window)
     index = pl.program_id(1) % tiles
     first = None if first_ref is None else first_ref[...]
-    part = Round.load(index, tiles, block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, in_turn, first)
+    part = Round.load(index, tiles, config, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, first)
     tile, exist, done = part.tile, part.exist, part.committed // BLOCK
     (count,), whole = exist.node.shape, done // PER_SEGMENT
     merged, state = exist.empty(dim), tile.empty(dim)
