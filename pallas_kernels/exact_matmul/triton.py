@@ -62,6 +62,9 @@ class Tuning:
     that of `narrow` where bits depend on it."""
     few_rows_whole: Config = _NARROW
     """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
+    few_programs: Config = _NARROW
+    """For such a tile and as many programs as `processors`, or fewer: each has more bytes under way."""
+    processors: int = 0
     few_columns: Config = _NARROW
     """For such a tile and a matrix with few columns: the block of `narrow` is halved down to `block_n`, or until there
     are `busy` programs."""
@@ -77,6 +80,8 @@ class Tuning:
 _HOPPER = Tuning(
     min_block_m=16,
     few_rows_whole=Config(block_m=16, block_n=128, block_k=32, parts=1, spread=False, num_warps=4, num_stages=5),
+    few_programs=Config(block_m=16, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=5),
+    processors=132,
     few_columns=Config(block_m=16, block_n=16, block_k=128, parts=1, spread=False, num_warps=2, num_stages=4),
     busy=96,
 )
@@ -99,6 +104,8 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike, gat
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
         if block_m == tuning.min_block_m and tiles * parts < tuning.busy:
             config = _of_few_columns(tuning, inner, columns, parts, 2 if gated and parts == 1 else 1)
+        elif block_m == tuning.min_block_m and tiles * parts <= tuning.processors:
+            config = tuning.few_programs
         elif block_m == tuning.min_block_m and parts == 1:
             config = tuning.few_rows_whole
         else:
