@@ -535,8 +535,8 @@ def test_configurations_of_attention_do_not_depend_on_the_number_of_rows(kind, m
 
 
 def divisions(default):
-    """A configuration that is not in turn, the same in turn, and both with small tiles for the nodes of a tree."""
-    small = dataclasses.replace(default, own_block_m=16, own_warps=1, own_stages=1)
+    """A configuration, and one with small tiles for two nodes of a tree, with segments side by side and in turn."""
+    small = dataclasses.replace(default, own_block_m=16, own_warps=1, own_stages=1, stack=2)
     return [dataclasses.replace(each, spread=spread) for each in (default, small) for spread in (True, False)]
 
 
