@@ -10,6 +10,7 @@ import planted
 import pytest
 import toy
 from hlo import check_in_place, computations, loop_body, made, opcode, pool_writes
+from products import products
 
 from jspec.core import tree
 from jspec.core.loop import decode, one_round, run_rounds
@@ -133,17 +134,6 @@ def test_each_pool_is_written_once_per_round_and_never_copied(name):
     text, types = program(name)
     for shape in types:
         check_in_place(loop_body(text), shape, writes=max(inner_loops(name), 1))
-
-
-def products(jaxpr):
-    """The shapes of all products, in order; layers may share the functions that compute them."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation.outvars[0].aval.shape
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from products(inner)
 
 
 @pytest.mark.slow(unless="True")

@@ -10,6 +10,7 @@ import pytest
 import toy
 from dense_drafts import block_by_hand, block_params, captured, stored
 from planted import best_first_by_hand
+from products import products
 
 from jspec.drafters import Block, readings
 
@@ -91,18 +92,16 @@ def test_a_round_has_one_forward_whatever_its_depth():
     """The products of a layer occur once; a generation adds one of the Markov head."""
     config = toy.BLOCK
 
-    def products(depth, width):
+    def made(depth, width):
         drafter = Block(depth=depth, width=width).bind(toy.TARGET, config)
-        text = str(jax.make_jaxpr(drafter.draft)(block_params(config), state(config, 0)))
-        made = [line.split(":")[1].split("=")[0].strip() for line in text.splitlines() if "dot_general" in line]
-        wide = [shape for shape in made if shape.endswith(f",{2 * config.intermediate_size}]")]
-        logits = [shape for shape in made if shape.endswith(f",{config.draft_vocab_size}]")]
-        return wide, logits
+        shapes = list(products(jax.make_jaxpr(drafter.draft)(block_params(config), state(config, 0)).jaxpr))
+        wide = [shape for shape in shapes if shape[-1] == 2 * config.intermediate_size]
+        return wide, [shape for shape in shapes if shape[-1] == config.draft_vocab_size]
 
-    layers = ["f32[3,5,128]"] * 2
-    assert products(1, 1) == (layers, ["f32[3,1,48]", "f32[3,1,48]"])
-    assert products(5, 1) == (layers, ["f32[3,5,48]", *["f32[3,1,48]"] * 5])
-    assert products(5, 3) == (layers, ["f32[3,5,48]", "f32[3,1,48]", *["f32[3,3,48]"] * 4])
+    layers = [(3, 5, 128)] * 2
+    assert made(1, 1) == (layers, [(3, 1, 48), (3, 1, 48)])
+    assert made(5, 1) == (layers, [(3, 5, 48), *[(3, 1, 48)] * 5])
+    assert made(5, 3) == (layers, [(3, 5, 48), (3, 1, 48), *[(3, 3, 48)] * 4])
 
 
 def test_invalid_configurations():
