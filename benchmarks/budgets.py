@@ -41,7 +41,7 @@ LEVELS = {"low": (4.2, 5.0), "middle": (8.4, 3.6), "high": (12.0, 2.0)}
 """Beta distributions of skills over sequences."""
 LIMIT = 64
 """Most drafts of a sequence and round."""
-WARM_UP, FEW, OF_COSTS = 2, 32, 24
+WARM_UP, FEW, OF_COSTS = 2, 32, 48
 """Calls before the timed ones; batches with other sequences in each repeat; rounds of a call for costs."""
 _GRID = 1024
 
@@ -52,7 +52,7 @@ TREES = {
     "chain 5": 5,
     "tree 16": (5, 4, 16),
     "tree 32": (5, 8, 32),
-    "pruned": (5, 8, 32),
+    "pruned": (8, 6, 32),
 }
 
 

@@ -2,6 +2,9 @@
 
 Runs one inner loop per branch, inside a loop over branches; an inner loop repeats while its branch is chosen. So caches
 are written in place, as XLA does in a loop but not in a conditional.
+
+If a choice drafts, it is made in the outer loop, and an inner loop runs a single round: a GPU takes 0.4 ms per
+conditional to start a program, in whatever branch, and drafting has a conditional for each generation.
 """
 
 import dataclasses
@@ -96,15 +99,24 @@ def run_while(
         branch = jnp.clip(branch, 0, most - 1).astype(jnp.int32)
         return branch, dataclasses.replace(s, draft=state)
 
+    once = optional.choice_drafts(drafter)
+
     def rounds_of(branch: int, turn: Turn) -> Turn:
         def goes_on(turn: Turn) -> Bool[Array, ""]:
-            return (turn[0] == branch) & going(turn[1])
+            same = turn[0] == branch
+            return same if once else same & going(turn[1])
 
-        return lax.while_loop(goes_on, lambda turn: choose(one_round(branch, turn[1])), turn)
+        def body(turn: Turn) -> Turn:
+            s = one_round(branch, turn[1])
+            return (jnp.full_like(turn[0], most), s) if once else choose(s)
+
+        return lax.while_loop(goes_on, body, turn)
 
     def all_branches(turn: Turn) -> Turn:
         for branch in optional.offered(drafter, s.length.shape[0]):
             turn = rounds_of(branch, turn)
         return turn
 
+    if once:
+        return lax.while_loop(going, lambda s: all_branches(choose(s))[1], s)
     return lax.while_loop(lambda turn: going(turn[1]), all_branches, choose(s))[1]

@@ -10,9 +10,8 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -107,51 +106,73 @@ def grow(
     return _grow_best(root, first, expand, carry, shape, exact, growth)
 
 
-class _Growing:
-    """Expands one frontier after the other, until one does not pay; the others without a forward."""
+Generation = TypeVar("Generation")
+"""What a generation proposes: arrays."""
 
-    def __init__(self, expand: Expand, growth: Growth | None):
-        self._expand, self._growth = expand, growth
-        self._going: Any = True
-        self._mass = None if growth is None else growth.mass(jnp.zeros((growth.weight.shape[0], 1)))
 
-    def expand(self, carry: PyTree, frontier: Frontier, scores: Float[Array, "B M"] | None) -> tuple[PyTree, Proposal]:
-        """As `Expand`. scores: of the frontier's nodes; None: unknown."""
-        if self._growth is None or self._mass is None or scores is None:
-            return self._expand(carry, frontier)
-        mass = self._growth.mass(scores)
-        self._going, self._mass = self._going & self._growth.pays(self._mass, mass), mass
+def _if_it_pays(
+    growth: Growth | None,
+    before: Float[Array, ""] | None,
+    scores: Float[Array, "B M"] | None,
+    later: Callable[[Float[Array, ""] | None], list[Generation]],
+    nothing: Callable[[], list[Generation]],
+) -> list[Generation]:
+    """All later generations: grown, or `nothing` of the same shapes if the next one does not pay.
 
-        def skip(carry: PyTree, frontier: Frontier) -> tuple[PyTree, Proposal]:
-            shapes = jax.eval_shape(self._expand, carry, frontier)
-            carry, nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return carry, dataclasses.replace(nothing, scores=jnp.full_like(_scores(nothing), -jnp.inf))
-
-        return lax.cond(self._going, self._expand, skip, carry, frontier)
+    before: expected drafts of the frontier's parents; None: of the root.
+    scores: of the frontier's nodes; None: unknown, so they are grown.
+    later: grows the next generation and those after it. Gets the expected drafts of the frontier.
+    """
+    if growth is None or scores is None:
+        return later(None)
+    if before is None:
+        before = growth.mass(jnp.zeros((growth.weight.shape[0], 1)))
+    mass = growth.mass(scores)
+    # Conditions are nested: where growth stops, no later generation takes any time.
+    return lax.cond(growth.pays(before, mass), lambda: later(mass), nothing)
 
 
 def _grow_chain(
     root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, depth: int, growth: Growth | None
 ) -> DraftTree:
-    growing, along = _Growing(expand, growth), None if first.scores is None else [jnp.zeros(root.shape)[:, None]]
-    proposal, tokens = first, [root[:, None]]
-    probs: list[Array] = []
-    path = jnp.zeros((root.shape[0], 1, 0), jnp.int32)
-    for generation in range(depth):
-        if generation:
-            frontier = Frontier(tokens[-1], None, None, path)
-            carry, proposal = growing.expand(carry, frontier, None if along is None else along[-1])
-        tokens.append(proposal.tokens[:, :, 0])
-        if proposal.probs is not None:
-            probs.append(proposal.probs)
+    batch = root.shape[0]
+
+    def place(proposal: Proposal, total: Array | None) -> _Link:
+        """The best child of the last token, with its score along the chain."""
         # In the state of a wider drafter, only the first proposal has scores.
-        along = None if along is None or proposal.scores is None else along
-        if along is not None:
-            along.append(along[-1] + _ranked(_scores(proposal)[:, :, 0]))
-        path = jnp.concatenate([path, proposal.tokens[:, :, :1]], axis=2)
+        along = None
+        if total is not None and proposal.scores is not None:
+            along = total + _ranked(proposal.scores[:, :, 0])
+        return proposal.tokens[:, :, 0], along, proposal.probs
+
+    def after(link: _Link, carry: PyTree, path: Array, before: Array | None) -> list[_Link]:
+        """The generations after `link`."""
+        token, total, _ = link
+        path = jnp.concatenate([path, token[:, :, None]], axis=2)
+        count = depth - path.shape[2]
+
+        def later(mass: Array | None) -> list[_Link]:
+            follow, proposal = expand(carry, Frontier(token, None, None, path))
+            child = place(proposal, total)
+            return [child, *after(child, follow, path, mass)]
+
+        def nothing() -> list[_Link]:
+            return [(jnp.zeros_like(token), jnp.full(token.shape, -jnp.inf), None)] * count
+
+        return _if_it_pays(growth, before, total, later, nothing) if count else []
+
+    # Each generation follows from the one before.
+    link = place(first, None if first.scores is None else jnp.zeros((batch, 1)))
+    links = [link, *after(link, carry, jnp.zeros((batch, 1, 0), jnp.int32), None)]
+    tokens, totals, probs = zip(*links, strict=True)
     all_probs = None if first.probs is None else jnp.concatenate([*probs, jnp.zeros_like(first.probs)], axis=1)
-    scores = None if along is None else jnp.concatenate(along, axis=1)
-    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=all_probs, scores=scores)
+    whole = all(total is not None for total in totals)
+    scores = jnp.concatenate([jnp.zeros((batch, 1)), *totals], axis=1) if whole else None
+    return DraftTree(jnp.concatenate([root[:, None], *tokens], axis=1), None, probs=all_probs, scores=scores)
+
+
+_Link = tuple[Int[Array, "B 1"], Float[Array, "B 1"] | None, Float[Array, "B 1 V"] | None]
+"""A generation of chains: tokens, scores along the chain, and distributions."""
 
 
 def _grow_best(
@@ -165,33 +186,53 @@ def _grow_best(
 ) -> DraftTree:
     # The root's children are the first frontier. Candidates are numbered in the order in which they are proposed, a
     # parent before its children.
-    batch, depth, width, growing = root.shape[0], shape.depth, shape.width, _Growing(expand, growth)
+    batch, depth, width = root.shape[0], shape.depth, shape.width
     eye = jnp.broadcast_to(jnp.eye(width, dtype=bool)[None], (batch, width, width))
+
+    def after(
+        carry: PyTree, frontier: Frontier, scores: Array, number: Array, mask: Array, before: Array | None
+    ) -> list[_Candidates]:
+        """The candidates after a frontier, by generation."""
+        generation = frontier.path.shape[2]
+
+        def later(mass: Array | None) -> list[_Candidates]:
+            # Each frontier node proposes `width` children, scored by the sum along their path.
+            follow, children = expand(carry, frontier)
+            total = _ranked(scores[:, :, None] + _ranked(_scores(children))).reshape(batch, width**2)
+            candidates = children.tokens.reshape(batch, width**2)
+            proposed = candidates, total, jnp.repeat(number, width, axis=1)
+            if generation + 1 == depth:
+                return [proposed]
+            # The best `width` candidates are the next frontier.
+            best = highest(total, width)
+            parent = best // width
+            tokens = jnp.take_along_axis(candidates, best, axis=1)
+            # A node of the frontier sees the rows that its parent saw, and its own.
+            above = jnp.take_along_axis(mask, parent[:, :, None], axis=1) if exact else mask
+            seen = jnp.concatenate([above, eye], axis=2)
+            path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)
+            next_frontier = Frontier(tokens, parent, seen, jnp.concatenate([path, tokens[:, :, None]], axis=2))
+            along, place = jnp.take_along_axis(total, best, axis=1), best + width + (generation - 1) * width**2
+            return [proposed, *after(follow, next_frontier, along, place, seen, mass)]
+
+        def nothing() -> list[_Candidates]:
+            empty = jnp.zeros((batch, width**2), jnp.int32)
+            return [(empty, jnp.full(empty.shape, -jnp.inf), empty)] * (depth - generation)
+
+        return _if_it_pays(growth, before, scores, later, nothing)
+
     tokens, scores = first.tokens[:, 0], _ranked(_scores(first)[:, 0])
     number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     proposed = [(tokens, scores, jnp.full_like(number, -1))]
-    mask, frontier = eye, Frontier(tokens, jnp.zeros_like(number), eye, tokens[:, :, None])
-    for generation in range(1, depth):
-        # Each frontier node proposes `width` children, scored by the sum along their path.
-        carry, children = growing.expand(carry, frontier, scores)
-        total = _ranked(scores[:, :, None] + _ranked(_scores(children))).reshape(batch, width**2)
-        candidates = children.tokens.reshape(batch, width**2)
-        proposed.append((candidates, total, jnp.repeat(number, width, axis=1)))
-        if generation + 1 == depth:
-            break
-        # The best `width` candidates are the next frontier.
-        best = highest(total, width)
-        scores = jnp.take_along_axis(total, best, axis=1)
-        number = best + width + (generation - 1) * width**2
-        parent = best // width
-        tokens = jnp.take_along_axis(candidates, best, axis=1)
-        # A node of the frontier sees the rows that its parent saw, and its own.
-        above = jnp.take_along_axis(mask, parent[:, :, None], axis=1) if exact else mask
-        mask = jnp.concatenate([above, eye], axis=2)
-        path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)
-        frontier = Frontier(tokens, parent, mask, jnp.concatenate([path, tokens[:, :, None]], axis=2))
+    if depth > 1:
+        frontier = Frontier(tokens, jnp.zeros_like(number), eye, tokens[:, :, None])
+        proposed += after(carry, frontier, scores, number, eye, None)
     tokens, scores, parents = (jnp.concatenate(part, axis=1) for part in zip(*proposed, strict=True))
     return keep_best(root, tokens, scores, parents, depth, shape.nodes)
+
+
+_Candidates = tuple[Int[Array, "B C"], Float[Array, "B C"], Int[Array, "B C"]]
+"""Proposed nodes of a generation: tokens, scores, and the number of each parent; -1 for the root."""
 
 
 def _scores(proposal: Proposal) -> Float[Array, "B M W"]:

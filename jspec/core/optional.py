@@ -91,6 +91,11 @@ def offered(drafter: BranchingDrafter, batch: int) -> list[int]:
     return list(range(len(drafter.branches))) if compute is None else compute(batch)
 
 
+def choice_drafts(drafter: BranchingDrafter) -> bool:
+    """`choice_drafts`: whether `choose` runs a draft model, so that a program has it only once. False."""
+    return getattr(drafter, "choice_drafts", False)
+
+
 def as_branching(drafter: Drafter) -> BranchingDrafter | None:
     """The drafter, if it leaves each round to one of several others."""
     return drafter if isinstance(drafter, BranchingDrafter) else None

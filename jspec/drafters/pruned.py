@@ -4,12 +4,12 @@ The expected accepted drafts of a tree are the sum of its nodes' probabilities (
 section 4), and its first nodes are the most probable ones. So it is verified as far as the share of a node in the
 tokens exceeds its share of the time. Nodes of chains are ranked over the whole batch, so a confident sequence has more
 of them than another one. Drafting stops where another generation is expected to bring less than its time; a draft
-counts by as much as it is more probable than the last one that was verified.
+counts by as much as it is more probable than the last one that was verified, whose place it would take.
 """
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +56,7 @@ class PrunedState:
     rate: Float[Array, " B"]
     """Expected tokens per sequence and unit of cost of the last round; 0: there was none."""
     floor: Float[Array, " B"]
-    """The price of a place: the lowest probability of a verified draft, 0 where drafts do not compete for places."""
+    """The price of a place: the lowest probability of a verified draft with which others compete; 0: with none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Pruned:
     number of nodes if they draw trees, or if the target cannot read nodes in a row: all of its layers
     need attention without an indexer.
 
-    drafter: has a draft model. None: trees of 32 nodes, 4 wide, by the drafter for the loaded draft.
+    drafter: has a draft model. None: trees of 32 nodes, 6 wide and up to 8 deep, by the drafter for the loaded draft.
     sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
       chains that share a forward they are means, such as 1.5. None: 1, powers of two and the whole tree; of chains 1,
       1.5, 2, 2.5, 3, 4 and all.
@@ -127,6 +127,8 @@ class Pruned:
     costs: Any = None
     rate: float = option(0.1, least=0.0, most=1.0)
     target: Target | None = None
+
+    choice_drafts: ClassVar[bool] = True
 
     def __post_init__(self):
         check_options(self, "Pruned")
@@ -188,7 +190,7 @@ class Pruned:
     def bind(self, target: Target, draft: object) -> "Pruned":
         """Binds the drafter to the two models, and chooses the sizes."""
         kind: Any = PROPOSING[getattr(draft, "drafter", "suffix")]
-        drafter: Any = kind(width=4, num_nodes=32) if self.drafter is None else self.drafter
+        drafter: Any = _trees(kind) if self.drafter is None else self.drafter
         if getattr(drafter, "scored", None) is False and drafter.width == 1:
             drafter = dataclasses.replace(drafter, scored=True)
         drafter = drafter.bind(target, draft)
@@ -280,18 +282,24 @@ class Pruned:
         nodes: Bool[Array, "B M"],
         probability: Float[Array, "B M"],
         live: Bool[Array, " B"],
-    ) -> Float[Array, ""]:
+    ) -> Float[Array, " B"]:
         """The mean over rounds of the lowest probability among the drafts to verify; see `PrunedState.floor`.
 
-        It is 1 in rounds whose size has no place for drafts, and 0 if there are fewer than it has places.
+        Nodes of a tree compete with those of the same sequence. Those of chains do with all in the batch: it is 1 in
+        rounds whose size has no place for drafts, and 0 if there are fewer than it has places.
         """
-        if not self.ragged:
-            return jnp.zeros(())
         verified = nodes & live[:, None]
+        if not self.ragged:
+            if self.drafter.shape.width == 1:
+                return jnp.zeros_like(state.floor)
+            lowest = jnp.where(verified.any(1), jnp.where(verified, probability, 1.0).min(1), 0.0)
+            # The first round of a sequence sets the price.
+            return jnp.where(state.floor > 0, (1.0 - self.rate) * state.floor + self.rate * lowest, lowest)
         room = jnp.asarray(self.places(len(live)))[index] - live.sum(dtype=jnp.int32)
         full = (index + 1 < len(self.branches)) & (verified.sum(dtype=jnp.int32) >= room)
         lowest = jnp.where(full, jnp.where(verified, probability, 1.0).min(), 0.0)
-        return (1.0 - self.rate) * jnp.where(live, state.floor, 0.0).max() + self.rate * lowest
+        mean = (1.0 - self.rate) * jnp.where(live, state.floor, 0.0).max() + self.rate * lowest
+        return jnp.broadcast_to(mean, state.floor.shape)
 
     def places(self, batch: int) -> np.ndarray:
         """The nodes of a batch of each size; of a plain round 0, as its drafts have no place."""
@@ -322,7 +330,9 @@ class Pruned:
         generation: cost of one more.
         """
         live = ~s.done
-        rate, floor = (jnp.where(live, values, 0.0).max() for values in (state.rate, state.floor))
+        rate = jnp.where(live, state.rate, 0.0).max()
+        # New sequences of a batch that shares its places have no price yet.
+        floor = jnp.full_like(state.floor, jnp.where(live, state.floor, 0.0).max()) if self.ragged else state.floor
         least = jnp.maximum(rate, 1.0 / smallest) * generation * live.sum().astype(jnp.float32)
         return Growth(jnp.where(live, self.ratio(state), 0.0), least, floor)
 
@@ -377,6 +387,12 @@ class Pruned:
         earlier = jnp.where((committed.length > 0)[:, None], 1.0 - self.rate, 1.0) * state.sums
         sums = earlier + jnp.where(judged[:, None], seen, 0.0)
         return dataclasses.replace(state, part=part, expected=jnp.zeros_like(state.expected), sums=sums)
+
+
+def _trees(kind: Any) -> Any:
+    """A drafter with deep trees, as they stop growing early; as deep as the draft if that bounds the depth."""
+    depth = {} if kind().depth is None else {"depth": 8}
+    return kind(width=6, num_nodes=32, **depth)
 
 
 def _check_sizes(sizes: object) -> tuple[float, ...]:

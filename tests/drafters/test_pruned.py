@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from planted import assert_counted
 import jspec
 from jspec.core import accept, tree
 from jspec.core.growth import Growth
+from jspec.core.loop import run_rounds
+from jspec.core.method import Method
 from jspec.core.types import DraftNeeds, RowSampling
 from jspec.drafters import Eagle, Ngram, Plain, Pruned, Standalone, Suffix
 from jspec.generation.costs import UNAFFORDABLE, only, with_costs
@@ -60,8 +63,10 @@ def by_hand(s, drafter, costs):
     # A generation must bring more than the last round did in its time.
     rate = max(np.array(s.draft.rate)[live].max(), 1 / costs[0])
     least = rate * live.sum() * parts_by_hand(drafter, costs)[1]
-    floor = np.array(s.draft.floor)[live].max()
-    growth = Growth(jnp.asarray(np.where(live, ratio, 0), jnp.float32), jnp.float32(least), jnp.float32(floor))
+    floor = np.array(s.draft.floor)
+    if drafter.ragged:
+        floor[:] = floor[live].max()
+    growth = Growth(jnp.asarray(np.where(live, ratio, 0), jnp.float32), jnp.float32(least), jnp.asarray(floor))
     state = dataclasses.replace(s, draft=s.draft.part, growth=growth)
     drafted, _ = drafter.drafter.draft(toy.head_params(), state)
     raw = np.exp(np.array(drafted.scores, np.float64))[:, 1:]
@@ -101,8 +106,11 @@ def chosen_by_hand(s, drafter, costs):
     best = int(np.argmax(value))
     assert value[best] > 0
     taken = sets[best] & live[:, None]
-    # Drafts compete for the places of a size, all of which are taken, but in a plain round and for whole chains.
+    # Drafts compete for the places of a size, all of which are taken, but in a plain round and for whole chains; those
+    # of a tree with those of their sequence.
     size, floor = drafter.sizes[best], 0.0
+    if not drafter.ragged:
+        floor = np.where(taken, probability, 1).min(1) * taken.any(1)
     if drafter.ragged and best + 1 < len(sets) and taken.sum() >= (math.ceil(size * batch) if best else 0) - live.sum():
         floor = probability[taken].min(initial=1.0)
     return best, 1 + sets[best].sum(1), np.where(taken, raw, 0).sum(1), grown, floor
@@ -153,9 +161,13 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
         live = ~np.array(s.done)
         np.testing.assert_array_equal(np.array(after.count)[live], count[live])
         np.testing.assert_allclose(after.expected, expected, rtol=1e-4)
-        floor = 0.9 * np.array(s.draft.floor)[live].max() + 0.1 * floor
-        np.testing.assert_allclose(np.array(after.floor)[live], floor, rtol=1e-4)
-        floors.append(floor)
+        mean = np.array(s.draft.floor)
+        if drafter.ragged:
+            mean = 0.9 * mean[live].max() + 0.1 * floor
+        else:  # The first round of a sequence sets the price.
+            mean = np.where(mean > 0, 0.9 * mean + 0.1 * floor, floor)[live]
+        np.testing.assert_allclose(np.array(after.floor)[live], mean, rtol=1e-4)
+        floors.append(np.max(mean))
         shown, _ = drafter.draft(toy.head_params(), s)
         if drafter.ragged:
             np.testing.assert_array_equal(np.array(shown.limit)[live] + 1, count[live])
@@ -177,7 +189,7 @@ def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
         np.testing.assert_allclose(np.array(s.draft.sums)[whole], sums[whole], rtol=1e-4, atol=1e-5)
     assert len(set(taken)) > 1 < len(set(depths))
     assert drafter.ragged == any(len(set(count)) > 1 for count in counts)
-    assert drafter.ragged == any(0 < floor < 1 for floor in floors)
+    assert any(0 < floor < 1 for floor in floors)
 
 
 def test_best_nodes_come_first_and_begin_a_tree():
@@ -190,6 +202,25 @@ def test_best_nodes_come_first_and_begin_a_tree():
     for branch, part in zip(pruned().branches, pruned().states(pruned().choose(toy.head_params(), s)[1]), strict=True):
         cut, _ = branch.draft(toy.head_params(), dataclasses.replace(s, draft=part))
         assert cut.tokens.shape[1] == branch.nodes and np.array(tree.depths(cut)).max() <= branch.depth
+
+
+@pytest.mark.parametrize("drafter", [pruned, chains], ids=["trees", "chains"])
+def test_all_generations_grow_while_costs_are_measured(drafter):
+    """Whatever the price of a place, or the costs of larger sizes would contain fewer of them."""
+    drafter = drafter()
+    for size in range(1, 4):
+        s = started(only(size, 4), drafter=drafter)
+        state = dataclasses.replace(s.draft, floor=jnp.ones(3))
+        verification, generation = drafter.parts_of_costs(s.costs, 3)
+        growth = drafter.growth(state, s, verification[0], generation)
+        assert bool(growth.pays(growth.mass(jnp.zeros((3, 1))), jnp.float32(0)))
+
+
+def test_a_program_has_the_draft_once():
+    """On a GPU each condition of a generation takes time at every start of the program, once per copy."""
+    program = functools.partial(run_rounds, method=Method(toy.TARGET, pruned(), accept.greedy))
+    text = str(jax.make_jaxpr(program)(toy.head_params(), started((1, 1, 1, 1)), jnp.int32(9)))
+    assert len(re.findall(r"\bcond\[", text)) == WHOLE.depth - 1
 
 
 def test_an_overconfident_draft_gets_smaller_trees():
