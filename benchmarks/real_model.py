@@ -36,9 +36,11 @@ DRAFTERS: dict[str, Any] = {
     "ngram 2": jspec.Ngram(depth=2),
     "ngram 6": jspec.Ngram(depth=6),
     "suffix": "suffix",
-    "eagle 5": jspec.Eagle(depth=5),
-    "eagle 3": jspec.Eagle(depth=3),
+    **{f"eagle {depth}": jspec.Eagle(depth=depth) for depth in (5, 3, 2, 1)},
     "eagle tree": jspec.Eagle(depth=5, width=8, num_nodes=32),
+    "eagle tree 16": jspec.Eagle(depth=5, width=4, num_nodes=16),
+    "eagle pruned": jspec.Pruned(),
+    "eagle pruned 5": jspec.Pruned(jspec.Eagle(depth=5)),
     "block": jspec.Block(),
 }
 """By column; n-grams of depth 4 were the default before costs were measured."""
@@ -161,7 +163,8 @@ def load(options: argparse.Namespace, exact: bool) -> dict[str, jspec.Model]:
 def batches(model: jspec.Model, batch: int, count: int | None) -> list[list[list[int]]]:
     """The prompts in batches; at batch 1, those of the most common width, which share their programs."""
     assert model.tokenizer is not None
-    prompts = [model.tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    texts = [*PROMPTS, *(f"{text}\n\nAnswer briefly." for text in PROMPTS if batch > len(PROMPTS))]
+    prompts = [model.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
     if batch == 1:
         ((width, _),) = Counter(bucket(len(prompt)) for prompt in prompts).most_common(1)
         prompts = [prompt for prompt in prompts if bucket(len(prompt)) == width][: count or 8]
