@@ -36,7 +36,7 @@ from jspec.drafters import describe
 from jspec.loading.startup import programs_directory
 from jspec.models.sizes import Shapes, shapes_of
 
-FORMAT = 3
+FORMAT = 4
 """Version of the entries on disk."""
 PREFIX = "jspec-costs-"
 """Beginning of their names."""

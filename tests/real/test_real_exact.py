@@ -25,6 +25,7 @@ DRAFTERS = {
 HEADS = {
     "eagle": ("smollm2-eagle", jspec.Eagle(depth=5)),
     "eagle-tree": ("smollm2-eagle", jspec.Eagle(depth=5, width=8, num_nodes=32)),
+    "pruned": ("smollm2-eagle", jspec.Pruned()),
     "block": ("smollm2-block", jspec.Block()),
 }
 TEMPERATURES = (0.0, 1.0)
