@@ -40,7 +40,7 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
     text = cross_lower(functools.partial(run_rounds, method=loop.method), where, weights, s, jnp.int32(9))
     # Latent rows, four to a page here, are no whole tile of a TPU: XLA writes them there.
     latent = name.startswith(("mla", "dsa"))
-    assert ("kv_compact" in text) == (where == "cuda" or not latent)
+    assert ('name = "kv_compact"' in text) == (where == "cuda" or not latent)
     assert not re.search("callback|infeed|outfeed|triangular_solve|cusolver", text)
     # Top-k and top-p each search their threshold in a loop of fixed length.
     options = loop.sampling or Sampling()
@@ -53,7 +53,7 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
         # The state's own names contain "top_k".
         assert not re.search(r"\bsort\b|top_k|TopK", text.replace("sampling.top_k", ""))
         attention = "mla_attention" if latent else "paged_attention"
-        assert attention in text
+        assert f'name = "{attention}' in text
         assert ('name = "topk_of_rows"' in text) == ranks(name)
 
 
