@@ -45,6 +45,8 @@ class Tuning:
     """The speed at which sums over spread parts are written and read."""
     least_rows: int
     """With fewer rows, reading the matrix limits all kernels."""
+    small: int
+    """Elements of the contraction in a program of the Triton kernel with narrow tiles, up to which it is faster."""
 
 
 TUNING = {
@@ -56,10 +58,11 @@ TUNING = {
             Tile(3, 64, speed=1.9, spread=False),
             Tile(2, 128, speed=2.1, spread=False),
         ),
-        whole=(Tile(2, 128, speed=2.1), Tile(3, 128, speed=2.45), Tile(2, 256, speed=2.6)),
-        gated=(Tile(2, 128, speed=2.65), Tile(3, 64, speed=2.15, sharing=2)),
+        whole=(Tile(1, 64, speed=1.0), Tile(2, 128, speed=2.1), Tile(3, 128, speed=2.45), Tile(2, 256, speed=2.6)),
+        gated=(Tile(1, 64, speed=1.0), Tile(2, 128, speed=2.65), Tile(3, 64, speed=2.15, sharing=2)),
         bytes_per_us=4.5e6,
         least_rows=65,
+        small=1536,
     )
 }
 """By device kind; the first entry is the default."""
@@ -118,10 +121,21 @@ def supported(
     return refuse_dtype("x", x) or refuse_device(interpret)
 
 
-def worthwhile(x: jax.Array, weight: jax.Array, **options: object) -> bool:
+def worthwhile(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    transposed: bool = False,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    **options: object,
+) -> bool:
     """Whether the kernel is at least as fast as the Triton kernel."""
-    tuning = platform.for_device_kind(TUNING)
-    return len(x) >= tuning.least_rows
+    tuning, columns = platform.for_device_kind(TUNING), weight.shape[0 if transposed else 1]
+    sizes = {"rows": len(x), "inner": x.shape[1], "columns": columns, "dtype": x.dtype}
+    other = triton.default_config(**sizes, gated=activation is not None)
+    # For a small product, the Triton kernel has narrower tiles and a shorter start.
+    small = other.block_n < triton.WIDEST and x.shape[1] <= tuning.small * (other.parts if other.spread else 1)
+    return len(x) >= tuning.least_rows and not small
 
 
 def exact_matmul(

@@ -25,6 +25,9 @@ from pallas_kernels._triton import call, count_parts, dot, refuse_dtype
 from pallas_kernels._types import Ref
 from pallas_kernels.parts import add_parts
 
+LEAST_BLOCK = 16
+"""Triton multiplies no smaller blocks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -49,6 +52,9 @@ class Config:
 
 _NARROW = Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3)
 
+WIDEST = _NARROW.block_n
+"""Columns of a tile of a product with enough programs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
@@ -57,18 +63,19 @@ class Tuning:
     float32: Config = Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2)
     narrow: Config = _NARROW
     """For types of 16 bits."""
-    min_block_m: int = _NARROW.block_m
-    """With fewer rows than `narrow` has in a block, `block_m` is the power of two that holds them, and at least this;
-    that of `narrow` where bits depend on it."""
+    few_rows: Config = _NARROW
+    """For as many rows as its `block_m`, or fewer; `narrow`, as those below, where bits depend on the tile."""
     few_rows_whole: Config = _NARROW
-    """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
+    """For few rows and a contraction of one part."""
     few_programs: Config = _NARROW
-    """For such a tile and as many programs as `processors`, or fewer: each has more bytes under way."""
-    processors: int = 0
+    """For few rows and as many programs as `processors`, or fewer: each has more bytes under way."""
     few_columns: Config = _NARROW
-    """For such a tile and a matrix with few columns: the block of `narrow` is halved down to `block_n`, or until there
-    are `busy` programs."""
+    """For few rows and less than `busy` programs: `block_n` is halved from that of `few_rows` down to this, or until
+    there are as many."""
     busy: int = 0
+    more_rows: Config = _NARROW
+    """For more rows. `block_n` is halved while twice the programs are no more than `processors`."""
+    processors: int = 0
     programs: int = 192
     """The contraction is divided until there are this many programs for a block of rows, or half as many."""
     least_part: int = 512
@@ -78,12 +85,13 @@ class Tuning:
 
 
 _HOPPER = Tuning(
-    min_block_m=16,
+    few_rows=Config(block_m=16, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3),
     few_rows_whole=Config(block_m=16, block_n=128, block_k=32, parts=1, spread=False, num_warps=4, num_stages=5),
     few_programs=Config(block_m=16, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=5),
-    processors=132,
     few_columns=Config(block_m=16, block_n=16, block_k=128, parts=1, spread=False, num_warps=2, num_stages=4),
     busy=96,
+    more_rows=Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=4),
+    processors=132,
 )
 TUNING = {"any other": Tuning(), "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
@@ -100,27 +108,39 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike, gat
     config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
     tiles = pl.cdiv(columns, config.block_n)
     parts = count_parts(inner, tiles, programs=tuning.programs, least=tuning.least_part)
-    if config is tuning.narrow:
-        block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
-        if block_m == tuning.min_block_m and tiles * parts < tuning.busy:
-            config = _of_few_columns(tuning, inner, columns, parts, 2 if gated and parts == 1 else 1)
-        elif block_m == tuning.min_block_m and tiles * parts <= tuning.processors:
-            config = tuning.few_programs
-        elif block_m == tuning.min_block_m and parts == 1:
-            config = tuning.few_rows_whole
-        else:
-            config = dataclasses.replace(config, block_m=block_m)
-    return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
+    spread = parts > 1 and rows <= tuning.spread_rows
+    # An activation needs columns of both halves in a tile.
+    least = 2 * LEAST_BLOCK if gated and parts == 1 else LEAST_BLOCK
+    if config is tuning.narrow and rows > tuning.few_rows.block_m:
+        blocks = pl.cdiv(rows, tuning.more_rows.block_m)
+        programs = blocks * (parts if spread else 1)
+        # Shared memory has room for two of these programs; reading the matrix limits one block of rows.
+        if blocks == 1 or programs * tiles <= 2 * tuning.processors:
+            config = tuning.more_rows
+        config = _halved(config, columns, programs, least, tuning.processors // 2 + 1)
+    elif config is tuning.narrow and tiles * parts < tuning.busy:
+        config = dataclasses.replace(tuning.few_columns, block_n=config.block_n)
+        config = _halved(config, columns, parts, least, tuning.busy)
+        # All parts of a matrix have the same length, whatever the rows.
+        part = pl.cdiv(pl.cdiv(inner, tuning.narrow.block_k), parts) * tuning.narrow.block_k
+        if parts > 1 and part % config.block_k:
+            config = dataclasses.replace(config, block_k=tuning.narrow.block_k)
+    elif config is tuning.narrow and tiles * parts <= tuning.processors:
+        config = tuning.few_programs
+    elif config is tuning.narrow:
+        config = tuning.few_rows_whole if parts == 1 else tuning.few_rows
+    return dataclasses.replace(config, parts=parts, spread=spread)
 
 
-def _of_few_columns(tuning: Tuning, inner: int, columns: int, parts: int, halves: int) -> Config:
-    """`few_columns` with the widest tiles that keep the device busy, and with the same parts as all others."""
-    config, block_n = tuning.few_columns, tuning.narrow.block_n
-    while block_n > halves * config.block_n and pl.cdiv(columns, block_n) * parts < tuning.busy:
+def _halved(config: Config, columns: int, programs: int, least: int, enough: int) -> Config:
+    """The configuration with `block_n` halved, down to `least`, until there are enough programs.
+
+    programs: for one block of columns.
+    """
+    block_n = config.block_n
+    while block_n > least and pl.cdiv(columns, block_n) * programs < enough:
         block_n //= 2
-    part = pl.cdiv(pl.cdiv(inner, tuning.narrow.block_k), parts) * tuning.narrow.block_k
-    block_k = tuning.narrow.block_k if parts > 1 and part % config.block_k else config.block_k
-    return dataclasses.replace(config, block_n=block_n, block_k=block_k)
+    return dataclasses.replace(config, block_n=block_n)
 
 
 def supported(x: jax.Array, *args: object, interpret: bool | None = None, **options: object) -> str | None:

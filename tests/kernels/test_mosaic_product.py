@@ -154,8 +154,28 @@ def test_narrow_matrices_keep_a_gpu_busy(monkeypatch):
         assert programs >= 96 or few.block_n == 16 << gated, (inner, columns)
         lengths = {math.ceil(math.ceil(inner / c.block_k) / c.parts) * c.block_k for c in (few, many)}
         assert few.parts == many.parts and (few.parts == 1 or len(lengths) == 1), (inner, columns)
-    wide = triton.default_config(rows=8, inner=4096, columns=6144, dtype="bfloat16")
-    assert wide.block_n == 128 and wide.parts == 4
+        for rows in (17, 64, 100, 256):
+            more = make(rows=rows)
+            programs = math.ceil(rows / 64) * more.parts * math.ceil(columns / more.block_n)
+            assert programs > 66 or more.block_n == 16 << gated, (inner, columns, rows)
+            assert programs <= 132 or more.block_n == 128, (inner, columns, rows)
+            assert (more.parts, more.block_k) == (many.parts, many.block_k), (inner, columns, rows)
+    for rows in (8, 64):
+        wide = triton.default_config(rows=rows, inner=4096, columns=6144, dtype="bfloat16")
+        assert wide.block_n == 128 and wide.parts == 4
+
+
+@pytest.mark.parametrize(
+    ("inner", "columns", "gated", "rows"),
+    [(576, 960, False, {128, 512}), (576, 3072, True, {128}), (2048, 1024, False, {128}), (4096, 4096, False, set())],
+)
+def test_small_products_of_many_rows_have_narrow_tiles_of_the_other_kernel(inner, columns, gated, rows, monkeypatch):
+    """Its tiles of 64 rows and 128 columns would leave more than half of the multiprocessors idle."""
+    monkeypatch.setattr(platform, "for_device_kind", lambda table: table.get("NVIDIA H100", table))
+    options = {"activation": jax.nn.silu} if gated else {}
+    weight = jnp.zeros((inner, columns), jnp.bfloat16)
+    xs = {count: jnp.zeros((count, inner), jnp.bfloat16) for count in (128, 512, 2048)}
+    assert {count for count, x in xs.items() if not mosaic_gpu.worthwhile(x, weight, **options)} == rows
 
 
 @pytest.mark.skipif(HERE != "gpu", reason="needs a GPU: the shapes of real models")
@@ -171,8 +191,10 @@ def test_narrow_matrices_keep_a_gpu_busy(monkeypatch):
         (576, 960, {}),
         (576, 3072, {"activation": jax.nn.silu}),
         (1536, 576, {}),
+        (1024, 6144, {"activation": jax.nn.silu}),
+        (2048, 1024, {}),
     ],
-    ids=["qkv", "silu", "gelu", "down", "head", "embedding", "small qkv", "small silu", "small down"],
+    ids=["qkv", "silu", "gelu", "down", "head", "embedding", "small qkv", "small silu", "small down", "silu 6", "o"],
 )
 def test_products_of_real_models(inner, columns, options):
     """Few and many rows, which different kernels and tiles multiply."""
@@ -193,6 +215,7 @@ def test_products_of_real_models(inner, columns, options):
         (10, 65),
         (0, 192),
         (7, 256),
+        (3, 300),
         (0, 512),
     ):
         part = np.asarray(run(x[first : first + count], weight))

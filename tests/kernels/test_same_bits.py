@@ -504,7 +504,7 @@ def test_configurations_do_not_depend_on_the_number_of_rows(kind, monkeypatch):
             if kind == "any other" or dtype == "float32":
                 assert len({dataclasses.replace(config, spread=False) for config in made}) == 1
             else:
-                assert [config.block_m for config in made] == [16, 16, 16, 32, 64, 64, 64, 64, 64, 64]
+                assert [config.block_m for config in made] == [16, 16, 16, 64, 64, 64, 64, 64, 64, 64]
             assert len({config.parts for config in made}) == 1
             assert made[0].parts == 1 or inner // made[0].parts >= made[0].block_k
 

@@ -86,7 +86,7 @@ def test_batches(plain, chats, drafted, batch, temperature):
 def test_an_engine(plain, chats, drafted):
     """More requests than slots, preempted for lack of pages, in two rounds, so that prefixes are found."""
     model, drafter = drafted
-    with jspec.Engine(model, drafter=drafter, slots=8, context=512, pages=16) as engine:
+    with jspec.Engine(model, drafter=drafter, slots=8, context=512, pages=80, page_size=16) as engine:
         for temperature in (*TEMPERATURES, *TEMPERATURES):
             sampling = jspec.Sampling(temperature=temperature)
             out = engine.generate(chats, max_new_tokens=NEW_TOKENS, sampling=sampling, seed=SEEDS)
