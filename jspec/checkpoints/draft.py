@@ -143,14 +143,13 @@ def find_architectures(config: Fields, parts: Sequence[str]) -> list[str]:
 
 
 _CLASS = (
-    r"llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle3?|dflash2?|dspark|jetspec"
+    r"llama|qwen|qwen2|qwen3|qwen25vl|qwen3vl|mistral|mixtral|lfm2|for|causallm|lm|p?eagle[34]?|dflash2?|dspark|jetspec"
     r"|speculator|draft|model|head"
 )
 """Parts of the names of classes with the layers of a Llama or Qwen3."""
 _LATENT_CLASS = r"|deepseekv[23]|kimik2"
 """Those of classes with latent attention."""
 _OTHERS = {
-    "eagle4": "EAGLE-4, with an LM head of low rank",
     "deepseek": "latent attention, which only EAGLE-3 heads with its tensors have",
     "domino": "Domino, with a recurrent state",
     "gemma": "layers of Gemma",

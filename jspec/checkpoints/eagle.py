@@ -3,9 +3,8 @@
 "safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), written by SpecForge and read by SGLang:
 the config.json of a Llama with a few more keys; the first layer of an EAGLE-3 head is under `midlayer`. "speculators"
 (github.com/vllm-project/speculators), read by vLLM, is for EAGLE-3 only: the configuration of the layer is under
-`transformer_layer_config`, and the layer under `layers.0`. In both layouts, a P-EAGLE head has a mask token and the
-tensor `mask_hidden` in addition. A head with latent attention has the first layout, with DeepSeek's keys and tensors in
-its layers.
+`transformer_layer_config`, and the layer under `layers.0`. In both, a P-EAGLE head has the tensor `mask_hidden`. A head
+with latent attention has the first layout, with DeepSeek's keys and tensors; that of an EAGLE-4 head is in `eagle4`.
 
 Optional weights are read if they exist. An unused tensor is an error: the head would silently draft other tokens than
 in training.
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jspec.checkpoints import draft as common
-from jspec.checkpoints import speculators, vocabulary
+from jspec.checkpoints import eagle4, speculators, vocabulary
 from jspec.checkpoints.config import read_eps
 from jspec.checkpoints.deepseek import describe_latent, parse_latent
 from jspec.checkpoints.fields import Fields, refuse
@@ -89,6 +88,8 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 def read_fields(config: Fields, names: set[str]) -> Fields:
     """Read the fields of a head; in EAGLE-1 heads converted by vLLM, they are under `model`. names: of its tensors."""
     spellings = _WITH_MASKS if "mask_hidden" in names else SPELLINGS
+    if eagle4.matches(config):
+        spellings = eagle4.extend(SPELLINGS)
     # Latent attention has DeepSeek's keys in addition.
     if is_latent(names):
         spellings = dataclasses.replace(
@@ -139,6 +140,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         # EAGLE-1 heads read embeddings without the target's factor; EAGLE-3 heads normalize them.
         embed_scale=None if eagle3 or target.embed_factor == 1.0 else 1.0,
         mask_token=common.read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
+        **eagle4.read_sizes(config, fields, layers),
     )
     if isinstance(head, LatentHead):
         _check_latent(fields, head)
@@ -150,7 +152,8 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
 
 def is_eagle3(config: Fields, names: set[str]) -> bool:
     """Whether this is an EAGLE-3 head, with a norm of the feature, rather than an EAGLE-1 or EAGLE-2 head."""
-    stated = is_speculators(config) or config.has("eagle_config") or bool(common.find_architectures(config, ["eagle3"]))
+    stated = is_speculators(config) or config.has("eagle_config")
+    stated = stated or bool(common.find_architectures(config, ["eagle3", "eagle4"]))
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
@@ -259,6 +262,9 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
         return {**layers, "architectures": ["LlamaForCausalLM"]}
     # Captured layers: vLLM reads them at the top level, as inputs of layers; SGLang in the section, as outputs.
     outputs = [layer - 1 for layer in config.capture_layers] if params.fc is not None else []
+    section = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": params.fc is not None}
+    if config.rank:
+        return eagle4.describe(config, layers, eagle3, section)
     inputs = {} if params.fc is None else {"eagle_aux_hidden_state_layer_ids": list(config.capture_layers)}
     return {
         **layers,
@@ -268,7 +274,7 @@ def describe(layout: str, config: EagleHead, params: EagleParams, verifier: str 
         "draft_vocab_size": None if params.lm_head is None else config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         **inputs,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": params.fc is not None},
+        "eagle_config": section,
     }
 
 
@@ -286,6 +292,8 @@ def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
             raise ValueError(f"layout={layout!r}: must be 'safeailab' for a head with latent attention")
         if config.latent.eps != config.rms_norm_eps:
             raise ValueError(f"latent.eps={config.latent.eps}: must be rms_norm_eps={config.rms_norm_eps}")
+    if config.rank:
+        eagle4.check(layout, config, params)
     if params.mask_embed is not None:
         raise ValueError(f"layout={layout!r} cannot hold mask_embed")
     if params.input_norm is not None and params.fc_norms is not None:
@@ -330,13 +338,14 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     if eagle3:
         tokens = vocabulary.read_vocabulary(tensors, fields, size, config.draft_vocab_size)
         embed, lm_head = tokens.embedding(table.embed), tokens.head(table.lm_head)
+        parts = eagle4.reordered(table.candidates, tokens)
         hidden: Any = table.mask_hidden
         if config.mask_token is not None:
             mask_embed = tokens.mask_embedding(tensors, config.mask_token, config.hidden_size)
             # Some writers leave out axes of size 1.
             shape = (1,) * (len(tensors.files.shape("mask_hidden")) - 1) + hidden.shape
             hidden = dataclasses.replace(hidden, tensors={"mask_hidden": shape})
-        table = dataclasses.replace(table, embed=embed, lm_head=lm_head, mask_hidden=hidden)
+        table = dataclasses.replace(table, embed=embed, lm_head=lm_head, mask_hidden=hidden, candidates=parts)
         ids = tokens.ids
     params = dataclasses.replace(weights.read(table, tensors), ids=ids, mask_embed=mask_embed)
     _check_norms(config, tensors)
@@ -411,7 +420,7 @@ def _check_norms(config: EagleHead, tensors: Tensors) -> None:
 
 def named_tensors(layout: str, config: EagleHead, params: EagleParams) -> Iterator[tuple[str, Any]]:
     """All weights by their names in a layout."""
-    midlayer = config.version == 3 and layout == "safeailab"
+    midlayer = config.version == 3 and layout == "safeailab" and not config.rank
     first = "midlayer." if midlayer else "layers.0."
     # The names of optional tensors, for the table.
     optional = {"fc.bias": params.fc_bias, "input_norm.weight": params.input_norm, first: first}

@@ -54,6 +54,8 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
         """Takes the head's configuration; it must have been made for a target of this shape."""
         draft = self.check_kind(draft, (EagleHead, MtpHead), "an EAGLE head as draft")
         self.check_features(draft, target, "head")
+        if isinstance(draft, EagleHead) and draft.rank:
+            self.check_width(draft.num_candidates, "the candidates of the head")
         return dataclasses.replace(self, target=target, model=draft)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> EagleState:
@@ -81,7 +83,7 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
                 frontier.tokens, positions, self.seen(state.cache), s.length - 1, mask=frontier.mask, earlier=rows
             )
             out = self._model.apply(params, self._target, batch, take_parents(feature, frontier))
-            return (out.rows, out.feature), self.propose(s, out.logits, frontier.path, self._model.ids(params.draft))
+            return (out.rows, out.feature), self.propose(s, out.logits, frontier.path, out.ids)
 
         draft_tree = grow(
             s.root[:, 0], state.proposal, expand, (None, state.feature), self.shape, exact=self.exact, growth=s.growth
@@ -108,7 +110,7 @@ class Eagle(WindowedDrafter[EagleHead | MtpHead]):
         out = self._model.apply(params, self._target, batch, feature)
         # The first generation of the next tree.
         path = jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32)
-        proposal = self.propose(s, out.logits, path, self._model.ids(params.draft))
+        proposal = self.propose(s, out.logits, path, out.ids)
         cache = commit_rows(
             state.cache, out.rows, committed.start, None, committed.length, after=out.logits, pieces=committed.pieces
         )

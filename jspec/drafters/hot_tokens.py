@@ -1,7 +1,7 @@
-"""Trimmed drafts: they propose some tokens alone, and their LM heads cost less (FR-Spec, arXiv 2502.14856).
+"""Drafts whose LM heads cost less: they propose some tokens alone (FR-Spec, arXiv 2502.14856), or score candidates.
 
-The columns of these tokens are copied from the draft's LM head, or from the target's if the draft shares it, and the
-draft keeps their ids. Other tokens have probability 0 in the draft, so the output is the same by any acceptance rule.
+The columns of the LM head are copied, or those of the target's if the draft shares it, and the draft keeps the ids of
+its tokens. Others have probability 0 in the draft, so the output is the same by any acceptance rule.
 """
 
 import dataclasses
@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PyTree
 
+from jspec.core.checks import check_int
 from jspec.core.grow import MAX_WIDTH
 from jspec.core.types import Params
 from jspec.models import MtpHeads
 from jspec.models.block_head import BlockHead
+from jspec.models.candidates import factorize
 from jspec.models.decoder import Decoder, ModelParams
 from jspec.models.eagle_head import EagleHead
-from jspec.models.quantized import Quantized
+from jspec.models.quantized import Quantized, widen
 from jspec.models.sizes import lm_head
 
 Ids = Int[np.ndarray, " n"]
@@ -80,6 +82,8 @@ def _trim_features(
 ) -> tuple[EagleHead | BlockHead, Params]:
     """A draft with hidden states as inputs, and maybe a vocabulary of its own."""
     weights: Any = params.draft
+    if getattr(draft, "rank", 0):
+        raise ValueError("hot_tokens: the LM head scores candidates alone; must be None")
     proposable = np.arange(draft.draft_vocab_size) if weights.ids is None else np.asarray(weights.ids)
     columns = np.flatnonzero(np.isin(proposable, ids))
     _check_count(columns, "hot_tokens")
@@ -93,13 +97,29 @@ def _trim_features(
     return dataclasses.replace(draft, **changes), Params(params.target, dataclasses.replace(weights, **values))
 
 
-def _columns(weights: Any, params: Params, target: Any, columns: Ids) -> dict[str, Any]:
-    """The LM head with these columns, and their ids."""
+def with_candidates(params: Params, target: Any, draft: Any, rank: int, count: int) -> tuple[EagleHead, Params]:
+    """The configuration and weights of an EAGLE head whose LM head scores `count` candidates of a product of `rank`.
+
+    Raises:
+      ValueError: the draft is of another kind, or an argument is out of bounds.
+    """
+    if not isinstance(draft, EagleHead) or draft.version == 1 or draft.at_once or draft.rank:
+        raise ValueError(f"the draft is of type {type(draft).__name__}: must be an EAGLE-3 head that scores all tokens")
+    check_int("rank", rank, least=1, most=draft.hidden_size)
+    check_int("candidates", count, least=1, most=draft.draft_vocab_size)
+    weights: Any = params.draft
+    head = widen(_columns(weights, params, target, np.arange(draft.draft_vocab_size), "candidates")["lm_head"])
+    weights = dataclasses.replace(weights, lm_head=None, candidates=factorize(head.astype(weights.norm.dtype), rank))
+    return dataclasses.replace(draft, rank=rank, num_candidates=count), Params(params.target, weights)
+
+
+def _columns(weights: Any, params: Params, target: Any, columns: Ids, option: str = "hot_tokens") -> dict[str, Any]:
+    """The LM head with these columns, and their ids. option: for messages."""
     shared = weights.lm_head is None
     # The target's may be capped or scaled after the product.
     if shared and type(target).unembed is not Decoder.unembed:
         name = type(target).__name__
-        raise ValueError(f"hot_tokens: the draft shares the LM head of {name}, with changes of logits; must be None")
+        raise ValueError(f"{option}: the draft shares the LM head of {name}, with changes of logits; must be None")
     head = lm_head(params.target) if shared else weights.lm_head
     transposed = shared and params.target.lm_head is None
     return {"lm_head": _take(head, transposed, columns), "ids": jnp.asarray(columns, jnp.int32)}

@@ -289,15 +289,16 @@ def _of_features(
     cache = draft.init_cache(params.draft, batch, rows, DEFAULT_PAGE_SIZE)
     place, count = jnp.arange(rows, dtype=jnp.int32), text.choices.shape[1]
     out = draft.apply(params, target, ForwardBatch(tokens, place[None], cache, None), feature)
-    logits = out.logits
     if second:
         # Each row goes on with its own output, and sees the first rows up to its own, and itself.
         seen = jnp.concatenate([place[:, None] >= place[None], place[:, None] == place[None]], axis=1)
         following = jnp.roll(tokens, -1, axis=1)
         batch = ForwardBatch(following, place[None] + 1, cache, None, mask=seen[None], earlier=out.rows)
         out = draft.apply(params, target, batch, out.feature)
-        logits, count = out.logits[:, :-1], count - 1
-    return _compare(text, logits[:, -count:], draft.ids(params.draft))
+    judged = slice(-count, -1 if second else None)
+    return _compare(
+        text, out.logits[:, judged], out.ids if out.ids is None or out.ids.ndim == 1 else out.ids[:, judged]
+    )
 
 
 @_program

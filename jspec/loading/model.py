@@ -19,7 +19,7 @@ from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.sharding import Placement
 from jspec.core.types import Params
-from jspec.drafters.hot_tokens import read_hot_tokens, trim
+from jspec.drafters.hot_tokens import read_hot_tokens, trim, with_candidates
 from jspec.loading import memory
 from jspec.loading.hub import ADAPTER_FILES, DRAFT_FILES, bundled_draft, locate
 from jspec.loading.probe import Fit, make_prompts, probe_fit
@@ -135,6 +135,21 @@ class Model:
             raise ValueError(f"model={self.name!r}: must have a draft")
         ids = read_hot_tokens(tokens, self.target.vocab_size)
         draft, params = trim(self.params, self.target, self.draft, ids)
+        return dataclasses.replace(self, draft=draft, params=params)
+
+    def with_candidates(self, candidates: int = 128, rank: int = 128) -> "Model":
+        """Let the LM head of an EAGLE-3 draft score candidates alone, as in EAGLE-4; the output stays the same.
+
+        A product of low rank finds them: its factors are the largest singular vectors of the LM head.
+
+        candidates: tokens to score, at least as many as a node of a tree has children.
+        rank: of the product, at most the draft's width.
+
+        Raises:
+          TypeError, ValueError: no ints within bounds, no draft, one of another kind, or a split model.
+        """
+        refuse_split(self, "with_candidates")
+        draft, params = with_candidates(self.params, self.target, self.draft, rank, candidates)
         return dataclasses.replace(self, draft=draft, params=params)
 
 

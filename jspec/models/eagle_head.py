@@ -3,7 +3,8 @@ section 4.1, for EAGLE-1 and also EAGLE-2, arXiv 2406.16858; arXiv 2503.01840, s
 
 Row p reads the target's feature at position p and the token at p + 1, and predicts the token at p + 2. While drafting,
 the head's own output replaces the feature. A P-EAGLE head (Hui et al., arXiv 2602.01469, section 3) reads a mask token
-and a learned hidden state instead, all in one forward.
+and a learned hidden state instead, all in one forward. An EAGLE-4 head is an EAGLE-3 head whose LM head scores
+candidates (`jspec.models.candidates`).
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
-from jspec.models import layers, weights
+from jspec.models import candidates, layers, weights
+from jspec.models.candidates import CandidateHead
 from jspec.models.layers import ForwardBatch
 from jspec.models.sizes import tree_bytes
 from jspec.models.stack import DraftShape, decoder_layer
@@ -53,6 +55,8 @@ class EagleParams:
     """The embedding of a mask token that the target does not have; None: its row of the embedding."""
     mask_hidden: Float[Array, " C"] | None = None
     """P-EAGLE: the input of masks, in place of captured states."""
+    candidates: CandidateHead | None = None
+    """EAGLE-4: in place of `lm_head`."""
 
 
 @struct
@@ -60,9 +64,12 @@ class HeadOutput:
     """The result of one forward of a head."""
 
     logits: Float[Array, "B N Vd"]
+    """Those of the draft's vocabulary, or of candidates."""
     feature: Float[Array, "B N E"]
     """Feature fed to the next drafting step."""
     rows: PyTree
+    ids: Int[Array, " Vd"] | Int[Array, "B N Vd"] | None
+    """Target ids of the logits, shared or of each row; None: the target's vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,8 @@ class EagleHead(DraftShape):
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
     mask_token: P-EAGLE: the token read after the first prediction; None: each step reads the token of the step before.
+    rank: EAGLE-4: of the product that finds candidates; 0: the LM head scores all tokens.
+    num_candidates: EAGLE-4: tokens that the LM head scores.
     """
 
     version: int
@@ -81,11 +90,13 @@ class EagleHead(DraftShape):
     norm_before_residual: bool = False
     norm_output: bool = False
     mask_token: int | None = None
+    rank: int = 0
+    num_candidates: int = 0
     drafter: ClassVar[str] = "eagle"
 
     def summary(self) -> str:
         """The kind of draft, for display."""
-        return "P-EAGLE head" if self.at_once else f"EAGLE-{self.version} head"
+        return "P-EAGLE head" if self.at_once else f"EAGLE-{4 if self.rank else self.version} head"
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
         """The weights as `jax.ShapeDtypeStruct`s, without optional ones, such as biases.
@@ -118,7 +129,7 @@ class EagleHead(DraftShape):
         """
         # Sizes, and the prefix of the first layer in this layout.
         width, target_width, eagle3 = self.hidden_size, self.target_hidden_size, self.version == 3
-        captured = len(self.capture_layers) * target_width
+        captured, size = len(self.capture_layers) * target_width, self.draft_vocab_size
         first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
         prefixes = [first, *(f"layers.{index}." for index in range(1, self.num_layers))]
         # All weights; None for absent ones.
@@ -133,9 +144,10 @@ class EagleHead(DraftShape):
             hidden_norm=plain(first + "hidden_norm.weight", width) if eagle3 else None,
             layers=tuple(self._layer_weights(index, prefix, names, qk_norm) for index, prefix in enumerate(prefixes)),
             norm=plain("norm.weight", width) if eagle3 else None,
-            lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if eagle3 and lm_head else None,
+            lm_head=linear(width, {"lm_head.weight": size}) if eagle3 and lm_head and not self.rank else None,
             ids=None,
             mask_hidden=_flat("mask_hidden", (1, 1, captured)) if self.at_once else None,
+            candidates=candidates.table(width, self.rank, size) if self.rank else None,
         )
 
     def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> PyTree:
@@ -153,6 +165,12 @@ class EagleHead(DraftShape):
             qkv_bias=prefix + "self_attn.q_proj.bias" in names,
             o_bias=prefix + "self_attn.o_proj.bias" in names,
         )
+
+    def head_bytes(self, params: Params) -> int:
+        """As in `DraftShape`; with candidates, the factors and the rows of one token."""
+        if (head := params.draft.candidates) is None:
+            return super().head_bytes(params)
+        return tree_bytes((head.down, head.up)) + self.num_candidates * tree_bytes(head.rows) // len(head.rows)
 
     def step_bytes(self, params: Params) -> int:
         """Bytes of weights read by one forward while drafting."""
@@ -192,8 +210,12 @@ class EagleHead(DraftShape):
         feature: the result of `fuse`, or the `feature` of an earlier output of this head.
         """
         x, rows = self._run(params, target, batch, feature)
-        normed = self._normed(params.draft, x)
-        return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, rows)
+        normed, ids = self._normed(params.draft, x), self.ids(params.draft)
+        feature = normed if self.norm_output else x
+        if (head := params.draft.candidates) is None:
+            return HeadOutput(self.unembed(params, target, normed), feature, rows, ids)
+        logits, index = head.score(normed, self.num_candidates, self.draft_vocab_size)
+        return HeadOutput(logits, feature, rows, index if ids is None else jnp.take(ids, index, mode="clip"))
 
     def read(
         self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]

@@ -101,7 +101,7 @@ class MtpHead(MtpLayer):
         """One forward over N (token, feature) pairs per sequence; arguments as in `EagleHead.apply`."""
         feature, rows = self.read(params, target, batch, feature)
         feature = batch.take(feature)
-        return HeadOutput(self.unembed(params, target, feature), feature, rows)
+        return HeadOutput(self.unembed(params, target, feature), feature, rows, self.ids(params.draft))
 
     def read(
         self, params: Params, target: Target, batch: ForwardBatch, feature: Float[Array, "B N E"]

@@ -62,6 +62,10 @@ class HeadLearner(ttt.UnrolledLearner):
     config: EagleHead
     target: Llama
 
+    def __post_init__(self):
+        if self.config.rank:
+            raise ValueError("an EAGLE-4 head cannot be trained: train an EAGLE-3 head, then use Model.with_candidates")
+
     @classmethod
     def configure(cls, target: Decoder, shape: HeadShape) -> EagleHead:
         """A head that uses the target's embedding; with another width it learns one of its own."""

@@ -41,6 +41,16 @@ def random_inputs(version, count=9):
     return embed, lm_head, tokens, random.standard_normal((count, 16 if version == 1 else 48)).astype(np.float32)
 
 
+def spread(out, size):
+    """The logits of the first sequence in the draft's vocabulary; -inf for tokens that are no candidates."""
+    logits = np.array(out.logits)[0]
+    if out.ids is None or out.ids.ndim == 1:
+        return logits
+    everywhere = np.full((len(logits), size), -np.inf)
+    np.put_along_axis(everywhere, np.array(out.ids)[0], logits, axis=-1)
+    return everywhere
+
+
 @partial(jax.jit, static_argnums=0)
 def apply(config, params, *args):
     return config.apply(params, TARGET, *args)
@@ -51,7 +61,15 @@ commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
 
 
 @pytest.mark.slow(
-    unless=("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow", "p-eagle", "latent yarn")
+    unless=(
+        "eagle1",
+        "eagle3 two layers",
+        "speculators two layers",
+        "eagle3 narrow",
+        "p-eagle",
+        "latent yarn",
+        "eagle4",
+    )
 )
 @pytest.mark.parametrize("name", HEADS)
 def test_forward_equals_the_oracle(head, name):
@@ -71,12 +89,12 @@ def test_forward_equals_the_oracle(head, name):
     zero, five, ids = np.array([0], np.int32), np.array([5], np.int32), tokens[None]
     positions = np.arange(len(tokens), dtype=np.int32)[None]
     out = apply(config, params, read_by(ids, positions, cache), feature)
-    np.testing.assert_allclose(np.array(out.logits)[0], logits, atol=1e-5)
+    np.testing.assert_allclose(spread(out, logits.shape[-1]), logits, atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after, atol=1e-5)
 
     cache = commit(cache, out.rows, zero, None, five)
     out = apply(config, params, read_by(ids[:, 5:], positions[:, 5:], cache, five), feature[:, 5:])
-    np.testing.assert_allclose(np.array(out.logits)[0], logits[5:], atol=1e-5)
+    np.testing.assert_allclose(spread(out, logits.shape[-1]), logits[5:], atol=1e-5)
     np.testing.assert_allclose(np.array(out.feature)[0], after[5:], atol=1e-5)
     if config.at_once:
         np.testing.assert_array_equal(draft.mask_hidden, stored["mask_hidden"].reshape(-1))
@@ -93,6 +111,7 @@ def test_round_trip_in_each_layout(head, tmp_path, name):
         "eagle1": "must be 'safeailab' for an EAGLE-1 head",
         "eagle3 own": "fc_bias",
         "latent": "must be 'safeailab' for a head with latent attention",
+        "eagle4": "an EAGLE-4 head has layout='safeailab', without layout",
     }
     for layout in eagle.LAYOUTS:
         out, write_head = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
@@ -126,6 +145,60 @@ def test_what_sglang_reads(head, tmp_path):
     later = ["layers.1.hidden_norm.weight", "layers.1.input_layernorm.weight"]
     np.testing.assert_array_equal(*[stored[name] for name in later])
     assert "embed_tokens.weight" not in stored
+
+
+def test_the_published_config_of_an_eagle4_head(head, tmp_path):
+    """The keys of Qwen3.8-27B's, smaller; what is written has no others, and the tensors of NVIDIA's export."""
+    keys = {
+        **{"_torchspec_version": "0.1.0", "architectures": ["LlamaForCausalLMEagle4"], "attention_bias": False},
+        **{"attention_dropout": 0.0, "bos_token_id": 7, "draft_vocab_size": V, "dtype": "bfloat16", "eos_token_id": 7},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True},
+        "efficient_lm_head_config": {"num_candidates": 9, "rank": 6, "type": "low_rank"},
+        **{"fc_norm": True, "hidden_act": "silu", "initializer_range": 0.02, "layer_types": ["sliding_attention"]},
+        **{
+            "mlp_bias": False,
+            "model_type": "llama",
+            "norm_output": True,
+            "num_aux_hidden_states": 3,
+            "pad_token_id": 7,
+        },
+        **{"pretraining_tp": 1, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "sliding_window": 40},
+        **{"target_hidden_size": 16, "tie_word_embeddings": False, "transformers_version": "5.8.1", "use_cache": True},
+        **{"use_sliding_window": True, "torch_dtype": "bfloat16"},
+    }
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    directory = head(lambda raw: {**{key: raw[key] for key in sizes}, **keys}, **HEADS["eagle4"])
+    loaded = load(directory)
+    config = loaded.config
+    assert (config.capture_layers, config.rank, config.num_candidates) == ((2, 4, 6), 6, 9)
+    assert config.windows == (40,) and config.norm_output and loaded.params.fc_norms is not None
+    drafts.save(tmp_path / "out", config, loaded.params, dtype="float32")
+    raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
+    assert set(raw) <= {*sizes, *keys, "rope_theta", "rope_scaling"}
+    assert set(stored) == set(load_file(directory / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"rank": 17}, r"efficient_lm_head_config.rank=17: must be from 1 to 16"),
+        ({"num_candidates": V + 1}, r"efficient_lm_head_config.num_candidates=62: must be from 1 to 61"),
+        ({"type": "clusters"}, r"efficient_lm_head_config.type='clusters' \(must be 'low_rank'\)"),
+        ({"groups": 2}, r"efficient_lm_head_config.groups=2 \(unknown"),
+    ),
+)
+def test_sizes_of_candidates(head, changes, message):
+    lesser = {**HEADS["eagle4"]["efficient_lm_head_config"], **changes}
+    with pytest.raises(CheckpointError, match=message):
+        load(head(lambda raw: {**raw, "efficient_lm_head_config": lesser}, **HEADS["eagle4"]))
+    # Without the object, the LM head scores all tokens, and the factors are unused.
+    without = partial(eagle_files.edit, efficient_lm_head_config="absent")
+    factors = ("efficient_lm_head.weight", "efficient_lm_head_down_proj.weight")
+    with pytest.raises(CheckpointError, match=rf"2 unused tensor\(s\).*does not read them: {', '.join(factors)}"):
+        load(head(without, **HEADS["eagle4"]))
+    whole = load(head(without, drop=factors, **HEADS["eagle4"]))
+    assert not whole.config.rank and whole.params.lm_head is not None
 
 
 def test_what_vllm_reads(head, tmp_path):
@@ -197,7 +270,7 @@ def test_every_tensor_is_needed_and_checked(head, name):
     raw = json.loads((directory / "config.json").read_text())
     same = {"t2d"} | ({"embed_tokens.weight"} if expected.params.embed is None else set())
     free = {"fc.bias"} | {name for name in stored if name.endswith("o_proj.bias")}
-    if expected.params.ids is None:
+    if expected.params.ids is None and expected.params.candidates is None:
         free.add("lm_head.weight")
     if expected.config.at_once:
         free.add("embed_tokens.weight")

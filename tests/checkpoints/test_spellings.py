@@ -20,7 +20,7 @@ from jspec.checkpoints.source import Source
 from jspec.drafters import Eagle
 
 CLASSES = {
-    **{"LlamaForCausalLMEagle4": "EAGLE-4", "Eagle3DeepseekV2ForCausalLM": "latent attention"},
+    **{"Eagle3DeepseekV2ForCausalLM": "latent attention"},
     **{"Qwen3XPressModel": "", "LiLiCorrDraftModel": "", "LagunaDFlashModel": "", "Qwen3OmniDSparkModel": ""},
     **{"MuseSparkDSparkModel": "", "Gemma4DSparkModel": "Gemma"},
     **{"DominoDraftModel": "Domino", "EagleLlama4ForCausalLM": "Llama 4"},

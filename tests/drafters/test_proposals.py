@@ -18,7 +18,7 @@ from jspec.core.types import Committed
 BLOCKS = [(depth, width) for depth in range(1, 8) for width in (1, 3)]
 SHAPES = [
     *((name, *shape) for name in ("eagle_masks", "standalone_masks") for shape in ((1, 1, 2), (5, 1, 6), (4, 3, 12))),
-    *(("eagle_latents", *shape) for shape in ((4, 1, 5), (4, 3, 12))),
+    *((name, *shape) for name in ("eagle_latents", "eagle_candidates") for shape in ((4, 1, 5), (4, 3, 12))),
     *(("eagle", *shape) for shape in ((4, 1, 5), (3, 3, 12), (1, 1, 2), (1, 4, 5), (4, 2, 15), (4, 4, 20))),
     *(
         (name, depth, width, depth + 1 if width == 1 else min(2 * depth + 3, 1 + width + (depth - 1) * width**2))
@@ -36,7 +36,7 @@ def after_four_rounds(name, shape):
     return toy.run(drafter, weights_of(), toy.start(drafter, weights_of()), 4)
 
 
-@pytest.mark.slow(unless=("eagle-3-3-12", "fill_in-2-3-7", "standalone_masks-5-1-6"))
+@pytest.mark.slow(unless=("eagle-3-3-12", "eagle_candidates-4-3-12", "fill_in-2-3-7", "standalone_masks-5-1-6"))
 @pytest.mark.parametrize(("name", "depth", "width", "nodes"), SHAPES)
 def test_proposals_are_those_of_a_forward_that_sees_each_path_alone(name, depth, width, nodes):
     """The distribution of each node is computed on its path as one text, so it attended to its ancestors only."""
@@ -50,7 +50,9 @@ def test_proposals_are_those_of_a_forward_that_sees_each_path_alone(name, depth,
 
 
 @pytest.mark.slow(unless="eagle_masks")
-@pytest.mark.parametrize("name", ("eagle", "eagle_latents", "eagle_masks", "standalone_masks", "block", "dflash2"))
+@pytest.mark.parametrize(
+    "name", ("eagle", "eagle_latents", "eagle_candidates", "eagle_masks", "standalone_masks", "block", "dflash2")
+)
 def test_sampled_drafts_report_the_distribution_after_their_own_path(name):
     """In numbers, where a wrong feature, state or position may leave the best tokens as they are."""
     kind, model, weights_of, by_hand = DRAFTS[name]

@@ -22,7 +22,7 @@ from jspec.checkpoints import drafts
 from jspec.core import tree
 from jspec.core.types import Params
 from jspec.drafters import Block, Eagle, Standalone
-from jspec.models import BlockHead, Draft
+from jspec.models import BlockHead, Draft, EagleHead
 
 HEAD = dataclasses.replace(toy.HEAD, num_layers=2)
 """Rows of its second layer depend on what its first layer sees."""
@@ -103,8 +103,8 @@ def eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...
     return lambda path: over_vocabulary(run(path)[0][-1], own.ids)
 
 
-def latent_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
-    raw, tensors = stored_head()
+def stored_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
+    raw, tensors = stored_head(drafter.model)
     embed, known = np.array(toy.params().target.embed), eagle_oracle.fuse(raw, tensors, captured(tuple(tokens))[:-1])
 
     @functools.cache
@@ -114,13 +114,13 @@ def latent_eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[i
         logits, after = eagle_oracle.forward(raw, tensors, embed, embed, np.array([*tokens[1:], *path]), feature)
         return logits, after[len(known) - 1 :]
 
-    return lambda path: over_vocabulary(run(path)[0][-1], toy.head_params(toy.LATENT_HEAD).draft.ids)
+    return lambda path: over_vocabulary(run(path)[0][-1], masked.head_params(drafter.model).draft.ids)
 
 
 @functools.cache
-def stored_head() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """config.json and tensors of the head with latent attention."""
-    return written(toy.LATENT_HEAD, toy.head_params(toy.LATENT_HEAD).draft, "safeailab")
+def stored_head(config: EagleHead) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json and tensors of a head of `toy`."""
+    return written(config, masked.head_params(config).draft, "safeailab")
 
 
 def masked_standalone_by_hand(drafter: Standalone, tokens: list[int]) -> Callable[[tuple[int, ...]], np.ndarray]:
@@ -181,12 +181,10 @@ DRAFTS = {
     "eagle": (Eagle, HEAD, head_params, eagle_by_hand),
     "standalone": (Standalone, toy.TARGET, draft_params, standalone_by_hand),
     "block": (Block, toy.BLOCK, functools.partial(block_params, toy.BLOCK), block_by_hand),
-    "eagle_latents": (
-        Eagle,
-        toy.LATENT_HEAD,
-        functools.partial(toy.head_params, toy.LATENT_HEAD),
-        latent_eagle_by_hand,
-    ),
+    **{
+        name: (Eagle, config, functools.partial(masked.head_params, config), stored_eagle_by_hand)
+        for name, config in (("eagle_latents", toy.LATENT_HEAD), ("eagle_candidates", toy.CANDIDATES_HEAD))
+    },
     "eagle_masks": (Eagle, toy.MASKED_HEAD, functools.partial(masked.params, toy.MASKED_HEAD), masked_eagle_by_hand),
     "standalone_masks": (
         Standalone,

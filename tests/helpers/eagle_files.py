@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -28,6 +29,11 @@ TARGET = Llama(
 _MASK = np.random.default_rng(3).standard_normal((1, 48)).astype(np.float32)
 LATENT = dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5}
+EAGLE4: dict[str, Any] = {
+    **dict(layout="eagle4", draft_vocab=None, fc_norm="fc_norm", norm_output=True, num_aux_hidden_states=3),
+    **dict(layer_types=["sliding_attention"], sliding_window=5, use_sliding_window=True),
+    **dict(efficient_lm_head_config={"type": "low_rank", "rank": 6, "num_candidates": 9}),
+}
 HEADS = {
     "eagle1": dict(layout="eagle1"),
     "eagle1 biases": dict(layout="eagle1", fc_bias=True, qkv_bias=True, embed=True, bias=False),
@@ -55,6 +61,7 @@ HEADS = {
         **{"layout": "speculators", "embed": True, "mask_token_id": 5, "speculators_model_type": "peagle"},
         **dict(architectures=["PEagleSpeculator"], norm_before_residual=True, tensors={"mask_hidden": _MASK[None]}),
     ),
+    "eagle4": EAGLE4,
     "speculators": dict(layout="speculators", norm_before_residual=True),
     "speculators qwen3": dict(layout="speculators", qk_norm=True, norm_output=True, fc_norm="fc_norm"),
     "speculators two layers": dict(layout="speculators", num_layers=2, norm_before_fc=True),
@@ -179,7 +186,7 @@ def random_head(
 ) -> tuple[dict, dict[str, np.ndarray]]:
     """config.json and tensors of a head for a target of 8 layers.
 
-    layout: "eagle1", "eagle3" (SafeAILab, SpecForge) or "speculators".
+    layout: "eagle1", "eagle3" (SafeAILab, SpecForge), "eagle4" or "speculators".
     fc_norm: "fc_norm" or the older "aux_norm"; later_norm: name of the attention's norm in later layers.
     embed: whether it has its own embedding. top: further keys of config.json.
     """
@@ -218,8 +225,8 @@ def random_head(
     if layout == "eagle1":
         return {"architectures": ["LlamaForCausalLM"], **layer, **top}, t
     flags = {"draft_vocab_size": draft_vocab, "norm_before_fc": norm_before_fc, "fc_norm": fc_norm is not None}
-    if layout == "eagle3":
-        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags, **top}, t
+    if layout in ("eagle3", "eagle4"):
+        return {"architectures": [f"LlamaForCausalLME{layout[1:]}"], **layer, **flags, **top}, t
     layer["model_type"] = "qwen3" if qk_norm else "llama"
     raw = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_residual": False}
     return {**raw, "transformer_layer_config": layer, **flags, **top}, t
@@ -228,9 +235,13 @@ def random_head(
 def any_head(layout: str = "eagle3", *, latent: dict | None = None, **options) -> tuple[dict, dict[str, np.ndarray]]:
     """As `random_head`. latent: the sizes of latent attention, by their keys in config.json."""
     raw, t = random_head(layout, **options)
+    random = np.random.default_rng(1)
+    if layout == "eagle4":
+        rank = raw["efficient_lm_head_config"]["rank"]
+        shapes = {"efficient_lm_head": (V, rank), "efficient_lm_head_down_proj": (rank, raw["hidden_size"])}
+        t |= {f"{name}.weight": random_weight(random, name, *shape) for name, shape in shapes.items()}
     if latent is None:
         return raw, t
-    random = np.random.default_rng(1)
     for output in [name for name in t if name.endswith(".self_attn.o_proj.weight")]:
         prefix = output.removesuffix("o_proj.weight")
         width, reads = t[output].shape[0], t[prefix + "q_proj.weight"].shape[1]

@@ -55,6 +55,10 @@ def forward(raw: dict, t: Tensors, embed: np.ndarray, head: np.ndarray, tokens: 
         return x @ head.astype(np.float64).T, x
     y = norm(x, t["norm.weight"], eps)
     logits = linear(y, t, "lm_head") if "lm_head.weight" in t else y @ head.astype(np.float64).T
+    if candidates := raw.get("efficient_lm_head_config"):
+        low = linear(linear(y, t, "efficient_lm_head_down_proj"), t, "efficient_lm_head")
+        least = np.sort(low, axis=-1)[:, -candidates["num_candidates"], None]
+        logits = np.where(low >= least, logits, -np.inf)
     return logits, y if raw.get("norm_output") else x
 
 
@@ -68,12 +72,13 @@ def attention(config: dict, t: Tensors, prefix: str, read: np.ndarray) -> np.nda
         q = norm(q, t[prefix + "q_norm.weight"], config["rms_norm_eps"])
         k = norm(k, t[prefix + "k_norm.weight"], config["rms_norm_eps"])
     q, k = rotate(q, config.get("rope_theta", 1e4)), rotate(k, config.get("rope_theta", 1e4))
-    out = np.zeros_like(q)
+    out, window = np.zeros_like(q), config.get("sliding_window") or len(read)
     for position in range(len(read)):
         for h in range(heads):
             kv = h * k.shape[1] // heads
-            score = np.exp(k[: position + 1, kv] @ q[position, h] / dim**0.5)
-            out[position, h] = score / score.sum() @ v[: position + 1, kv]
+            seen = slice(max(0, position + 1 - window), position + 1)
+            score = np.exp(k[seen, kv] @ q[position, h] / dim**0.5)
+            out[position, h] = score / score.sum() @ v[seen, kv]
     return linear(out.reshape(len(read), -1), t, prefix + "o_proj")
 
 

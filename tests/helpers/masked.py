@@ -1,4 +1,6 @@
-"""Drafts of `toy` with masks, which are often right: their LM heads are fitted to the texts of plain decoding."""
+"""Drafts of `toy` with masks or candidates, which are often right: their LM heads are fitted to the texts of plain
+decoding.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +12,7 @@ import toy
 
 from jspec.core import tree
 from jspec.core.types import Params
-from jspec.drafters import Eagle, Standalone
+from jspec.drafters import Eagle, Standalone, hot_tokens
 from jspec.models import EagleHead, Llama
 
 DEPTH = 4
@@ -38,3 +40,12 @@ def params(config: EagleHead | Llama) -> Params:
     aims = aims[:, :, ids].reshape(-1, len(ids))
     fitted = np.linalg.solve(outputs.T @ outputs + 0.1 * np.eye(config.hidden_size), outputs.T @ aims)
     return Params(target, dataclasses.replace(random, lm_head=jax.device_put(fitted.astype(np.float32))))
+
+
+@functools.cache
+def head_params(config: EagleHead) -> Params:
+    """The target's weights and those of an EAGLE head of `toy` without masks; of a head with candidates, factors."""
+    if not config.rank:
+        return toy.head_params(config)
+    whole = dataclasses.replace(config, rank=0, num_candidates=0)
+    return hot_tokens.with_candidates(toy.head_params(whole), toy.TARGET, whole, config.rank, config.num_candidates)[1]

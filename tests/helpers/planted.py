@@ -60,7 +60,10 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-REPEATED = ("block", "dflash2", "eagle", "eagle_masks", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
+REPEATED = (
+    *("block", "dflash2", "eagle", "eagle_candidates_tree", "eagle_masks", "frozen_kv_mtp", "mtp_reused_tree"),
+    *("standalone", "suffix"),
+)
 """Second shapes of drafters: slow points of the tests of all shapes."""
 
 
@@ -102,7 +105,7 @@ def weights_of(drafter):
     if getattr(getattr(drafter, "model", None), "at_once", False):
         return masked.params(drafter.model)
     if isinstance(drafter, Eagle):
-        return toy.head_params(drafter.model)
+        return masked.head_params(drafter.model)
     return toy.head_params() if isinstance(drafter, Adaptive) else toy.params()
 
 

@@ -54,6 +54,7 @@ LATENT_HEAD = models.LatentHead(
     **{**vars(HEAD), "num_layers": 2, "num_kv_heads": 2, "head_dim": 8},
     latent=Latent(q_rank=20, kv_rank=16, nope_dim=12, rope_dim=8, value_dim=10, eps=HEAD.rms_norm_eps),
 )
+CANDIDATES_HEAD = dataclasses.replace(HEAD, hidden_size=32, windows=(6,), norm_output=True, rank=12, num_candidates=16)
 MASKED_HEAD = dataclasses.replace(HEAD, num_layers=2, mask_token=60)
 MASKED = dataclasses.replace(TARGET, hidden_size=96, mask_token=60)
 """Drafts that propose all tokens in one forward; their weights are in `masked`."""
@@ -247,8 +248,7 @@ def _read(both: Params, tokens, *, target: models.Llama, head: models.EagleHead)
 @functools.cache
 def mtp_params() -> Params:
     """The target's weights and MTP heads that are often right on the texts of `plain_tokens`."""
-    random = random_heads(HEAD_LAYER, HEADS.count)
-    return fit_heads(TARGET, HEADS, Params(params().target, random), plain_tokens())
+    return fit_heads(TARGET, HEADS, Params(params().target, random_heads(HEAD_LAYER, HEADS.count)), plain_tokens())
 
 
 def random_heads(layer: models.Llama, count: int, seed: int = 30) -> tuple[models.MtpParams, ...]:
@@ -381,6 +381,7 @@ def bound_drafters() -> dict[str, Drafter]:
         "dflash2_tree": Block(width=3, num_nodes=12).bind(TARGET, DFLASH2),
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
+        "eagle_candidates_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, CANDIDATES_HEAD),
         "eagle_latents_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, LATENT_HEAD),
         "eagle_masks": Eagle(depth=3).bind(TARGET, MASKED_HEAD),
         "eagle_masks_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, MASKED_HEAD),
@@ -449,9 +450,8 @@ def arrays(tree) -> list[np.ndarray]:
 def assert_same(got, expected):
     """Bit for bit, NaN included; an error names the leaf."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
-    for path, a, b in zip(paths, arrays(got), arrays(expected), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=path)
+    for (path, _), a, b in zip(jax.tree_util.tree_leaves_with_path(got), arrays(got), arrays(expected), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
 def padded(texts) -> tuple[np.ndarray, np.ndarray]:

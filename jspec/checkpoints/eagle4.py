@@ -1,0 +1,77 @@
+"""What an EAGLE-4 head has beside an EAGLE-3 head: an LM head with factors of low rank (`jspec.models.candidates`).
+
+The layout is that of its authors' drafts and of the export of NVIDIA's NeMo AutoModel (`export_eagle4`): layers under
+`layers.0`, and few keys, as its readers refuse others.
+"""
+
+import dataclasses
+from typing import Any
+
+from jspec.checkpoints import draft as common
+from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.spelling import Spellings
+from jspec.checkpoints.vocabulary import Vocabulary
+from jspec.models.eagle_head import EagleHead, EagleParams
+
+SECTION = "efficient_lm_head_config"
+"""The object in config.json with the sizes of the LM head."""
+
+
+def matches(config: Fields) -> bool:
+    """Whether this is an EAGLE-4 head."""
+    return bool(common.find_architectures(config, ["eagle4"]))
+
+
+def extend(spellings: Spellings) -> Spellings:
+    """The spellings of an EAGLE-3 head, with those of the LM head."""
+    return dataclasses.replace(
+        spellings,
+        owner="an EAGLE-4 head",
+        sections=(*spellings.sections, SECTION),
+        fields={**spellings.fields, **dict.fromkeys(("rank", "num_candidates"), ())},
+        options={**spellings.options, "type": ("low_rank",)},
+    )
+
+
+def read_sizes(config: Fields, fields: Fields, layers: dict[str, Any]) -> dict[str, Any]:
+    """Read the sizes of the LM head; none if it scores all tokens. layers: what `common.read_layers` returns."""
+    if not (matches(config) and config.is_set(SECTION)):
+        return {}
+    return {
+        "rank": fields.read_int("rank", most=layers["hidden_size"]),
+        "num_candidates": fields.read_int("num_candidates", most=layers["draft_vocab_size"]),
+    }
+
+
+def reordered(table: Any, tokens: Vocabulary) -> Any:
+    """The table of the LM head, with a row per token of the draft; None if it scores all tokens."""
+    if table is None:
+        return None
+    return dataclasses.replace(table, up=tokens.head(table.up), rows=tokens.head(table.rows))
+
+
+def describe(config: EagleHead, layers: dict[str, Any], flags: dict[str, Any], section: dict[str, Any]) -> dict:
+    """The config.json of a head. layers, flags: keys of the layers and of EAGLE-3; section: `eagle_config`."""
+    return {
+        **{key: value for key, value in layers.items() if key not in ("bias", "qkv_bias")},
+        **{key: flags[key] for key in ("fc_norm", "norm_output")},
+        "architectures": ["LlamaForCausalLMEagle4"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "num_aux_hidden_states": len(config.capture_layers),
+        "eagle_config": section,
+        SECTION: {"type": "low_rank", "rank": config.rank, "num_candidates": config.num_candidates},
+    }
+
+
+def check(layout: str, config: EagleHead, params: EagleParams) -> None:
+    """Raise ValueError if the layout has no place for a part of the head."""
+    others = {
+        "norm_before_residual": config.norm_before_residual,
+        "input_norm": params.input_norm is not None,
+        "fc_bias": params.fc_bias is not None,
+        "embed": params.embed is not None,
+        f"layout={layout!r}": layout != "safeailab",
+    }
+    if names := [name for name, is_there in others.items() if is_there]:
+        raise ValueError(f"an EAGLE-4 head has layout='safeailab', without {', '.join(names)}")

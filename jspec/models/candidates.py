@@ -1,0 +1,72 @@
+"""LM heads that score candidates only, as those of EAGLE-4 drafts (docs.nvidia.com/nemo/automodel, `export_eagle4`).
+
+A product of low rank finds the tokens with the largest logits, then their rows of the whole head score them. Drafting
+reads the factors and a few rows, so a large vocabulary costs little.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jspec.core.sharding import gather_last
+from jspec.core.struct import leaf, struct
+from jspec.models import layers
+from jspec.models.weights import linear, plain
+from pallas_kernels.platform import exactness
+
+BINS = 32
+"""Bins for each candidate, among which `find` divides a large vocabulary."""
+
+
+@struct
+class CandidateHead:
+    """Weights of an LM head. R: the rank."""
+
+    down: Float[Array, "E R"]
+    rows: Float[Array, "Vd E"]
+    """The whole head, a row for each token."""
+    up: Float[Array, "R Vd"] = leaf(split=-1, if_even=True)
+
+    def score(
+        self, x: Float[Array, "B N E"], count: int, size: int
+    ) -> tuple[Float[Array, "B N C"], Int[Array, "B N C"]]:
+        """The logits of `count` candidates in float32, and their indices in the draft's vocabulary of this size."""
+        low = layers.linear(layers.linear(x, self.down), self.up)
+        index = find(gather_last(low, size), count)
+        rows = jnp.take(self.rows, index, axis=0, mode="clip")
+        options = {"precision": exactness(x), "preferred_element_type": jnp.float32}
+        return jnp.einsum("bnce,bne->bnc", rows, x, **options), index
+
+
+def table(width: int, rank: int, size: int) -> CandidateHead:
+    """The table of the weights."""
+    return CandidateHead(
+        down=linear(width, {"efficient_lm_head_down_proj.weight": rank}),
+        rows=plain("lm_head.weight", size, width),
+        up=linear(rank, {"efficient_lm_head.weight": size}),
+    )
+
+
+def find(logits: Float[Array, "B N Vd"], count: int) -> Int[Array, "B N C"]:
+    """The tokens with the `count` largest logits; of a large vocabulary, those that are largest in their bins.
+
+    A bin has every n-th token. The smaller one of two candidates in a bin is lost, 1 in 64 (Chern et al.,
+    arXiv 2206.14286, section 5).
+    """
+    bins, size = BINS * count, logits.shape[-1]
+    if size < 2 * bins:
+        return lax.top_k(logits, count)[1]
+    padded = jnp.pad(logits, [(0, 0), (0, 0), (0, -size % bins)], constant_values=-jnp.inf)
+    padded = padded.reshape(*logits.shape[:2], -1, bins)
+    best = lax.top_k(padded.max(-2), count)[1]
+    return jnp.take_along_axis(padded.argmax(-2).astype(jnp.int32), best, axis=-1) * bins + best
+
+
+def factorize(head: Float[Array, "E Vd"], rank: int) -> CandidateHead:
+    """A head with the factors of a truncated singular value decomposition: of this rank, the closest product."""
+    wide = head.astype(jnp.float32)
+    # The largest eigenvectors of head @ head.T; `eigh` sorts them in ascending order.
+    _, vectors = jnp.linalg.eigh(jnp.matmul(wide, wide.T, precision=lax.Precision.HIGHEST))
+    down = vectors[:, ::-1][:, :rank]
+    up = jnp.matmul(down.T, wide, precision=lax.Precision.HIGHEST)
+    return CandidateHead(down.astype(head.dtype), head.T, up.astype(head.dtype))
