@@ -51,7 +51,7 @@ def find(logits: Float[Array, "B N Vd"], count: int) -> Int[Array, "B N C"]:
     """The tokens with the `count` largest logits; of a large vocabulary, those that are largest in their bins.
 
     A bin has every n-th token. The smaller one of two candidates in a bin is lost, 1 in 64 (Chern et al.,
-    arXiv 2206.14286, section 5).
+    arXiv 2206.14286).
     """
     bins, size = BINS * count, logits.shape[-1]
     if size < 2 * bins:
