@@ -45,7 +45,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal DFlash": ("dspark", {**DFLASH, "causal": True}),
     "DSpark": ("dspark", {"num_layers": 3, "block_size": DEPTH}),
     "EAGLE-3": ("eagle3", {"ttt_steps": DEPTH}),
-    "P-EAGLE": ("eagle3", {"ttt_steps": DEPTH, "mask_token": 0}),
+    "EAGLE-4": ("eagle3", {"ttt_steps": DEPTH, "norm_output": True, "sliding_window": 128}),
+    "P-EAGLE": ("eagle3", {"ttt_steps": DEPTH, "mask_token": 0, "num_layers": 4}),
 }
 """Name -> kind of `train_draft`, and its options: losses as published; sizes, reach and learning rate are equal."""
 LEARNING_RATE = 2e-3

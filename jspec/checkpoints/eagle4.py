@@ -28,8 +28,21 @@ def extend(spellings: Spellings) -> Spellings:
         spellings,
         owner="an EAGLE-4 head",
         sections=(*spellings.sections, SECTION),
-        fields={**spellings.fields, **dict.fromkeys(("rank", "num_candidates"), ())},
-        options={**spellings.options, "type": ("low_rank",)},
+        fields={
+            **spellings.fields,
+            **dict.fromkeys(("rank", "num_candidates", "smooth_factor", "eagle_layer_ids"), ()),
+            "fc_norm": (*spellings.fields["fc_norm"], "enable_fc_norm"),
+            # In these heads, they are ids of what leaves layers.
+            "target_layer_ids": ("eagle_config.eagle_aux_hidden_state_layer_ids",),
+        },
+        options={
+            **spellings.options,
+            # Both have one forward; they differ, as `smooth_factor`, in how the factors were begun.
+            "type": ("low_rank", "weighted_low_rank"),
+            "input_fuse_type": ("concat",),
+            "share_draft_embedding_from_target": (True,),
+            **dict.fromkeys(("attn_norm", "enable_post_mlp_norm", "enable_2hs", "enable_defa"), (False,)),
+        },
     )
 
 
@@ -71,6 +84,8 @@ def check(layout: str, config: EagleHead, params: EagleParams) -> None:
         "input_norm": params.input_norm is not None,
         "fc_bias": params.fc_bias is not None,
         "embed": params.embed is not None,
+        "biases": any(layer.qkv_bias is not None or layer.o_bias is not None for layer in params.layers),
+        f"{len(config.capture_layers)} captured layers": len(config.capture_layers) != 3,
         f"layout={layout!r}": layout != "safeailab",
     }
     if names := [name for name, is_there in others.items() if is_there]:

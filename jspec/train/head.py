@@ -28,9 +28,11 @@ class TttAttention:
     """Takes the place of a cache: a row of step k attends to what it would see of a cache and its own chain.
 
     length: T, the rows of a step.
+    windows: as in `DraftShape`; each is longer than a chain.
     """
 
     length: int
+    windows: tuple[int | None, ...] = ()
 
     def attend(
         self,
@@ -51,7 +53,11 @@ class TttAttention:
         shape = (k.shape[0], -1, self.length, *k.shape[2:])
         (first_k, own_k), (first_v, own_v) = (jnp.split(x.reshape(shape), [1], axis=1) for x in (k, v))
         group = jnp.moveaxis(own_k, 1, 2), jnp.moveaxis(own_v, 1, 2)
-        seen = jnp.tril(jnp.ones((self.length, self.length), bool))[None, :, None]
+        seen = np.tri(self.length, dtype=bool)
+        if self.windows and (window := self.windows[layer]) is not None:
+            # Row p of step k is at position p + k.
+            seen &= ~np.tri(self.length, k=own_k.shape[1] - window, dtype=bool)
+        seen = jnp.asarray(seen)[None, :, None]
         return model.attend_to_two(q[:, :, None], (first_k[:, 0], first_v[:, 0]), group, seen, scale)[:, :, 0]
 
 
@@ -92,6 +98,8 @@ class HeadLearner(ttt.UnrolledLearner):
             num_layers=shape.num_layers,
             capture_layers=layers,
             mask_token=mask,
+            norm_output=shape.norm_output,
+            windows=() if shape.sliding_window is None else (shape.sliding_window,) * shape.num_layers,
             **{name: getattr(llama, name) for name in same},
             **sizes,
         )
@@ -127,6 +135,7 @@ class HeadLearner(ttt.UnrolledLearner):
         fc = model.init_matrix(next(keys), *shapes.fc.shape)
         head = model.init_matrix(next(keys), *shapes.lm_head.shape)
         norm, embed = jnp.ones(width, jnp.float32), None
+        captured = (jnp.ones(self.config.target_hidden_size, jnp.float32),) * len(self.capture_layers)
         # Norm and LM head of the target, or embeddings for another width.
         if shapes.embed is None:
             full = target.embed.T if target.lm_head is None else target.lm_head
@@ -139,7 +148,7 @@ class HeadLearner(ttt.UnrolledLearner):
             embed=embed,
             fc=fc,
             fc_bias=None,
-            fc_norms=None,
+            fc_norms=captured if self.config.norm_output else None,
             input_norm=None,
             hidden_norm=jnp.ones(width, jnp.float32),
             layers=tuple(model.init_layer(layer, keys, branch=branch) for layer in shapes.layers),
@@ -169,7 +178,7 @@ class HeadLearner(ttt.UnrolledLearner):
         """The carry is its feature and the rows of all steps so far."""
         feature, earlier = carry
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] + step
-        attention, read = TttAttention(tokens.shape[1]), ttt.shift(tokens, step + 1)
+        attention, read = TttAttention(tokens.shape[1], self.config.windows), ttt.shift(tokens, step + 1)
         if step and self.config.mask_token is not None:
             masked = jnp.broadcast_to(params.draft.mask_hidden, (*tokens.shape, observed.shape[-1]))
             read, feature = jnp.full_like(tokens, self.config.mask_token), self.config.fuse(params.draft, masked)

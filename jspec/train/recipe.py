@@ -115,6 +115,12 @@ class HeadShape(LayerSizes):
     draft_vocab_size: int | None = option(
         None, "tokens that the head can propose, the most common ones of the data (default: all)", least=1
     )
+    norm_output: bool = option(
+        False, "the next draft reads the output after its norm, and captured layers have norms (EAGLE-3.1, EAGLE-4)"
+    )
+    sliding_window: int | None = option(
+        None, "positions that a row sees, its own included, as in EAGLE-4 (default: all)", least=64
+    )
 
 
 @dataclasses.dataclass(frozen=True)

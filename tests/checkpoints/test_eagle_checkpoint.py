@@ -46,9 +46,9 @@ def spread(out, size):
     logits = np.array(out.logits)[0]
     if out.ids is None or out.ids.ndim == 1:
         return logits
-    everywhere = np.full((len(logits), size), -np.inf)
-    np.put_along_axis(everywhere, np.array(out.ids)[0], logits, axis=-1)
-    return everywhere
+    every = np.full((len(logits), size), -np.inf)
+    np.put_along_axis(every, np.array(out.ids)[0], logits, axis=-1)
+    return every
 
 
 @partial(jax.jit, static_argnums=0)
@@ -152,16 +152,11 @@ def test_the_published_config_of_an_eagle4_head(head, tmp_path):
     keys = {
         **{"_torchspec_version": "0.1.0", "architectures": ["LlamaForCausalLMEagle4"], "attention_bias": False},
         **{"attention_dropout": 0.0, "bos_token_id": 7, "draft_vocab_size": V, "dtype": "bfloat16", "eos_token_id": 7},
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True},
+        # They would be read as ids of what enters the layers elsewhere.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True},
         "efficient_lm_head_config": {"num_candidates": 9, "rank": 6, "type": "low_rank"},
         **{"fc_norm": True, "hidden_act": "silu", "initializer_range": 0.02, "layer_types": ["sliding_attention"]},
-        **{
-            "mlp_bias": False,
-            "model_type": "llama",
-            "norm_output": True,
-            "num_aux_hidden_states": 3,
-            "pad_token_id": 7,
-        },
+        **dict(mlp_bias=False, model_type="llama", norm_output=True, num_aux_hidden_states=3, pad_token_id=7),
         **{"pretraining_tp": 1, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "sliding_window": 40},
         **{"target_hidden_size": 16, "tie_word_embeddings": False, "transformers_version": "5.8.1", "use_cache": True},
         **{"use_sliding_window": True, "torch_dtype": "bfloat16"},
@@ -171,7 +166,7 @@ def test_the_published_config_of_an_eagle4_head(head, tmp_path):
     directory = head(lambda raw: {**{key: raw[key] for key in sizes}, **keys}, **HEADS["eagle4"])
     loaded = load(directory)
     config = loaded.config
-    assert (config.capture_layers, config.rank, config.num_candidates) == ((2, 4, 6), 6, 9)
+    assert (config.capture_layers, config.rank, config.num_candidates) == ((3, 5, 6), 6, 9)
     assert config.windows == (40,) and config.norm_output and loaded.params.fc_norms is not None
     drafts.save(tmp_path / "out", config, loaded.params, dtype="float32")
     raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
@@ -184,7 +179,10 @@ def test_the_published_config_of_an_eagle4_head(head, tmp_path):
     (
         ({"rank": 17}, r"efficient_lm_head_config.rank=17: must be from 1 to 16"),
         ({"num_candidates": V + 1}, r"efficient_lm_head_config.num_candidates=62: must be from 1 to 61"),
-        ({"type": "clusters"}, r"efficient_lm_head_config.type='clusters' \(must be 'low_rank'\)"),
+        (
+            {"type": "clusters"},
+            r"efficient_lm_head_config.type='clusters' \(must be 'low_rank' or 'weighted_low_rank'\)",
+        ),
         ({"groups": 2}, r"efficient_lm_head_config.groups=2 \(unknown"),
     ),
 )
@@ -193,8 +191,8 @@ def test_sizes_of_candidates(head, changes, message):
     with pytest.raises(CheckpointError, match=message):
         load(head(lambda raw: {**raw, "efficient_lm_head_config": lesser}, **HEADS["eagle4"]))
     # Without the object, the LM head scores all tokens, and the factors are unused.
-    without = partial(eagle_files.edit, efficient_lm_head_config="absent")
-    factors = ("efficient_lm_head.weight", "efficient_lm_head_down_proj.weight")
+    without, start = partial(eagle_files.edit, efficient_lm_head_config="absent"), "efficient_lm_head"
+    factors = (f"{start}.weight", f"{start}_down_proj.weight")
     with pytest.raises(CheckpointError, match=rf"2 unused tensor\(s\).*does not read them: {', '.join(factors)}"):
         load(head(without, **HEADS["eagle4"]))
     whole = load(head(without, drop=factors, **HEADS["eagle4"]))

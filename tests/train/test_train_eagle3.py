@@ -113,10 +113,10 @@ def heldout(rows):
     return batches.Source(rows[:8].reshape(-1))
 
 
-def random_head(target):
+def random_head(target, learner=LEARNER):
     """Random weights, norms included."""
     ids = np.arange(0, 60, 60 / CONFIG.draft_vocab_size).astype(np.int32)
-    begun = jax.device_get(distill.init(LEARNER, target, ids).params)
+    begun = jax.device_get(distill.init(learner, target, ids).params)
     random = np.random.default_rng(6)
     params = jax.tree.map(lambda leaf: leaf + random.normal(0, 0.2, leaf.shape).astype(np.float32), begun)
     return dataclasses.replace(params, ids=ids)
@@ -126,19 +126,23 @@ def random_tokens(batch, length):
     return np.random.default_rng(2).integers(0, 61, (batch, length), np.int32)
 
 
-def test_training_equals_serving(target):
+@pytest.mark.parametrize("changes", ({}, {"norm_output": True, "windows": (5,)}), ids=("eagle3", "eagle4"))
+def test_training_equals_serving(target, changes):
     """Step k of row p is the k-th draft of a decoder whose cache holds rows 0 to p."""
-    params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
+    config = dataclasses.replace(CONFIG, **changes)
+    learner = dataclasses.replace(LEARNER, config=config)
+    params, tokens = Params(target, random_head(target, learner)), random_tokens(2, 12)
+    assert (params.draft.fc_norms is not None) == config.norm_output
     hidden = OBSERVE(target, tokens)
-    fused = np.array(jax.jit(CONFIG.fuse)(params.draft, hidden))
-    carry, trained = jax.jit(LEARNER.begin)(params, hidden), []
-    forward, apply = jax.jit(LEARNER.forward, static_argnums=4), jax.jit(CONFIG.apply, static_argnums=1)
+    fused = np.array(jax.jit(config.fuse)(params.draft, hidden))
+    carry, trained = jax.jit(learner.begin)(params, hidden), []
+    forward, apply = jax.jit(learner.forward, static_argnums=4), jax.jit(config.apply, static_argnums=1)
     commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
     for step in range(3):
         logits, carry = forward(params, tokens, hidden, carry, step)
         trained.append(jax.device_get((logits, carry[0])))
     for p in (0, 7):
-        cache = CONFIG.init_cache(params.draft, 2, 12, 4)
+        cache = config.init_cache(params.draft, 2, 12, 4)
         positions = np.arange(p + 1, dtype=np.int32)[None]
         last, count = np.full(2, p, np.int32), np.full(2, p + 1, np.int32)
         batch = read_by(tokens[:, 1 : p + 2], positions, cache, select=last)
@@ -265,6 +269,26 @@ def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
     out = jspec.generate(drafted, prompts, drafter=jspec.Eagle(depth=3), max_new_tokens=24)
     assert out.tokens == wanted.tokens
     assert out.stats.accept_length > 2
+
+
+@pytest.mark.slow
+def test_an_eagle4_head_from_training_to_drafts(target, rows, tmp_path):
+    plain = jspec.Model("tiny", TARGET, Params(target), None, ())
+    options = {"capture_layers": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5}
+    options |= {"norm_output": True, "sliding_window": 64}
+    drafted = draft.train_draft("eagle3", plain, rows, steps=60, batch_tokens=256, progress=False, **options)
+    assert drafted.draft.windows == (64,) and drafted.params.draft.fc_norms is not None
+    small = drafted.with_candidates(16, rank=16)
+    drafts.save(tmp_path, small.draft, small.params.draft, dtype="float32")
+    read = drafts.plan(source.Source(tmp_path), TARGET, "float32").read()
+    assert read.config == small.draft
+    read = dataclasses.replace(small, params=Params(target, read.params))
+    prompts = rows[:4, :6].astype(int).tolist()
+    expected = jspec.generate(plain, prompts, drafter=None, max_new_tokens=24)
+    for shape in ({"depth": 3}, {"depth": 3, "width": 4, "num_nodes": 12}):
+        out = jspec.generate(read, prompts, drafter=jspec.Eagle(**shape), max_new_tokens=24)
+        assert out.tokens == expected.tokens
+        assert out.stats.accept_length > 2
 
 
 @pytest.mark.slow
