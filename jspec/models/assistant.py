@@ -21,6 +21,7 @@ from jspec.core.sharding import check_split, gather_last
 from jspec.core.struct import Leaf, leaf, struct
 from jspec.core.types import Params
 from jspec.models import layers
+from jspec.models.candidates import largest
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.gemma4 import Gemma4LayerParams, layer_weights
@@ -28,12 +29,9 @@ from jspec.models.ops import Ops
 from jspec.models.sizes import keys_bytes, tree_bytes
 from jspec.models.weights import Stored, linear, plain
 from pallas_kernels.platform import exactness
-from pallas_kernels.topk import topk
 
 _EMBEDDING, _ORDER = "model.embed_tokens.weight", "masked_embedding.token_ordering"
 """The LM head, and the tokens of its clusters, in checkpoints."""
-_TOPK_SIZE = 16
-"""Clusters chosen by one top-k: the limit of the GPU kernel, since XLA's top-k is a sort on a GPU."""
 
 
 @struct
@@ -339,19 +337,8 @@ class Assistant(Draft):
             logits = gather_last(layers.linear(normed, draft.head.T), self.vocab_size)
             return logits.astype(jnp.float32), None
         # The tokens of the most likely clusters.
-        clusters = _largest(layers.linear(normed, draft.clusters.centroids), self.clusters.chosen)
+        clusters = largest(layers.linear(normed, draft.clusters.centroids), self.clusters.chosen)
         rows = jnp.take(draft.clusters.head, clusters, axis=0, mode="clip")
         logits = jnp.einsum("bnkse,bne->bnks", rows, normed, precision=exactness(normed)).astype(jnp.float32)
         ids = jnp.take(draft.clusters.ids, clusters, axis=0, mode="clip")
         return logits.reshape(*normed.shape[:2], -1), ids.reshape(*normed.shape[:2], -1)
-
-
-def _largest(scores: Float[Array, "B N C"], count: int) -> Int[Array, "B N k"]:
-    """The indices of the `count` largest scores, in descending order."""
-    place, tokens = jnp.arange(scores.shape[-1], dtype=jnp.int32), []
-    for begin in range(0, count, _TOPK_SIZE):
-        _, best, _ = topk(scores, min(_TOPK_SIZE, count - begin))
-        tokens.append(best)
-        taken = (best[..., None] == place.reshape(1, 1, 1, -1)).any(2)
-        scores = jnp.where(taken, -jnp.inf, scores)
-    return jnp.concatenate(tokens, axis=-1)

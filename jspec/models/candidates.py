@@ -1,4 +1,4 @@
-"""LM heads that score candidates only, as those of EAGLE-4 drafts (docs.nvidia.com/nemo/automodel, `export_eagle4`).
+"""LM heads for candidates only, as those of EAGLE-4 drafts (docs.nvidia.com/nemo/automodel, `export_eagle4`).
 
 A product of low rank finds the tokens with the largest logits, then their rows of the whole head score them. Drafting
 reads the factors and a few rows, so a large vocabulary costs little.
@@ -13,7 +13,10 @@ from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.weights import linear, plain
 from pallas_kernels.platform import exactness
+from pallas_kernels.topk import topk
 
+MOST = 64
+"""Elements of one top-k: the limit of the GPU kernel, since XLA's top-k is a sort on a GPU."""
 BINS = 32
 """Bins for each candidate, among which `find` divides a large vocabulary."""
 
@@ -55,11 +58,22 @@ def find(logits: Float[Array, "B N Vd"], count: int) -> Int[Array, "B N C"]:
     """
     bins, size = BINS * count, logits.shape[-1]
     if size < 2 * bins:
-        return lax.top_k(logits, count)[1]
+        return largest(logits, count)
     padded = jnp.pad(logits, [(0, 0), (0, 0), (0, -size % bins)], constant_values=-jnp.inf)
     padded = padded.reshape(*logits.shape[:2], -1, bins)
-    best = lax.top_k(padded.max(-2), count)[1]
+    best = largest(padded.max(-2), count)
     return jnp.take_along_axis(padded.argmax(-2).astype(jnp.int32), best, axis=-1) * bins + best
+
+
+def largest(scores: Float[Array, "B N C"], count: int) -> Int[Array, "B N k"]:
+    """The indices of the `count` largest scores, in descending order."""
+    place, indices = jnp.arange(scores.shape[-1], dtype=jnp.int32), []
+    for begin in range(0, count, MOST):
+        _, best, _ = topk(scores, min(MOST, count - begin))
+        indices.append(best)
+        taken = (best[..., None] == place.reshape(1, 1, 1, -1)).any(2)
+        scores = jnp.where(taken, -jnp.inf, scores)
+    return jnp.concatenate(indices, axis=-1)
 
 
 def factorize(head: Float[Array, "E Vd"], rank: int) -> CandidateHead:

@@ -90,7 +90,7 @@ ASSISTANT = models.Assistant(
     head_dims=(16, 16),
 )
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))
-"""Chooses more clusters than one call of top-k returns."""
+"""Chooses some of its clusters."""
 
 HEAD_LAYER = dataclasses.replace(TARGET, num_layers=1)
 HEADS = models.MtpHeads(HEAD_LAYER, count=3)

@@ -41,6 +41,12 @@ def test_candidates_are_the_largest_logits_of_their_bins(size):
         assert len({*few} & {*np.argsort(-row)[:8]}) >= 6
 
 
+def test_the_largest_are_found_by_several_calls():
+    scores = np.random.default_rng(0).normal(size=(2, 3, 200)).astype(np.float32)
+    index = np.array(candidates.largest(jnp.asarray(scores), 2 * candidates.MOST + 5))
+    np.testing.assert_array_equal(index, np.argsort(-scores, axis=-1)[..., : 2 * candidates.MOST + 5])
+
+
 def test_factors_are_those_of_the_closest_product():
     """Eckart and Young: the squared error is the sum of the smaller squared singular values."""
     head = np.random.default_rng(0).normal(size=(12, 30)).astype(np.float32)
