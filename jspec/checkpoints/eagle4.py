@@ -12,6 +12,7 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.spelling import Spellings
 from jspec.checkpoints.vocabulary import Vocabulary
 from jspec.models.eagle_head import EagleHead, EagleParams
+from jspec.models.latent_head import LatentHead
 
 SECTION = "efficient_lm_head_config"
 """The object in config.json with the sizes of the LM head."""
@@ -84,7 +85,10 @@ def check(layout: str, config: EagleHead, params: EagleParams) -> None:
         "input_norm": params.input_norm is not None,
         "fc_bias": params.fc_bias is not None,
         "embed": params.embed is not None,
-        "biases": any(layer.qkv_bias is not None or layer.o_bias is not None for layer in params.layers),
+        "latent attention": isinstance(config, LatentHead),
+        "biases": any(
+            getattr(layer, name, None) is not None for layer in params.layers for name in ("qkv_bias", "o_bias")
+        ),
         f"{len(config.capture_layers)} captured layers": len(config.capture_layers) != 3,
         f"layout={layout!r}": layout != "safeailab",
     }

@@ -400,6 +400,9 @@ def test_heads_that_a_layout_cannot_hold(head, tmp_path):
     both = replace(loaded.params, input_norm=jnp.ones(48), fc_norms=(jnp.ones(16),) * 3)
     with pytest.raises(ValueError, match="both input_norm and fc_norms"):
         save(loaded.config, both, layout="safeailab")
+    loaded = load(head(**HEADS["latent"]))
+    with pytest.raises(ValueError, match="EAGLE-4 head has layout='safeailab', without latent attention, 1 captured"):
+        save(replace(loaded.config, rank=2, capture_layers=(1,)), loaded.params, layout="safeailab")
     assert not (tmp_path / "out").exists()
 
 
