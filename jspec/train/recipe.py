@@ -119,7 +119,7 @@ class HeadShape(LayerSizes):
         False, "the next draft reads the output after its norm, and captured layers have norms (EAGLE-3.1, EAGLE-4)"
     )
     sliding_window: int | None = option(
-        None, "positions that a row sees, its own included, as in EAGLE-4 (default: all)", least=64
+        None, "positions that a row sees, its own included, as in EAGLE-4 (default: all)", least=64, most=2**24
     )
 
 

@@ -91,6 +91,7 @@ BAD = {
     **dict.fromkeys(("ttt_steps", "depth", "block_size", "selector_top_k"), (*COUNT, 65)),
     "conv_kernel_size": (-1, 65),
     "selector_rank": SIGNED,
+    "sliding_window": (*COUNT, 63, 10**9),
     "hidden_size": (*COUNT, 10**9),
     "vocab_size": (*COUNT, 257, 10**9),
     "processes": (*COUNT, 10**6),
