@@ -88,8 +88,7 @@ _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weig
 def read_fields(config: Fields, names: set[str]) -> Fields:
     """Read the fields of a head; in EAGLE-1 heads converted by vLLM, they are under `model`. names: of its tensors."""
     spellings = _WITH_MASKS if "mask_hidden" in names else SPELLINGS
-    if eagle4.matches(config):
-        spellings = eagle4.extend(SPELLINGS)
+    spellings = eagle4.extend(SPELLINGS) if eagle4.matches(config) else spellings
     # Latent attention has DeepSeek's keys in addition.
     if is_latent(names):
         spellings = dataclasses.replace(
@@ -152,8 +151,8 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
 
 def is_eagle3(config: Fields, names: set[str]) -> bool:
     """Whether this is an EAGLE-3 head, with a norm of the feature, rather than an EAGLE-1 or EAGLE-2 head."""
-    stated = is_speculators(config) or config.has("eagle_config")
-    stated = stated or bool(common.find_architectures(config, ["eagle3", "eagle4"]))
+    named = common.find_architectures(config, ["eagle3", "eagle4"])
+    stated = is_speculators(config) or config.has("eagle_config") or bool(named)
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
@@ -326,6 +325,7 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     _check_flag(fields, "norm_before_fc", "input_norm.weight", names)
     table = config.weights(
         names,
+        factors=eagle4.has_factors(source.config, names),
         embed=other_width or _has_embed(fields, names),
         lm_head="lm_head.weight" in names or config.draft_vocab_size != config.vocab_size or other_width,
         fc=_has_fc(config, fields, tensors),

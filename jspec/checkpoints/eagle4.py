@@ -1,7 +1,7 @@
 """What an EAGLE-4 head has beside an EAGLE-3 head: an LM head with factors of low rank (`jspec.models.candidates`).
 
 The layout is that of its authors' drafts and of the export of NVIDIA's NeMo AutoModel (`export_eagle4`): layers under
-`layers.0`, and few keys, as its readers refuse others.
+`layers.0`, and few keys, as its readers refuse others. Where a file has no factors, readers decompose the LM head.
 """
 
 import dataclasses
@@ -11,11 +11,13 @@ from jspec.checkpoints import draft as common
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.spelling import Spellings
 from jspec.checkpoints.vocabulary import Vocabulary
+from jspec.models.candidates import CandidateHead
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.latent_head import LatentHead
 
 SECTION = "efficient_lm_head_config"
 """The object in config.json with the sizes of the LM head."""
+_FACTORS = {"efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"}
 
 
 def matches(config: Fields) -> bool:
@@ -38,7 +40,7 @@ def extend(spellings: Spellings) -> Spellings:
         },
         options={
             **spellings.options,
-            # Both have one forward; they differ, as `smooth_factor`, in how the factors were begun.
+            # Both have one forward; they differ in how the factors were made, as `smooth_factor` does.
             "type": ("low_rank", "weighted_low_rank"),
             "input_fuse_type": ("concat",),
             "share_draft_embedding_from_target": (True,),
@@ -57,11 +59,26 @@ def read_sizes(config: Fields, fields: Fields, layers: dict[str, Any]) -> dict[s
     }
 
 
+def has_factors(config: Fields, names: set[str]) -> bool:
+    """Whether the factors are tensors; otherwise they follow from the LM head.
+
+    Raises:
+      CheckpointError: they depend on the counts of tokens in a corpus.
+    """
+    section = config.section(SECTION)
+    if _FACTORS & names or not matches(config):
+        return True
+    if (kind := section.read_text("type", "low_rank")) != "low_rank":
+        raise section.wrong("type", kind, f"must be low_rank without the tensors {', '.join(sorted(_FACTORS))}")
+    return False
+
+
 def reordered(table: Any, tokens: Vocabulary) -> Any:
     """The table of the LM head, with a row per token of the draft; None if it scores all tokens."""
     if table is None:
         return None
-    return dataclasses.replace(table, up=tokens.head(table.up), rows=tokens.head(table.rows))
+    down = table.down if _FACTORS & set(table.down.tensors) else tokens.head(table.down)
+    return CandidateHead(down, tokens.head(table.rows), tokens.head(table.up))
 
 
 def describe(config: EagleHead, layers: dict[str, Any], flags: dict[str, Any], section: dict[str, Any]) -> dict:

@@ -4,14 +4,18 @@ A product of low rank finds the tokens with the largest logits, then their rows 
 reads the factors and a few rows, so a large vocabulary costs little.
 """
 
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
-from jspec.models.weights import linear, plain
+from jspec.models.weights import fused, linear, plain
 from pallas_kernels.platform import exactness
 from pallas_kernels.topk import topk
 
@@ -41,13 +45,22 @@ class CandidateHead:
         return jnp.einsum("bnce,bne->bnc", rows, x, **options), index
 
 
-def table(width: int, rank: int, size: int) -> CandidateHead:
-    """The table of the weights."""
-    return CandidateHead(
-        down=linear(width, {"efficient_lm_head_down_proj.weight": rank}),
-        rows=plain("lm_head.weight", size, width),
-        up=linear(rank, {"efficient_lm_head.weight": size}),
-    )
+def table(width: int, rank: int, size: int, factors: bool = True) -> CandidateHead:
+    """The table of the weights. factors: whether they are stored; otherwise they are those of `factorize`."""
+    rows = plain("lm_head.weight", size, width)
+    if factors:
+        down = linear(width, {"efficient_lm_head_down_proj.weight": rank})
+        return CandidateHead(down, rows, linear(rank, {"efficient_lm_head.weight": size}))
+    heads: list[CandidateHead] = []
+
+    def factor(name: str, stored: Any) -> list[np.ndarray]:
+        if not heads:
+            heads.append(factorize(jnp.asarray(stored.T), rank))
+        return [np.asarray(getattr(heads[0], name))]
+
+    shapes = {"down": (width, rank), "up": (rank, size)}
+    parts = {name: fused(shape, rows.tensors, partial(factor, name)) for name, shape in shapes.items()}
+    return CandidateHead(rows=rows, **parts)
 
 
 def find(logits: Float[Array, "B N Vd"], count: int) -> Int[Array, "B N C"]:

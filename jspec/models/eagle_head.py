@@ -118,6 +118,7 @@ class EagleHead(DraftShape):
         fc: bool = True,
         fc_norms: Sequence[str] = (),
         qk_norm: bool = False,
+        factors: bool = True,
     ) -> EagleParams:
         """The table of the weights, without the ids of the draft's vocabulary.
 
@@ -126,6 +127,7 @@ class EagleHead(DraftShape):
         lm_head, fc: whether an EAGLE-3 head has its own LM head, and whether it projects captured states.
         fc_norms: names of the norms of captured layers.
         qk_norm: whether query and key norms are required.
+        factors: whether those of a head with candidates are tensors.
         """
         # Sizes, and the prefix of the first layer in this layout.
         width, target_width, eagle3 = self.hidden_size, self.target_hidden_size, self.version == 3
@@ -147,7 +149,7 @@ class EagleHead(DraftShape):
             lm_head=linear(width, {"lm_head.weight": size}) if eagle3 and lm_head and not self.rank else None,
             ids=None,
             mask_hidden=_flat("mask_hidden", (1, 1, captured)) if self.at_once else None,
-            candidates=candidates.table(width, self.rank, size) if self.rank else None,
+            candidates=candidates.table(width, self.rank, size, factors) if self.rank else None,
         )
 
     def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> PyTree:

@@ -148,7 +148,7 @@ def test_what_sglang_reads(head, tmp_path):
 
 
 def test_the_published_config_of_an_eagle4_head(head, tmp_path):
-    """The keys of Qwen3.8-27B's, smaller; what is written has no others, and the tensors of NVIDIA's export."""
+    """The keys of Qwen3.8-27B's, smaller; what is written has no others."""
     keys = {
         **{"_torchspec_version": "0.1.0", "architectures": ["LlamaForCausalLMEagle4"], "attention_bias": False},
         **{"attention_dropout": 0.0, "bos_token_id": 7, "draft_vocab_size": V, "dtype": "bfloat16", "eos_token_id": 7},

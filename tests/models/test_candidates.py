@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import eagle_files
 import jax
 import jax.numpy as jnp
 import masked
@@ -11,6 +12,7 @@ import pytest
 import toy
 
 import jspec
+from jspec.checkpoints.files import CheckpointError
 from jspec.core.types import Params
 from jspec.drafters import Eagle
 from jspec.drafters.hot_tokens import trim
@@ -115,3 +117,21 @@ def test_a_shared_lm_head_is_factorized():
     target = jax.device_get(both.target)
     head = target.embed if target.lm_head is None else target.lm_head.T
     np.testing.assert_array_equal(small.params.draft.candidates.rows, head)
+
+
+def test_a_file_without_factors_has_those_of_its_lm_head(tmp_path):
+    """As the authors' engine reads it; rows of padding do not count."""
+    raw, stored = eagle_files.any_head(**eagle_files.EAGLE4)
+    stored = {name: x for name, x in stored.items() if "efficient" not in name}
+    head = candidates.factorize(jnp.asarray(stored["lm_head.weight"].T), 6)
+    params = eagle_files.load(eagle_files.write(tmp_path / "head", raw, stored)).params.candidates
+    for field in ("down", "rows", "up"):
+        np.testing.assert_allclose(getattr(params, field), getattr(head, field), rtol=1e-5, atol=1e-6)
+    wide = {**stored, "lm_head.weight": np.pad(stored["lm_head.weight"], ((0, 3), (0, 0)), constant_values=9)}
+    sizes = {"vocab_size": eagle_files.V + 3, "draft_vocab_size": eagle_files.V + 3}
+    with pytest.warns(UserWarning, match="taken for padding"):
+        padded = eagle_files.load(eagle_files.write(tmp_path / "padded", {**raw, **sizes}, wide)).params.candidates
+    np.testing.assert_array_equal(padded.down, params.down)
+    weighted = {**raw["efficient_lm_head_config"], "type": "weighted_low_rank"}
+    with pytest.raises(CheckpointError, match="type=weighted_low_rank: must be low_rank without the tensors"):
+        eagle_files.load(eagle_files.write(tmp_path / "head", {**raw, "efficient_lm_head_config": weighted}, stored))
