@@ -51,7 +51,11 @@ def extend(spellings: Spellings) -> Spellings:
 
 def read_sizes(config: Fields, fields: Fields, layers: dict[str, Any]) -> dict[str, Any]:
     """Read the sizes of the LM head; none if it scores all tokens. layers: what `common.read_layers` returns."""
-    if not (matches(config) and config.is_set(SECTION)):
+    if not matches(config):
+        return {}
+    if not fields.read_flag("use_sliding_window", True) and "sliding_attention" in fields.read_texts("layer_types", ()):
+        raise fields.wrong("use_sliding_window", False, "must be true with sliding layers in layer_types")
+    if not config.is_set(SECTION):
         return {}
     return {
         "rank": fields.read_int("rank", most=layers["hidden_size"]),
