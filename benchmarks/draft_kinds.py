@@ -46,9 +46,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DSpark": ("dspark", {"num_layers": 3, "block_size": DEPTH}),
     "EAGLE-3": ("eagle3", {"ttt_steps": DEPTH}),
     "EAGLE-4": ("eagle3", {"ttt_steps": DEPTH, "norm_output": True, "sliding_window": 128}),
-    "P-EAGLE": ("eagle3", {"ttt_steps": DEPTH, "mask_token": 0, "num_layers": 4}),
+    "P-EAGLE": ("eagle3", {"ttt_steps": DEPTH, "mask_token": 0}),
+    "P-EAGLE, 4 layers": ("eagle3", {"ttt_steps": DEPTH, "mask_token": 0, "num_layers": 4}),
 }
-"""Name -> kind of `train_draft`, and its options: losses as published; sizes, reach and learning rate are equal."""
+"""Name -> kind of `train_draft`, and its options: losses as published; reach, rate and unnamed sizes are equal."""
 LEARNING_RATE = 2e-3
 TRAINING = "training.json"
 """The settings of a draft's training, beside its weights."""

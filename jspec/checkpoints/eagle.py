@@ -139,7 +139,7 @@ def parse_config(source: Source, target: Decoder) -> EagleHead:
         # EAGLE-1 heads read embeddings without the target's factor; EAGLE-3 heads normalize them.
         embed_scale=None if eagle3 or target.embed_factor == 1.0 else 1.0,
         mask_token=common.read_mask_token(fields, target, _has_embed(fields, names)) if masks else None,
-        **eagle4.read_sizes(config, fields, layers),
+        **eagle4.read_options(config, fields, layers),
     )
     if isinstance(head, LatentHead):
         _check_latent(fields, head)

@@ -49,8 +49,14 @@ def extend(spellings: Spellings) -> Spellings:
     )
 
 
-def read_sizes(config: Fields, fields: Fields, layers: dict[str, Any]) -> dict[str, Any]:
-    """Read the sizes of the LM head; none if it scores all tokens. layers: what `common.read_layers` returns."""
+def read_options(config: Fields, fields: Fields, layers: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of an `EagleHead` that other heads lack: none if the LM head scores all tokens.
+
+    layers: what `common.read_layers` returns.
+
+    Raises:
+      CheckpointError: the sizes are out of bounds, or a window is switched off beside sliding layers.
+    """
     if not matches(config):
         return {}
     if not fields.read_flag("use_sliding_window", True) and "sliding_attention" in fields.read_texts("layer_types", ()):
