@@ -39,6 +39,7 @@ DRAFTERS: dict[str, Any] = {
     **{f"eagle {depth}": jspec.Eagle(depth=depth) for depth in (5, 3, 2, 1)},
     "eagle tree": jspec.Eagle(depth=5, width=8, num_nodes=32),
     "eagle tree 16": jspec.Eagle(depth=5, width=4, num_nodes=16),
+    "eagle adaptive": jspec.Adaptive(),
     "eagle pruned": jspec.Pruned(),
     "eagle pruned 5": jspec.Pruned(jspec.Eagle(depth=5)),
     "block": jspec.Block(),

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -128,8 +129,19 @@ def _if_it_pays(
     if before is None:
         before = growth.mass(jnp.zeros((growth.weight.shape[0], 1)))
     mass = growth.mass(scores)
-    # Conditions are nested: where growth stops, no later generation takes any time.
-    return lax.cond(growth.pays(before, mass), lambda: later(mass), nothing)
+    # Conditions are nested: where growth stops, no later generation takes any time. Each returns a single array, as XLA
+    # copies every result of the branch that is taken.
+    forms, structure = jax.tree.flatten(jax.eval_shape(nothing))
+    bits = lax.cond(growth.pays(before, mass), lambda: _bits(later(mass)), lambda: _bits(nothing()))
+    parts = jnp.split(bits, np.cumsum([form.size for form in forms])[:-1])
+    pairs = zip(parts, forms, strict=True)
+    arrays = [lax.bitcast_convert_type(part, form.dtype).reshape(form.shape) for part, form in pairs]
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _bits(generations: list[Generation]) -> Int[Array, " bits"]:
+    """The arrays, of 32 bits per element, in one."""
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32).ravel() for x in jax.tree.leaves(generations)])
 
 
 def _grow_chain(
@@ -187,7 +199,7 @@ def _grow_best(
     # The root's children are the first frontier. Candidates are numbered in the order in which they are proposed, a
     # parent before its children.
     batch, depth, width = root.shape[0], shape.depth, shape.width
-    eye = jnp.broadcast_to(jnp.eye(width, dtype=bool)[None], (batch, width, width))
+    eye = jnp.asarray(np.broadcast_to(np.eye(width, dtype=bool), (batch, width, width)))
 
     def after(
         carry: PyTree, frontier: Frontier, scores: Array, number: Array, mask: Array, before: Array | None
@@ -222,7 +234,7 @@ def _grow_best(
         return _if_it_pays(growth, before, scores, later, nothing)
 
     tokens, scores = first.tokens[:, 0], _ranked(_scores(first)[:, 0])
-    number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+    number = jnp.asarray(np.broadcast_to(np.arange(width, dtype=np.int32), (batch, width)))
     proposed = [(tokens, scores, jnp.full_like(number, -1))]
     if depth > 1:
         frontier = Frontier(tokens, jnp.zeros_like(number), eye, tokens[:, :, None])
@@ -241,8 +253,8 @@ def _scores(proposal: Proposal) -> Float[Array, "B M W"]:
 
 
 def _ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Scores with NaN as the lowest, so a NaN draft only lowers acceptance."""
-    return jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    """Scores in float32 with NaN as the lowest, so a NaN draft only lowers acceptance."""
+    return jnp.where(jnp.isnan(scores), -jnp.inf, scores).astype(jnp.float32)
 
 
 def rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:

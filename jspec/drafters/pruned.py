@@ -27,11 +27,14 @@ from jspec.core.types import Committed, DecodeState, Drafter, DraftNeeds, DraftT
 from jspec.drafters.base import bound, check_drafter
 from jspec.drafters.costs import check_costs, interpolated
 from jspec.drafters.table import PROPOSING
+from pallas_kernels import platform
 
 MOST = 8
 """Maximum sizes; the loop's program contains a round of each."""
-MEANS, POWERS = (1, 1.5, 2, 2.5, 3, 4), (1, 4, 8, 16, 32, 64, 128)
+MEANS, POWERS = (1, 1.5, 2, 2.5, 3, 4), (1, 2, 4, 8, 16, 32, 64)
 """Default sizes: of chains that share a forward, and of trees."""
+TILES = {"gpu": 16}
+"""Platform -> rows of the smallest tile of a product: fewer cost the same."""
 MOST_DRAFTING = 0.9
 """Most of a round that counts as drafting."""
 WEIGHT = 2.0
@@ -115,7 +118,7 @@ class Pruned:
     drafter: has a draft model. None: trees of 32 nodes, 6 wide and up to 8 deep, by the drafter for the loaded draft.
     sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
       chains that share a forward they are means, such as 1.5. None: 1, powers of two and the whole tree; of chains 1,
-      1.5, 2, 2.5, 3, 4 and all.
+      1.5, 2, 2.5, 3, 4 and all. A size is left out if a larger one takes the same time, as up to 16 rows do on a GPU.
     costs: cost of a round of each size, as those of `jspec.Adaptive`; the smallest one drafts a single generation, the
       others draft all. None: measured once, as for it.
     rate: from 0 to 1: discount of each older round in the ratio, and in the price of a place.
@@ -155,9 +158,15 @@ class Pruned:
         return self.drafter.shape.width == 1 and optional.packs_nodes(bound(self, self.target))
 
     def offered(self, batch: int) -> list[int]:
-        """The first size of each number of nodes of a batch."""
-        totals = {total_nodes(size, batch): index for index, size in reversed(list(enumerate(self.sizes or ())))}
-        return sorted(totals.values())
+        """The sizes of programs of a batch: of several that fill the same tiles, the largest, and plain decoding."""
+        tile = TILES.get(platform.platform(), 1) if self.costs is None else 1
+        largest: dict[int, tuple[int, int]] = {}
+        for index, size in enumerate(self.sizes or ()):
+            total = total_nodes(size, batch)
+            tiles = math.ceil(total / tile) if size > 1 else 0
+            if total > largest.get(tiles, (0, 0))[0]:
+                largest[tiles] = total, index
+        return [index for _, index in largest.values()]
 
     @property
     def depth(self) -> int:

@@ -258,7 +258,7 @@ def test_a_size_alone_is_taken_while_costs_are_measured():
         (lambda: Pruned(WHOLE, (0, 4)), "sizes=0.*at least 1"),
         (lambda: Pruned(WHOLE, 4), "must be a list of ints or floats"),
         (lambda: Pruned(WHOLE, (1, 4), costs=(1, 2, 3)), "costs of 3 sizes; must be those of the 2"),
-        (lambda: Pruned(WHOLE, costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 sizes; must be those of the 4"),
+        (lambda: Pruned(WHOLE, costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 sizes; must be those of the 5"),
         (lambda: Pruned(WHOLE, costs=(0, 2)), "Pruned.*costs=0.*above 0"),
         (lambda: Pruned(WHOLE, rate=2.0), "rate=2.0"),
         (lambda: Pruned(WHOLE, (1, 13)).bind(toy.TARGET, toy.HEAD), "must be at most 12, the nodes"),
@@ -278,8 +278,20 @@ def test_what_does_not_fit_is_refused(make, message):
 
 def test_the_default_is_the_drafter_of_the_draft():
     bound = Pruned().bind(toy.TARGET, toy.HEAD)
-    assert isinstance(bound.drafter, Eagle) and bound.sizes == (1, 4, 8, 16, 32)
+    assert isinstance(bound.drafter, Eagle) and bound.sizes == (1, 2, 4, 8, 16, 32)
     assert isinstance(Pruned().bind(toy.TARGET, toy.DRAFT).drafter, Standalone)
+
+
+def test_of_the_sizes_in_the_same_tiles_the_largest_is_offered(monkeypatch):
+    """On a GPU, where up to 16 rows take the same time; plain decoding is left in."""
+    trees, chains = Pruned().bind(toy.TARGET, toy.HEAD), Pruned(CHAIN, (1, 1.5, 2, 3, 4)).bind(toy.TARGET, toy.HEAD)
+    everywhere = [trees.offered(1), chains.offered(1), chains.offered(2)]
+    assert everywhere == [[0, 1, 2, 3, 4, 5], [0, 1, 3, 4], [0, 1, 2, 3, 4]]
+    monkeypatch.setattr("pallas_kernels.platform.platform", lambda: "gpu")
+    assert [trees.offered(batch) for batch in (1, 3, 8)] == [[0, 4, 5], [0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert [chains.offered(batch) for batch in (1, 8, 20)] == [[0, 4], [0, 2, 4], [0, 1, 2, 3, 4]]
+    # Costs of the caller say which ones are the same.
+    assert dataclasses.replace(trees, costs=((1, (1, 1, 1, 1, 1, 1)),)).offered(1) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
