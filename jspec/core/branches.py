@@ -1,17 +1,19 @@
 """Rounds of a drafter with branches: each is left to one of several drafters (`BranchingDrafter`).
 
-Runs one inner loop per branch, inside a loop over branches; an inner loop repeats while its branch is chosen. So caches
-are written in place, as XLA does in a loop but not in a conditional.
+Runs one inner loop per branch, inside a loop over branches; an inner loop repeats while its branch is chosen.
 
-If a choice drafts, it is made in the outer loop, and an inner loop runs a single round. On a GPU the start of a program
-takes 0.2 to 0.4 ms per conditional, in whatever branch, and drafting has a conditional for each generation.
+If a choice drafts, it is made in the outer loop, before each round. On a GPU the start of a program takes 0.2 to 0.4 ms
+per conditional, in whatever branch, and drafting has a conditional for each generation. The branch is that of a
+conditional, or the only inner loop that runs where XLA would copy the caches for a conditional.
 """
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -19,6 +21,7 @@ from jspec.core import optional
 from jspec.core.invariants import check_choice
 from jspec.core.returned import check_unchanged
 from jspec.core.types import BranchingDrafter, DecodeState, Drafter, DraftTree, Params
+from pallas_kernels import platform
 
 Turn = tuple[Int[Array, ""], DecodeState]
 """The branch of the next round, and the state before it."""
@@ -72,6 +75,11 @@ def after_draft(drafter: Drafter, whole: PyTree, before: PyTree, after: PyTree, 
     return whole
 
 
+def in_place() -> bool:
+    """Whether XLA writes caches in place in a conditional, as in a loop."""
+    return platform.platform() == "gpu" and jax.__version_info__ >= (0, 11)
+
+
 def run_while(
     params: Params,
     s: DecodeState,
@@ -112,11 +120,20 @@ def run_while(
 
         return lax.while_loop(goes_on, body, turn)
 
+    offered = optional.offered(drafter, s.length.shape[0])
+
     def all_branches(turn: Turn) -> Turn:
-        for branch in optional.offered(drafter, s.length.shape[0]):
+        for branch in offered:
             turn = rounds_of(branch, turn)
         return turn
 
+    def in_conditional(s: DecodeState) -> DecodeState:
+        branch, s = choose(s)
+        place = jnp.asarray(np.searchsorted(offered, np.arange(most)).astype(np.int32))[branch]
+        return lax.switch(place, [partial(one_round, branch) for branch in offered], s)
+
+    if once and in_place():
+        return lax.while_loop(going, in_conditional, s)
     if once:
         return lax.while_loop(going, lambda s: all_branches(choose(s))[1], s)
     return lax.while_loop(lambda turn: going(turn[1]), all_branches, choose(s))[1]

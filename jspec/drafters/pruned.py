@@ -24,6 +24,7 @@ from jspec.core.options import check_options, option, set_checked
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, Drafter, DraftNeeds, DraftTree, Params, Target
+from jspec.drafters import policy
 from jspec.drafters.base import bound, check_drafter
 from jspec.drafters.costs import check_costs, interpolated
 from jspec.drafters.table import PROPOSING
@@ -57,9 +58,9 @@ class PrunedState:
     sums: Float[Array, "B 2"]
     """Expected and accepted drafts of earlier rounds; the latest one counts 1 and older ones less."""
     rate: Float[Array, " B"]
-    """Expected tokens per sequence and unit of cost of the last round; 0: there was none."""
+    """Expected tokens per sequence and unit of cost of the last round, weighted; 0: there was none."""
     floor: Float[Array, " B"]
-    """The price of a place: the lowest probability of a verified draft with which others compete; 0: with none."""
+    """The price of a place: the lowest worth of a verified draft with which others compete; 0: with none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,8 @@ class Pruned:
     costs: cost of a round of each size, as those of `jspec.Adaptive`; the smallest one drafts a single generation, the
       others draft all. None: measured once, as for it.
     rate: from 0 to 1: discount of each older round in the ratio, and in the price of a place.
+    urgency: how much more sequences with the most rounds to their limit count, as of `jspec.Adaptive`; they get the
+      most drafts. An engine takes 0.
     target: the configuration of the target; set by `bind`.
     """
 
@@ -129,6 +132,7 @@ class Pruned:
     sizes: tuple[float, ...] | None = None
     costs: Any = None
     rate: float = option(0.1, least=0.0, most=1.0)
+    urgency: float = option(12.0, least=0.0)
     target: Target | None = None
 
     choice_drafts: ClassVar[bool] = True
@@ -225,6 +229,10 @@ class Pruned:
         drafter = None if self.drafter is None else optional.adapted(self.drafter, needs)
         return dataclasses.replace(self, drafter=drafter)
 
+    def continuous(self) -> "Pruned":
+        """With equal sequences: where others take the places of those that end, all tokens count the same."""
+        return dataclasses.replace(self, urgency=0.0)
+
     # The state
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> PrunedState:
@@ -257,17 +265,19 @@ class Pruned:
         """Drafts, and chooses the number of nodes of this round; returns the size's index and the new state."""
         state: PrunedState = s.draft
         assert s.costs is not None
+        weight = self.weights(s)
         verification, generation = self.parts_of_costs(s.costs, len(s.length))
-        growth = self.growth(state, s, verification[0], generation)
+        growth = self.growth(state, s, weight, verification[0], generation)
         drafted, part = self.drafter.draft(params, dataclasses.replace(s, draft=state.part, growth=growth))
         check_unchanged(self.drafter, state.part, part)
         assert drafted.scores is not None
-        # Tokens per cost, over live sequences: those beyond the limit of a sequence do not count.
+        # Weighted tokens per cost: those beyond the limit of a sequence do not count.
         raw, probability = self.probabilities(drafted, state, s)
-        verified, live = self.verified(probability, s), ~s.done
+        worth = weight[:, None] * probability
+        verified, live = self.verified(worth, s), ~s.done
         expected = jnp.minimum(jnp.where(verified, probability[None], 0.0).sum(2), self.depth)
         most = (s.limit - s.length)[None].astype(jnp.float32)
-        tokens = jnp.where(live[None], jnp.minimum(1.0 + expected, most), 0.0).sum(1)
+        tokens = (weight[None] * jnp.minimum(1.0 + expected, most)).sum(1)
         grown = jnp.where(drafted.scores > -jnp.inf, tree.depths(drafted), 0).max().astype(jnp.float32)
         offered = np.isin(np.arange(len(tokens)), self.offered(len(live)))
         value = tokens / (verification + generation * jnp.maximum(grown - 1.0, 0.0))
@@ -280,8 +290,8 @@ class Pruned:
             parents=drafted.parents,
             count=jnp.where(live, 1 + nodes.sum(1, dtype=jnp.int32), 0),
             expected=jnp.where(nodes & live[:, None], raw, 0.0).sum(1),
-            rate=jnp.where(live, value[index] / jnp.maximum(live.sum(), 1).astype(jnp.float32), 0.0),
-            floor=jnp.where(live, self.competition(state, index, nodes, probability, live), 0.0),
+            rate=jnp.where(live, value[index] / jnp.maximum(weight.sum(), 1e-6), 0.0),
+            floor=jnp.where(live, self.competition(state, index, nodes, worth, live), 0.0),
         )
 
     def competition(
@@ -289,10 +299,10 @@ class Pruned:
         state: PrunedState,
         index: Int[Array, ""],
         nodes: Bool[Array, "B M"],
-        probability: Float[Array, "B M"],
+        worth: Float[Array, "B M"],
         live: Bool[Array, " B"],
     ) -> Float[Array, " B"]:
-        """The mean over rounds of the lowest probability among the drafts to verify; see `PrunedState.floor`.
+        """The mean over rounds of the lowest worth of a draft to verify; see `PrunedState.floor`.
 
         Nodes of a tree compete with those of the same sequence. Those of chains do with all in the batch: it is 1 in
         rounds whose size has no place for drafts, and 0 if there are fewer than it has places.
@@ -301,12 +311,12 @@ class Pruned:
         if not self.ragged:
             if self.drafter.shape.width == 1:
                 return jnp.zeros_like(state.floor)
-            lowest = jnp.where(verified.any(1), jnp.where(verified, probability, 1.0).min(1), 0.0)
+            lowest = jnp.where(verified.any(1), jnp.where(verified, worth, 1.0).min(1), 0.0)
             # The first round of a sequence sets the price.
             return jnp.where(state.floor > 0, (1.0 - self.rate) * state.floor + self.rate * lowest, lowest)
         room = jnp.asarray(self.places(len(live)))[index] - live.sum(dtype=jnp.int32)
         full = (index + 1 < len(self.branches)) & (verified.sum(dtype=jnp.int32) >= room)
-        lowest = jnp.where(full, jnp.where(verified, probability, 1.0).min(), 0.0)
+        lowest = jnp.where(full, jnp.where(verified, worth, 1.0).min(), 0.0)
         mean = (1.0 - self.rate) * jnp.where(live, state.floor, 0.0).max() + self.rate * lowest
         return jnp.broadcast_to(mean, state.floor.shape)
 
@@ -330,11 +340,25 @@ class Pruned:
         verification = jnp.maximum(costs - drafts, (1.0 - MOST_DRAFTING) * costs)
         return jnp.where(sizes > 1, verification, costs), drafts / (self.depth - 1)
 
+    def weights(self, s: DecodeState) -> Float[Array, " B"]:
+        """How much the tokens of each sequence count, at most 1; 0 in finished ones."""
+        live, rounds, tokens = ~s.done, s.stats.rounds, s.length - s.prompt_length
+        # The tokens of a round, of all sequences so far.
+        total, taken = (jnp.where(live, count, 0).sum().astype(jnp.float32) for count in (tokens, rounds))
+        pace = jnp.full(live.shape, jnp.maximum(total / jnp.maximum(taken, 1.0), 1.0))
+        return policy.weights(live, s.limit - s.length, rounds, tokens, pace, self.urgency)
+
     def growth(
-        self, state: PrunedState, s: DecodeState, smallest: Float[Array, ""], generation: Float[Array, ""]
+        self,
+        state: PrunedState,
+        s: DecodeState,
+        weight: Float[Array, " B"],
+        smallest: Float[Array, ""],
+        generation: Float[Array, ""],
     ) -> Growth:
         """When drafting stops in this round.
 
+        weight: of each sequence.
         smallest: cost of verifying the smallest size: a token for each sequence at least.
         generation: cost of one more.
         """
@@ -342,8 +366,8 @@ class Pruned:
         rate = jnp.where(live, state.rate, 0.0).max()
         # New sequences of a batch that shares its places have no price yet.
         floor = jnp.full_like(state.floor, jnp.where(live, state.floor, 0.0).max()) if self.ragged else state.floor
-        least = jnp.maximum(rate, 1.0 / smallest) * generation * live.sum().astype(jnp.float32)
-        return Growth(jnp.where(live, self.ratio(state), 0.0), least, floor)
+        least = jnp.maximum(rate, 1.0 / smallest) * generation * weight.sum()
+        return Growth(weight * self.ratio(state), least, floor)
 
     def ratio(self, state: PrunedState) -> Float[Array, " B"]:
         """Accepted drafts of earlier rounds, divided by the expected ones."""
@@ -359,18 +383,21 @@ class Pruned:
             raw = jnp.where(tree.depths(drafted)[:, 1:] <= s.draft_limits[:, -1:], raw, 0.0)
         return raw, jnp.minimum(raw * self.ratio(state)[:, None], 1.0)
 
-    def verified(self, probability: Float[Array, "B M"], s: DecodeState) -> Bool[Array, "K B M"]:
-        """The nodes to verify with each size, the roots left out."""
-        batch, nodes = probability.shape
+    def verified(self, worth: Float[Array, "B M"], s: DecodeState) -> Bool[Array, "K B M"]:
+        """The nodes to verify with each size, the roots left out.
+
+        worth: the probability of each draft, times the weight of its sequence.
+        """
+        batch, nodes = worth.shape
         sizes = self.sizes or (1,)
         if not self.ragged:
             inside = np.arange(1, nodes + 1)[None] < np.array(sizes)[:, None]
             return jnp.broadcast_to(inside[:, None], (len(sizes), batch, nodes))
         # The best nodes of the batch, in place of the roots of finished sequences, too; none in a plain round. A node
-        # comes after its parent: its probability is no higher. Tokens beyond a limit are worth nothing.
+        # comes after its parent, which is worth as much or more. Tokens beyond a limit are worth nothing.
         depth = jnp.arange(1, nodes + 1, dtype=jnp.int32)[None]
-        useful = (probability > 0) & ~s.done[:, None] & (depth < (s.limit - s.length)[:, None])
-        best = rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes)
+        useful = (worth > 0) & ~s.done[:, None] & (depth < (s.limit - s.length)[:, None])
+        best = rank(jnp.where(useful, worth, -1.0).reshape(1, -1)).reshape(batch, nodes)
         room = self.places(batch) - (~s.done).sum(dtype=jnp.int32)
         return useful[None] & (best[None] < room[:, None, None])
 

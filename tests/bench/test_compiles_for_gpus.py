@@ -22,6 +22,7 @@ KERNEL = "__gpu$xla.gpu.triton"
 NAMES = (
     "llama-eagle-chain",
     "llama-adaptive-chain",
+    "llama-pruned-tree",
     "llama-suffix-tree",
     "llama-8-heads-eagle-chain-over-4",
     "qwen3-experts-eagle-tree",

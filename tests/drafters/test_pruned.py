@@ -13,7 +13,7 @@ import toy
 from planted import assert_counted
 
 import jspec
-from jspec.core import accept, tree
+from jspec.core import accept, branches, tree
 from jspec.core.growth import Growth
 from jspec.core.loop import run_rounds
 from jspec.core.method import Method
@@ -56,17 +56,26 @@ def rounds_by_size(s):
     return np.array(s.stats.branch_counts).sum((0, 2)).tolist()
 
 
+def weights_by_hand(s, urgency):
+    """By the rounds up to the limit, at the pace so far and 8 rounds at that of the batch."""
+    live, rounds = ~np.array(s.done), np.array(s.stats.rounds, np.float64)
+    tokens = np.array(s.length - s.prompt_length, np.float64)
+    mean = max(tokens[live].sum() / max(rounds[live].sum(), 1), 1)
+    needed = np.where(live, np.array(s.limit - s.length) * (rounds + 8) / (tokens + 8 * mean), 0)
+    return np.where(live, (needed / needed.max()) ** urgency, 0)
+
+
 def by_hand(s, drafter, costs):
     """The draft's own probability of each node but the root, the one that earlier rounds correct, and generations."""
     live, sums = ~np.array(s.done), np.array(s.draft.sums, np.float64)
     ratio = (2 + sums[:, 1]) / (2 + sums[:, 0])
     # A generation must bring more than the last round did in its time.
-    rate = max(np.array(s.draft.rate)[live].max(), 1 / costs[0])
-    least = rate * live.sum() * parts_by_hand(drafter, costs)[1]
+    rate, weight = max(np.array(s.draft.rate)[live].max(), 1 / costs[0]), weights_by_hand(s, drafter.urgency)
+    least = rate * weight.sum() * parts_by_hand(drafter, costs)[1]
     floor = np.array(s.draft.floor)
     if drafter.ragged:
         floor[:] = floor[live].max()
-    growth = Growth(jnp.asarray(np.where(live, ratio, 0), jnp.float32), jnp.float32(least), jnp.asarray(floor))
+    growth = Growth(jnp.asarray(weight * ratio, jnp.float32), jnp.float32(least), jnp.asarray(floor))
     state = dataclasses.replace(s, draft=s.draft.part, growth=growth)
     drafted, _ = drafter.drafter.draft(toy.head_params(), state)
     raw = np.exp(np.array(drafted.scores, np.float64))[:, 1:]
@@ -89,20 +98,21 @@ def chosen_by_hand(s, drafter, costs):
     live, left, (costs, generation) = ~np.array(s.done), np.array(s.limit - s.length), parts_by_hand(drafter, costs)
     costs = [cost + generation * (grown - 1) for cost in costs]
     batch, nodes = raw.shape
-    sets = []
+    weight, sets = weights_by_hand(s, drafter.urgency), []
+    worth = weight[:, None] * probability
     for size in drafter.sizes:
         if not drafter.ragged:
             sets.append(np.arange(1, nodes + 1)[None].repeat(batch, 0) < size)
             continue
         useful = (probability > 0) & live[:, None] & (np.arange(1, nodes + 1)[None] < left[:, None])
-        order = [(-probability[b, i], b, i) for b, i in zip(*np.nonzero(useful), strict=True)]
+        order = [(-worth[b, i], b, i) for b, i in zip(*np.nonzero(useful), strict=True)]
         taken = np.zeros((batch, nodes), bool)
         room = math.ceil(size * batch) - live.sum() if size > 1 else 0  # a plain round
         for _, b, i in sorted(order)[:room]:
             taken[b, i] = True
         sets.append(taken)
     expected = [np.minimum(np.where(taken, probability, 0).sum(1), drafter.depth) for taken in sets]
-    value = [np.where(live, np.minimum(1 + x, left), 0).sum() / cost for x, cost in zip(expected, costs, strict=True)]
+    value = [(weight * np.minimum(1 + x, left)).sum() / cost for x, cost in zip(expected, costs, strict=True)]
     best = int(np.argmax(value))
     assert value[best] > 0
     taken = sets[best] & live[:, None]
@@ -110,9 +120,9 @@ def chosen_by_hand(s, drafter, costs):
     # of a tree with those of their sequence.
     size, floor = drafter.sizes[best], 0.0
     if not drafter.ragged:
-        floor = np.where(taken, probability, 1).min(1) * taken.any(1)
+        floor = np.where(taken, worth, 1).min(1) * taken.any(1)
     if drafter.ragged and best + 1 < len(sets) and taken.sum() >= (math.ceil(size * batch) if best else 0) - live.sum():
-        floor = probability[taken].min(initial=1.0)
+        floor = worth[taken].min(initial=1.0)
     return best, 1 + sets[best].sum(1), np.where(taken, raw, 0).sum(1), grown, floor
 
 
@@ -146,10 +156,11 @@ def test_tokens_are_those_of_plain_decoding_by_any_costs(rows, rule, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("urgency", [0.0, 2.0])
 @pytest.mark.parametrize("drafter", [pruned, chains], ids=["trees", "chains"])
-def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter):
+def test_the_size_has_the_most_expected_tokens_for_its_cost(drafter, urgency):
     """In every round, of the sequences that are not done; a limit of the request bounds what counts."""
-    drafter, taken, counts, depths, floors = drafter(), [], [], [], []
+    drafter, taken, counts, depths, floors = dataclasses.replace(drafter(), urgency=urgency), [], [], [], []
     costs = (1, 1.06, 1.1, 1.2) if drafter.ragged else (1, 1.25, 1.3, 1.36)
     s = started(costs, drafter=drafter)
     s = dataclasses.replace(s, limit=s.limit - jnp.array([0, 9, 3], jnp.int32))
@@ -212,15 +223,41 @@ def test_all_generations_grow_while_costs_are_measured(drafter):
         s = started(only(size, 4), drafter=drafter)
         state = dataclasses.replace(s.draft, floor=jnp.ones(3))
         verification, generation = drafter.parts_of_costs(s.costs, 3)
-        growth = drafter.growth(state, s, verification[0], generation)
+        growth = drafter.growth(state, s, drafter.weights(s), verification[0], generation)
         assert bool(growth.pays(growth.mass(jnp.zeros((3, 1))), jnp.float32(0)))
+
+
+def test_rounds_in_a_conditional_are_those_of_loops(monkeypatch):
+    """The form of the program depends on the platform and the version of JAX."""
+    s, ends = started((1, 1.25, 1.3, 1.36)), []
+    s = dataclasses.replace(s, limit=s.limit - jnp.array([0, 9, 3], jnp.int32))
+    for in_place in (False, True):
+        monkeypatch.setattr(branches, "in_place", lambda in_place=in_place: in_place)
+        program = functools.partial(run_rounds, method=Method(toy.TARGET, pruned(), accept.greedy))
+        text = str(jax.make_jaxpr(program)(toy.head_params(), s, jnp.int32(99)))
+        assert len(re.findall(r"\bwhile\[", text)) == (1 if in_place else 1 + len(SIZES))
+        end = jax.jit(program)(toy.head_params(), s, jnp.int32(99))
+        ends.append(dataclasses.replace(end, key=jax.random.key_data(end.key)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert sum(count > 0 for count in rounds_by_size(ends[0])) > 1
 
 
 def test_a_program_has_the_draft_once():
     """On a GPU each condition of a generation takes time at every start of the program, once per copy."""
     program = functools.partial(run_rounds, method=Method(toy.TARGET, pruned(), accept.greedy))
     text = str(jax.make_jaxpr(program)(toy.head_params(), started((1, 1, 1, 1)), jnp.int32(9)))
-    assert len(re.findall(r"\bcond\[", text)) == WHOLE.depth - 1
+    assert len(re.findall(r"\bcond\[", text)) == WHOLE.depth - 1 + branches.in_place()
+
+
+def test_drafts_go_to_the_sequence_with_the_most_rounds_left():
+    """In an engine they do not, as a free slot takes the next request."""
+    s = started((9, 1, 9, 9), drafter=chains())
+    s = dataclasses.replace(s, limit=s.length + jnp.array([40, 8, 8], jnp.int32))
+    counts = [x.choose(toy.head_params(), s)[1].count.tolist() for x in (chains(), chains().continuous())]
+    # Five rows of three sequences: two places for drafts.
+    assert counts[0] == [3, 1, 1] and sum(counts[1]) == 5 and counts[1] != counts[0]
+    weights = [np.array(x.weights(s)) for x in (chains(), chains().continuous())]
+    assert weights[0][0] == 1 > 0.01 > weights[0][1:].max() and (weights[1] == 1).all()
 
 
 def test_an_overconfident_draft_gets_smaller_trees():
