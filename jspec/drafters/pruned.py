@@ -92,7 +92,7 @@ class Cut:
         nodes = math.ceil(self.nodes)
         if nodes == 1:
             return tree.chain(s.root), s.draft
-        if parents is None:
+        if parents is None or nodes == 2:  # a chain: its attention and its commit are simpler
             return tree.chain(tokens[:, :nodes]), s.draft
         return DraftTree(tokens[:, :nodes], parents[:, :nodes], self.depth), s.draft
 

@@ -242,6 +242,22 @@ def test_rounds_in_a_conditional_are_those_of_loops(monkeypatch):
     assert sum(count > 0 for count in rounds_by_size(ends[0])) > 1
 
 
+def test_two_nodes_are_a_chain():
+    """So a round of them is that of a chain of one."""
+    drafter = Pruned(WHOLE, (1, 2, 3)).bind(toy.TARGET, toy.HEAD)
+    s = started((9, 1, 9), drafter=drafter)
+    index, state = drafter.choose(toy.head_params(), s)
+    cuts = [
+        branch.draft(toy.head_params(), dataclasses.replace(s, draft=part))[0]
+        for branch, part in zip(drafter.branches, drafter.states(state), strict=True)
+    ]
+    assert int(index) == 1 and [cut.parents is None for cut in cuts] == [True, True, False]
+    alone = Eagle(depth=1).bind(toy.TARGET, toy.HEAD)
+    ends = [toy.run(x, toy.head_params(), y) for x, y in ((drafter, s), (alone, toy.start(alone, toy.head_params())))]
+    assert toy.generated(ends[0]) == toy.generated(ends[1])
+    np.testing.assert_array_equal(ends[0].stats.rounds, ends[1].stats.rounds)
+
+
 def test_a_program_has_the_draft_once():
     """On a GPU each condition of a generation takes time at every start of the program, once per copy."""
     program = functools.partial(run_rounds, method=Method(toy.TARGET, pruned(), accept.greedy))
