@@ -93,7 +93,10 @@ def odds(
 
 @dataclasses.dataclass(frozen=True)
 class Ranked(jspec.Eagle):
-    """An EAGLE head whose drafts have their rank as token, and the random confidence as score."""
+    """An EAGLE head whose drafts have 1 + their rank as token, and the random confidence as score.
+
+    Nodes that did not grow have the token 0, which is never accepted.
+    """
 
     scores: ClassVar[Any] = None
 
@@ -115,7 +118,7 @@ class Ranked(jspec.Eagle):
 
     def ranked(self, proposal: Proposal, path: Array) -> Proposal:
         """Tokens by rank; the head's own ones are still computed."""
-        tokens = jnp.arange(proposal.tokens.shape[2], dtype=jnp.int32) + jnp.minimum(proposal.tokens, 0)
+        tokens = 1 + jnp.arange(proposal.tokens.shape[2], dtype=jnp.int32) + jnp.minimum(proposal.tokens, 0)
         if proposal.scores is None:
             return Proposal(tokens, None, None)
         scores = self.scores[:, None, path.shape[2], : tokens.shape[2]] + jnp.maximum(proposal.scores, 0.0)
@@ -134,7 +137,7 @@ class RankRule:
         rank, _ = odds(key, position + 1, draft_tree.generations + 1, max(self.width, 2))
         if draft_tree.parents is not None:
             rank = jnp.take_along_axis(rank, tree.depths(draft_tree), axis=1)
-        return accept.follow(draft_tree, rank + jnp.minimum(jnp.argmax(logits, axis=-1).astype(jnp.int32), 0))
+        return accept.follow(draft_tree, 1 + rank + jnp.minimum(jnp.argmax(logits, axis=-1).astype(jnp.int32), 0))
 
 
 @dataclasses.dataclass
