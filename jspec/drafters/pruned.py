@@ -118,8 +118,9 @@ class Pruned:
 
     drafter: has a draft model. None: trees of 32 nodes, 6 wide and up to 8 deep, by the drafter for the loaded draft.
     sizes: nodes of a sequence to choose from, root included, ascending, at most 8; a round of each is compiled. Of
-      chains that share a forward they are means, such as 1.5. None: 1, powers of two and the whole tree; of chains 1,
-      1.5, 2, 2.5, 3, 4 and all. A size is left out if a larger one takes the same time, as up to 16 rows do on a GPU.
+      chains that share a forward they are means, such as 1.5; with 2 each has one draft. None: 1, powers of two and the
+      whole tree; of chains 1, 1.5, 2, 2.5, 3, 4 and all. A size is left out if a larger one takes the same time, as up
+      to 16 rows do on a GPU.
     costs: cost of a round of each size, as those of `jspec.Adaptive`; the smallest one drafts a single generation, the
       others draft all. None: measured once, as for it.
     rate: from 0 to 1: discount of each older round in the ratio, and in the price of a place.
@@ -153,8 +154,11 @@ class Pruned:
     def branches(self) -> tuple[Cut, ...]:
         """The trees of each size, of a bound drafter."""
         bound(self, self.target)
-        whole = self.drafter.shape.nodes
-        return tuple(Cut(self.drafter, size, self.ragged and 1 < size < whole) for size in self.sizes or ())
+        return tuple(Cut(self.drafter, size, self.shares(size)) for size in self.sizes or ())
+
+    def shares(self, size: float) -> bool:
+        """Whether sequences share the nodes of this size. With 2 each one has a draft, which needs no packing."""
+        return self.ragged and 1 < size < self.drafter.shape.nodes and size != 2
 
     @property
     def ragged(self) -> bool:
@@ -328,11 +332,14 @@ class Pruned:
         """The cost of verifying each size, with a single generation of drafts, and of each further generation.
 
         The two smallest sizes differ by the drafts and by nodes, each of which costs as much as up to the next size.
+        Where a size of 2 alone is not packed, it differs from plain decoding by drafts: another node costs little.
         """
         sizes, (least, *others) = np.array(self.sizes, np.float32), self.offered(batch)
         if self.depth == 1 or sizes[least] > 1 or not others:
             return costs, jnp.zeros(())
         second, third = others[0], others[min(1, len(others) - 1)]
+        if single := [index for index in others if self.ragged and sizes[index] == 2]:
+            second = third = single[0]
         nodes = [total_nodes(float(size), batch) / batch for size in sizes]
         node = jnp.maximum((costs[third] - costs[second]) / ((nodes[third] - nodes[second]) or 1.0), 0.0)
         drafts = costs[second] - costs[least] - node * (nodes[second] - 1.0)
@@ -399,7 +406,8 @@ class Pruned:
         useful = (worth > 0) & ~s.done[:, None] & (depth < (s.limit - s.length)[:, None])
         best = rank(jnp.where(useful, worth, -1.0).reshape(1, -1)).reshape(batch, nodes)
         room = self.places(batch) - (~s.done).sum(dtype=jnp.int32)
-        return useful[None] & (best[None] < room[:, None, None])
+        only_first = np.array([size == 2 for size in self.sizes or ()])[:, None, None]
+        return useful[None] & jnp.where(only_first, depth[None] == 1, best[None] < room[:, None, None])
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PrunedState]:
         """The proposals of this round, for inspection. In a tree, the first draft is in place of unverified nodes."""

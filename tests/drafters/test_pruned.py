@@ -258,6 +258,24 @@ def test_two_nodes_are_a_chain():
     np.testing.assert_array_equal(ends[0].stats.rounds, ends[1].stats.rounds)
 
 
+def test_chains_of_two_nodes_have_one_draft_each():
+    """Read without packing, so their costs show those of drafting."""
+    drafter = Pruned(CHAIN, (1, 1.5, 2, 2.5, 5)).bind(toy.TARGET, toy.HEAD)
+    assert [branch.packed for branch in drafter.branches] == [False, True, False, True, False]
+    s = started((9, 9, 1, 9, 9), drafter=drafter)
+    index, state = drafter.choose(toy.head_params(), s)
+    assert int(index) == 2 and state.count.tolist() == [2, 2, 2]
+    alone = Eagle(depth=1).bind(toy.TARGET, toy.HEAD)
+    ends = [toy.run(x, toy.head_params(), y) for x, y in ((drafter, s), (alone, toy.start(alone, toy.head_params())))]
+    assert toy.generated(ends[0]) == toy.generated(ends[1])
+    np.testing.assert_array_equal(ends[0].stats.rounds, ends[1].stats.rounds)
+    # A generation takes 0.1, packing 0.5, a node less than 0.01 up to two of them, and then more.
+    costs = jnp.array([1.0, 1.3 + 0.5, 1.3, 1.4 + 0.5, 1.9])
+    verification, generation = drafter.parts_of_costs(costs, 3)
+    np.testing.assert_allclose(generation, 0.1, rtol=1e-5)
+    np.testing.assert_allclose(verification, [1.0, 1.5, 1.0, 1.6, 1.6], rtol=1e-5)
+
+
 def test_a_program_has_the_draft_once():
     """On a GPU each condition of a generation takes time at every start of the program, once per copy."""
     program = functools.partial(run_rounds, method=Method(toy.TARGET, pruned(), accept.greedy))
