@@ -129,14 +129,14 @@ FIELDS = (
         "jspec.drafters.pruned:Pruned.probabilities",
         "jnp.exp(jnp.minimum(drafted.scores, 0.0))[:, 1:]",
         "jnp.roll(jnp.exp(jnp.minimum(drafted.scores, 0.0)), -1, axis=1)[:, 1:]",
-        f"{_PAYS}[chains]",
+        f"{_PAYS}[chains-0.0]",
     ),
     (
         "a sequence has its neighbor's nodes",
         "jspec.drafters.pruned:Pruned.verified",
-        "rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes)",
-        "jnp.roll(rank(jnp.where(useful, probability, -1.0).reshape(1, -1)).reshape(batch, nodes), 1, axis=0)",
-        f"{_PAYS}[chains]",
+        "rank(jnp.where(useful, worth, -1.0).reshape(1, -1)).reshape(batch, nodes)",
+        "jnp.roll(rank(jnp.where(useful, worth, -1.0).reshape(1, -1)).reshape(batch, nodes), 1, axis=0)",
+        f"{_PAYS}[chains-0.0]",
     ),
     (
         "limits of another request",
