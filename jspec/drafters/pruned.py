@@ -60,7 +60,7 @@ class PrunedState:
     rate: Float[Array, " B"]
     """Expected tokens per sequence and unit of cost of the last round, weighted; 0: there was none."""
     floor: Float[Array, " B"]
-    """The price of a place: the lowest worth of a verified draft with which others compete; 0: with none."""
+    """The price of a place: the lowest worth (`Pruned.verified`) of a draft to compete with; 0: with none."""
 
 
 @dataclasses.dataclass(frozen=True)

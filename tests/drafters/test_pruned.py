@@ -21,11 +21,18 @@ from jspec.core.types import DraftNeeds, RowSampling
 from jspec.drafters import Eagle, Ngram, Plain, Pruned, Standalone, Suffix
 from jspec.generation.costs import UNAFFORDABLE, only, with_costs
 from jspec.generation.speculation import Speculation, draft_limits
+from pallas_kernels import platform
 
 WHOLE = Eagle(depth=3, width=3, num_nodes=12)
 SIZES = (1, 3, 6, 12)
 CHAIN = Eagle(depth=4)
 MEANS = (1, 1.4, 2.4, 5)
+
+
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch):
+    """On a GPU, too, where these batches would fill a single tile."""
+    monkeypatch.setattr("jspec.drafters.pruned.TILES", {})
 
 
 class Padded(type(toy.TARGET)):
@@ -358,7 +365,7 @@ def test_of_the_sizes_in_the_same_tiles_the_largest_is_offered(monkeypatch):
     trees, chains = Pruned().bind(toy.TARGET, toy.HEAD), Pruned(CHAIN, (1, 1.5, 2, 3, 4)).bind(toy.TARGET, toy.HEAD)
     everywhere = [trees.offered(1), chains.offered(1), chains.offered(2)]
     assert everywhere == [[0, 1, 2, 3, 4, 5], [0, 1, 3, 4], [0, 1, 2, 3, 4]]
-    monkeypatch.setattr("pallas_kernels.platform.platform", lambda: "gpu")
+    monkeypatch.setattr("jspec.drafters.pruned.TILES", {platform.platform(): 16})
     assert [trees.offered(batch) for batch in (1, 3, 8)] == [[0, 4, 5], [0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
     assert [chains.offered(batch) for batch in (1, 8, 20)] == [[0, 4], [0, 2, 4], [0, 1, 2, 3, 4]]
     # Costs of the caller say which ones are the same.
