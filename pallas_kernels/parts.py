@@ -1,4 +1,4 @@
-"""Partial sums of a product, one per part of the contraction, which its consumer adds."""
+"""Partial sums of a product, one per part of the contraction or per device, which its consumer adds."""
 
 import functools
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 
 def add_parts(parts: Float[Array, "P ..."] | Sequence[jax.Array], dtype: DTypeLike) -> Float[Array, "..."]:
-    """Add partial sums in order, then round; also inside kernels, which load them one by one."""
-    return functools.reduce(jnp.add, [parts[i] for i in range(len(parts))]).astype(dtype)
+    """Add partial sums in order, in float32, then round; also inside kernels, which load them one by one."""
+    return functools.reduce(jnp.add, [parts[i].astype(jnp.float32) for i in range(len(parts))]).astype(dtype)
 
 
 def whole(x: jax.Array, dims: int, dtype: DTypeLike) -> jax.Array:

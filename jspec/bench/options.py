@@ -106,9 +106,9 @@ class SubjectOptions(DraftOptions):
         self._check_shape()
         # Options without an exact forward.
         if self.exact:
-            for name in ("weights", "kv", "tensor"):
+            for name in ("weights", "kv"):
                 value = getattr(self, name, None)
-                if value not in (None, WIDE, 1):
+                if value not in (None, WIDE):
                     raise ValueError(f"--exact: no exact forward with --{name} {value} yet; omit one of them")
 
     @property

@@ -21,8 +21,6 @@ from jspec.models.quantized import FORMATS, WIDE, check_weights, has_quantized, 
 from jspec.models.sizes import tree_bytes
 from pallas_kernels import exact_attention
 
-SEVERAL_DEVICES = "no exact forward of a model over several devices yet; omit tensor, data and mesh"
-
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
@@ -59,20 +57,21 @@ class LoadOptions:
             return f"no exact forward with kv={self.kv!r} yet; omit one of them"
         if self.weights in FORMATS:
             return f"no exact forward with weights={self.weights!r} yet; omit one of them"
-        return SEVERAL_DEVICES if self.placement is not None and self.placement.mesh.size > 1 else None
+        return None
 
     def is_exact(self, config: Decoder, params: PyTree) -> bool:
         """Whether the forward of a target with these weights, or their shapes, is exact.
 
         By default it is in half precision, where texts would differ often, on GPUs that the kernels have tiles for. On
         others its speed has not been measured.
-        Not if the arrays are on several devices, which would all gather the matrices for the kernels.
+        Not if arrays without a placement are on several devices, which would all gather the matrices for the kernels.
         """
         if self.exact is not None:
             return self.exact
         able = self.not_exact() is None and config.not_exact() is None and not has_quantized(params)
         able = able and config.exact_kernels and params.embed.dtype.itemsize == 2
-        return able and exact_attention.OPERATION.tuned() and not _on_several_devices(params.embed)
+        able = able and (self.placement is not None or not _on_several_devices(params.embed))
+        return able and exact_attention.OPERATION.tuned()
 
     def of_target(self, config: Decoder) -> "LoadOptions":
         """The options for a target: None keeps an exact forward, where the other options allow."""
@@ -94,13 +93,11 @@ def _on_several_devices(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.sharding.device_set) > 1
 
 
-def place_model(tensor: object, data: object, mesh: Mesh | None, *, exact: object = False) -> Placement | None:
-    """Choose the devices, as `make_placement`; None: the default device. ValueError if several must be exact."""
+def place_model(tensor: object, data: object, mesh: Mesh | None) -> Placement | None:
+    """Choose the devices, as `make_placement`; None: the default device."""
     tensor, data = (
         None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
     )
-    if exact is True and (tensor or 1) * (data or 1) > 1:
-        raise ValueError(f"exact=True: {SEVERAL_DEVICES}")
     placement = make_placement(tensor, mesh, jax.devices(), data)
     if placement is not None:
         prepare_collectives()

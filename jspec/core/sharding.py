@@ -313,6 +313,11 @@ def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, 
     return x if devices == 1 else lax.psum(x, TENSOR)
 
 
+def from_devices(x: Float[Array, "*batch E"]) -> Float[Array, "D *batch E"]:
+    """What each device has, in their order."""
+    return lax.all_gather(x, TENSOR)
+
+
 def gather_last(x: Float[Array, "*batch W"], size: int) -> Float[Array, "*batch V"]:
     """All `size` columns, where each device has the next W; `x` itself if it has them all."""
     return x if x.shape[-1] == size else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)

@@ -210,7 +210,7 @@ def load(
         (known before any of them is read); or another process has failed.
       TypeError: an argument of the wrong type.
     """
-    options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv, draft_tensor)
+    options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv, draft_tensor)
     if check_flag("probe", probe) and options.placement is not None:
         raise ValueError(f"probe=True: must be False for a model that is split over {options.placement}")
     # Each process reads other parts, so one alone may find an error.

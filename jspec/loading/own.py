@@ -203,7 +203,7 @@ def from_named(
         split.
     """
     check_weights(weights)
-    options = LoadOptions(place_model(tensor, data, mesh, exact=exact), dtype, exact, weights, kv)
+    options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv)
     options = options.of_target(config) if isinstance(config, Decoder) else options
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")

@@ -150,7 +150,7 @@ class Decoder(LayerShape, Draft):
         states and logits.
 
         Raises:
-          ValueError: there is no such forward, the model is split over devices, or its cache is narrow.
+          ValueError: there is no such forward, or its cache is narrow.
         """
         if (problem := self.not_exact()) is not None:
             raise ValueError(f"exact=True: {problem}")
@@ -161,8 +161,6 @@ class Decoder(LayerShape, Draft):
         if not _has_field(type(self), "exact"):
             kinds = ", ".join(sorted(kind.__name__ for kind in _subclasses(Decoder) if _has_field(kind, "exact")))
             return f"models of type {type(self).__name__} have no exact forward yet; those of type {kinds} do"
-        if self.tensor > 1:
-            return "a model that is split over devices has no exact forward yet"
         return None if self.kv is None else f"no exact forward with kv={self.kv!r} yet; omit one of them"
 
     def with_kv(self, kv: str) -> Self:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jspec.core.sharding import gather_last, sum_over_devices
+from jspec.core.sharding import from_devices, gather_last, sum_over_devices
 from jspec.models import layers
 from jspec.models.adapted import Adapted
 from jspec.models.quantized import Quantized, Weight
@@ -22,7 +22,7 @@ from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.split_heads import split_heads
 
 Branch = Float[Array, "*batch E"] | Float[Array, "P *batch E"]
-"""The output of attention or an MLP, whole or in parts, as some operations leave it."""
+"""The output of attention or an MLP, whole or in parts, as some operations leave it, such as one of each device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Ops:
 
 @dataclasses.dataclass(frozen=True)
 class ExactOps(Ops):
-    """Operations whose order of additions does not depend on the shape, on one device and with wide weights."""
+    """Operations whose order of additions does not depend on the shape, with wide weights."""
 
     exact: ClassVar[bool] = True
 
@@ -161,8 +161,12 @@ class ExactOps(Ops):
         return out.reshape(*out.shape[:-2], *x.shape[:-1], -1)
 
     def branch(self, x: Float[Array, "*batch in"], weight: Weight, bias: Array | None = None) -> Branch:
-        """As in `projection`."""
-        return self.projection(x, weight, bias)
+        """As in `projection`; of more than two devices, the parts are theirs."""
+        if self.devices == 1:
+            return self.projection(x, weight, bias)
+        if self.devices == 2 or bias is not None:
+            return super().branch(x, weight, bias)
+        return from_devices(self.linear(x, weight))
 
     def mlp(
         self, x: Array, gate_up: Weight, down: Weight, activation: Callable[[Array], Array] = jax.nn.silu
@@ -179,7 +183,7 @@ class ExactOps(Ops):
         if lm_head is not None:
             return super().unembed(normed, embed, lm_head, size)
         flat = self.linear_transposed(normed.reshape(-1, normed.shape[-1]), embed)
-        return flat.reshape(*normed.shape[:-1], -1).astype(jnp.float32)
+        return gather_last(flat.reshape(*normed.shape[:-1], -1), size).astype(jnp.float32)
 
     def linear_transposed(self, x: Float[Array, "T in"], weight: Float[Array, "out in"]) -> Float[Array, "T out"]:
         """As in `Ops`."""
@@ -205,6 +209,10 @@ class ExactOps(Ops):
         assert normed is not None
         return stream, normed
 
+    def sum(self, x: Array) -> Array:
+        """As in `Ops`, in the order of the devices. Collectives choose one by the shape; two terms have none."""
+        return super().sum(x) if self.devices <= 2 else self.whole(from_devices(x), x)
+
     def softmax(self, x: Float[Array, "T X"]) -> Float[Array, "T X"]:
         """As in `Ops`."""
         powers = jnp.exp(x - x.max(-1, keepdims=True))
@@ -223,8 +231,9 @@ class ExactOps(Ops):
         return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])])
 
     def apart(self, x: Array) -> Array:
-        """As in `Ops`."""
-        return lax.optimization_barrier(x)
+        """As in `Ops`: XLA for CPUs drops barriers before it merges operations, but keeps a clip of finite bounds."""
+        most = jnp.finfo(x.dtype).max
+        return lax.optimization_barrier(jnp.clip(x, -most, most))
 
 
 def _wide(weight: Weight) -> Float[Array, "*stack in out"]:

@@ -26,8 +26,8 @@ def residual_norm(
 
     Args:
       x: the stream before.
-      branch: the output of attention or the MLP, or its parts from `exact_matmul`, to be added in order and rounded
-        first; None: 0, and the first result is `x`.
+      branch: the output of attention or the MLP, or its parts from `exact_matmul` or from devices, to be added in
+        order and rounded first; None: 0, and the first result is `x`.
       norms: weights of the norm of the branch (None: the branch is added as it is) and of the norm of the new stream
         (None: not computed; or 1 without a branch, where nothing else is computed).
       factor: on the new stream, in its precision; None: 1.
@@ -52,9 +52,9 @@ def residual_norm(
             raise ValueError("norms=(None, None): requires a branch, or wide=True")
     else:
         divided = branch.ndim > x.ndim
-        dtype, shape = ("float32", branch.shape[1:]) if divided else (x.dtype, branch.shape)
-        if (dtype, x.shape) != (branch.dtype, shape):
-            of_parts = f", or float32[P, {str(list(x.shape))[1:]} of parts" if divided else ""
+        dtypes, shape = ((x.dtype, "float32"), branch.shape[1:]) if divided else ((x.dtype,), branch.shape)
+        if x.shape != shape or branch.dtype not in dtypes:
+            of_parts = f", or with an axis of parts before them, in {x.dtype} or float32" if divided else ""
             raise ValueError(
                 f"branch is {branch.dtype}{list(branch.shape)}: must be {x.dtype}{list(x.shape)}, as x is{of_parts}"
             )

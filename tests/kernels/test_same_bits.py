@@ -381,12 +381,12 @@ def test_a_sum_and_its_norm(dtype, backend):
     np.testing.assert_allclose(np.asarray(same[1]).astype(np.float64), expected, rtol=0, atol=2 * TOLERANCE[dtype])
     one = run(x[1:2, 3:4], branch[1:2, 3:4], weight)
     assert same_bits(one[1], normed[1:2, 3:4])
-    # A branch in parts.
-    divided = jnp.asarray(rng.normal(size=(3, *x.shape)), jnp.float32)
-    added = run(x, divided, weight)
-    for result, expected in zip(added, run(x, parts.add_parts(divided, dtype), weight), strict=True):
-        assert same_bits(result, expected)
-    assert same_bits(run(x[2:3], divided[:, 2:3], weight)[1], added[1][2:3])
+    # A branch in parts, of a product or of devices.
+    for kind in ("float32", dtype):
+        terms = jnp.asarray(rng.normal(size=(3, *x.shape)), kind)
+        whole = run(x, parts.add_parts(terms, dtype), weight)
+        assert all(map(same_bits, run(x, terms, weight), whole))
+        assert same_bits(run(x[2:3], terms[:, 2:3], weight)[1], whole[1][2:3])
 
 
 @pytest.mark.slow(unless=("float32-xla", "bfloat16-triton"))
@@ -447,8 +447,8 @@ def test_parts_of_another_type_or_shape_are_refused():
     x, weight = jnp.zeros((2, 8), jnp.float16), jnp.zeros(8, jnp.float16)
     for branch, message in (
         (
-            jnp.zeros((3, 2, 8), jnp.float16),
-            r"branch is float16\[3, 2, 8\]: must be float16\[2, 8\].*float32\[P, 2, 8\]",
+            jnp.zeros((3, 2, 8), jnp.bfloat16),
+            r"branch is bfloat16\[3, 2, 8\]: .* parts before them, in float16 or float32",
         ),
         (jnp.zeros((2, 8), jnp.float32), r"branch is float32\[2, 8\]: must be float16\[2, 8\], as x is$"),
     ):

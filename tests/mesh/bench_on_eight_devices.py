@@ -120,7 +120,7 @@ def test_weights_that_do_not_fit_on_a_device_are_refused_before_they_are_made(ca
     (
         ("--preset tiny --tensor 16", "--tensor 16: must be at most 8, the number of devices that JAX has"),
         ("--preset tiny --tensor 3", "--tensor 3: must divide 2 heads and 32 columns of the MLP of this model"),
-        ("--preset tiny --tensor 2 --exact", "--exact: no exact forward with --tensor 2 yet"),
+        ("--preset tiny --tensor 2 --exact --kv fp8", "--exact: no exact forward with --kv fp8 yet"),
         ("--preset tiny --tensor 2 --weights int4", "--tensor 2: o has 16 rows with 128 packed together"),
         ("--preset tiny --data 2 --batch 4 3", "--batch 3: must be a multiple of --data 2"),
         ("--preset tiny --data 3 --tensor 4 --batch 3", "--data 3, --tensor 4: their product must be at most 8"),

@@ -173,7 +173,6 @@ def test_memory_counts_the_sequences_of_a_group(load, monkeypatch):
         (dict(data=9), ValueError, "data=9: must be at most 8, the number of devices"),
         (dict(data=4, tensor=4), ValueError, "data=4, tensor=4: their product must be at most 8"),
         (dict(data=2, tensor=3), ValueError, "tensor=3: must divide 8 heads"),
-        (dict(data=2, exact=True), ValueError, "exact=True: .*; omit tensor, data and mesh"),
         (dict(data=2, draft_tensor=True), ValueError, "draft_tensor=True: requires tensor"),
         (dict(mesh=(2, 2), data=4), ValueError, "data=4: the mesh has 2 devices on its axis 'data'; omit data"),
     ],

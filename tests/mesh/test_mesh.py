@@ -19,6 +19,7 @@ MODULES = (
     "on_eight_devices.py",
     PRODUCT,
     "layers_on_eight_devices.py",
+    "exact_on_eight_devices.py",
     "groups_on_eight_devices.py",
     "engine_on_eight_devices.py",
     "engine_in_groups_on_eight_devices.py",
