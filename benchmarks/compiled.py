@@ -5,17 +5,16 @@ Everything is made from shapes, so neither the weights nor a TPU are needed.
 
 import dataclasses
 import math
-import pathlib
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import tpu
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 
+from jspec.bench import launches
 from jspec.bench.measure import (
     BenchSetup,
     CaseResult,
@@ -31,7 +30,6 @@ from jspec.core.types import Drafter
 from jspec.models.sizes import tree_bytes
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
-_LAUNCHES = "*.thunk_sequence_after_thunk_passes.txt"
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -141,29 +139,24 @@ def compile_programs(
     where = setup.placement or device
     setup = dataclasses.replace(setup, params=tpu.on(where, setup.params))
     method = method_of(setup, drafter)
-    made: dict[str, Compiled] = {}
+    prefill: Compiled | None = None
     seconds: dict[str, float] = {}
-
-    def finish(name: str, began: float, lowered: Lowered, options: dict[str, str | bool] | None = None) -> None:
-        made[name] = lowered.compile(options)
-        seconds[name] = time.perf_counter() - began
 
     with jax.default_device(device):
         prompt = tpu.on(where, jax.eval_shape(lambda: prompts_of(setup, case)))
         if not only_loop:
             report("compiling prefill")
         began = time.perf_counter()
-        prefill = lower_prefill(setup, case, method, prompt)
-        state = tpu.on(where, prefill.out_info)
+        lowered = lower_prefill(setup, case, method, prompt)
+        state = tpu.on(where, lowered.out_info)
         if not only_loop:
-            finish("prefill", began, prefill)
+            prefill, seconds["prefill"] = lowered.compile(), time.perf_counter() - began
         report("compiling decode")
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            dump = {"xla_dump_to": folder} if device.platform != "tpu" else None
-            finish("decode", began, lower_rounds(setup, method, state), dump)
-            launches = "\n".join(path.read_text() for path in sorted(pathlib.Path(folder).glob(_LAUNCHES)))
-    return Programs(made.get("prefill"), made["decode"], seconds, state, launches)
+        kind = "tpu" if device.platform == "tpu" else "gpu"
+        decode, starts = launches.compiled(lower_rounds(setup, method, state), kind)
+        seconds["decode"] = time.perf_counter() - began
+    return Programs(prefill, decode, seconds, state, starts)
 
 
 def memory_of(program: Compiled) -> Memory:

@@ -9,6 +9,8 @@ import compiled
 import jax
 from compiled import Programs
 
+from jspec.bench import launches
+
 _HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
 _SUMS = {"all-reduce", "all-reduce-start"}
 _NAMES = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint32": "u32", "int8": "s8", "bool": "pred"}
@@ -36,7 +38,7 @@ def problems(programs: Programs, state: Any, expected: int, devices: int) -> dic
     loop, prefill = compiled.loop_lines(text), programs.prefill and programs.prefill.as_text() or ""
     problems = {
         "one loop": "" if len(loop) > 100 else f"the loop has {len(loop)} operations",
-        "one graph": launch_problem(programs.launches) if programs.launches else "",
+        "one graph": launches.problem(programs.launches) if programs.launches else "",
         "no host transfer": _named([*text.splitlines(), *prefill.splitlines()], _HOST),
         "no sort": _named(loop, {"sort"}),
         "sums over devices in the loop": ""
@@ -48,15 +50,6 @@ def problems(programs: Programs, state: Any, expected: int, devices: int) -> dic
         "memory": _unexpected(programs.decode, expected),
     }
     return {check: message for check, message in problems.items() if message}
-
-
-def launch_problem(text: str) -> str:
-    """What the host starts itself, if that is not one CUDA graph with the loop in it."""
-    kinds = re.findall(r"^( *)\d+: (\w+)", text, re.MULTILINE)
-    outer = [kind for indent, kind in kinds if not indent]
-    inner = [kind for indent, kind in kinds if len(indent) == 4]
-    one = outer == ["kCommandBuffer"] and inner.count("kWhile") == 1
-    return "" if one else f"the host starts {outer}, and inside of these {inner}"
 
 
 def _opcode(line: str) -> str | None:

@@ -117,6 +117,18 @@ def test_a_measurement_that_fails_is_reported(monkeypatch):
     assert doctor.run_bench("cpu")["lines"] == [{"metric": "round"}]
 
 
+@pytest.mark.parametrize("problem", (False, True))
+def test_a_model_over_two_devices_is_measured_too(problem, tmp_path, monkeypatch):
+    def measure(name, tensor=1):
+        return {"problem": "x"} if problem and tensor == 2 else {"lines": [], "devices": tensor}
+
+    monkeypatch.setattr(doctor, "devices", lambda: 3 * [{"kind": "cpu"}])
+    monkeypatch.setattr(doctor, "run_bench", measure)
+    path = tmp_path / "out.json"
+    assert cli.main(["doctor", "--no-tests", "--json", str(path)]) == int(problem)
+    assert json.loads(path.read_text())["bench over two devices"] == measure("cpu", 2)
+
+
 def test_kernels_are_those_of_the_platform(monkeypatch):
     assert {operation.name for operation in doctor.operations()} >= {"paged_attention", "kv_compact", "topk"}
     monkeypatch.setattr(platform, "platform", lambda: "tpu")

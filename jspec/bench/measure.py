@@ -13,7 +13,7 @@ import numpy as np
 from jax.stages import Lowered
 from jaxtyping import Array, Int, PyTree
 
-from jspec.bench import machine, weights
+from jspec.bench import launches, machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.core import accept, groups, stopping
 from jspec.core.grow import Shape
@@ -26,6 +26,7 @@ from jspec.generation.run import prefill_chunk
 from jspec.loading import memory
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
+from pallas_kernels import platform
 
 FIRST_TOKENS = 3
 """Timed prefills per case, after a warm-up."""
@@ -67,6 +68,8 @@ class CaseResult:
     capacity: tokens per sequence.
     state_bytes: caches and buffers of all sequences, on each device.
     accept_length: tokens per round under the imposed acceptance, bonus token included.
+    starts: what the host starts in place of one CUDA graph with all rounds; "": this graph, None: it is not known, as
+      on other devices and for programs from the compilation cache.
     compile_seconds: of prefill and decode, from tracing to the executable.
     first_token_seconds: of prefill with the choice of the first token, without compilation.
     round_seconds: per round, each the mean over all rounds of a call.
@@ -81,6 +84,7 @@ class CaseResult:
     state_bytes: int = 0
     problem: str | None = None
     accept_length: float | None = None
+    starts: str | None = None
     compile_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     first_token_seconds: list[float] = dataclasses.field(default_factory=list)
     round_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -193,7 +197,8 @@ def compile_case(
 
     # The loop.
     began = time.perf_counter()
-    rounds = lower_rounds(setup, method, state).compile()
+    rounds, starts = launches.compiled(lower_rounds(setup, method, state), platform.platform())
+    result.starts = launches.problem(starts) if starts else None
     result.compile_seconds["decode"] = time.perf_counter() - began
     # Workspaces are known after compilation.
     for name, program in (("prefill", prefill), ("decode", rounds)):

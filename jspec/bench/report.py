@@ -127,6 +127,7 @@ def lines(report: Report) -> list[Measurement]:
 def _case_lines(report: Report, result: CaseResult) -> list[Measurement]:
     # Fields of all lines.
     settings = report.settings_of(result.mode)
+    settings |= {} if result.starts is None else {"one_graph": not result.starts}
     shared = {"settings": settings, "mode": result.mode, "batch": result.batch, "context": result.context}
 
     def line(metric: str, unit: str, values: Sequence[float], **fields) -> Measurement:
@@ -160,7 +161,8 @@ def table(report: Report) -> str:
     rows = [[*names, "floor ms", "of floor", "first token ms", "compile s"]]
     rows += [_cells(report, result) for result in report.results if result.round]
     problems = [f"{_case(result)}: {result.problem}" for result in report.results if result.problem]
-    return "\n".join([f"{report.heading()}; {speeds}", *aligned(rows), *problems, *_shallow_trees(report)])
+    notes = [*problems, *_shallow_trees(report), *_graphs(report)]
+    return "\n".join([f"{report.heading()}; {speeds}", *aligned(rows), *notes])
 
 
 def _cells(report: Report, result: CaseResult) -> list[str]:
@@ -192,6 +194,13 @@ def _shallow_trees(report: Report) -> list[str]:
         for result in report.results
         if result.mode != "plain" and result.accept_length and result.accept_length < imposed * (1 - 1 / rounds)
     ]
+
+
+def _graphs(report: Report) -> list[str]:
+    """Whether the rounds of each case are one CUDA graph, where it is known."""
+    known = [result for result in report.results if result.starts is not None]
+    wrong = [f"{_case(result)}: not one CUDA graph: {result.starts}" for result in known if result.starts]
+    return wrong or (["all rounds of a call are one CUDA graph"] if known else [])
 
 
 def _case(result: CaseResult) -> str:

@@ -88,12 +88,16 @@ def run(options: Options) -> int:
     for number, entry in enumerate(report["costs"]):
         _show(f"costs {number}", entry)
     report["bench"] = _not_run("--no-bench") if options.no_bench else run_bench(platform.platform())
-    if "problem" in report["bench"]:
-        _show("bench", report["bench"])
+    if len(report["devices"]) > 1 and not options.no_bench:
+        report["bench over two devices"] = run_bench(platform.platform(), tensor=2)
+    benches = {name: lines for name, lines in report.items() if name.startswith("bench")}
+    for name, lines in benches.items():
+        if "problem" in lines:
+            _show(name, lines)
     if speeds := bandwidths(report["bench"], platform.platform()):
         _show("memory", speeds)
     _write(report, options.json)
-    failed = report["tests"].get("failed", 0) or "problem" in report["bench"] or "problem" in report["tests"]
+    failed = report["tests"].get("failed", 0) or any("problem" in part for part in (report["tests"], *benches.values()))
     return int(bool(failed))
 
 
@@ -216,16 +220,25 @@ def read_results(path: Path) -> dict[str, Any]:
     return {**counts, "failures": failures, "skipped because": sorted(reasons)}
 
 
-def run_bench(platform_name: str) -> dict[str, Any]:
-    """The lines of a short measurement, as from `jspec bench --json`, or the reason why there are none."""
+def run_bench(platform_name: str, *, tensor: int = 1) -> dict[str, Any]:
+    """The lines of a short measurement, as from `jspec bench --json`, or the reason why there are none.
+
+    tensor: devices of the model.
+    """
     preset = _PRESETS.get(platform_name, _PRESET_ELSEWHERE)
     measured: dict[str, Any] = {"preset": preset, "batch": (1,), "context": (64 if preset == "tiny" else 512,)}
+    measured |= {"tensor": tensor} if tensor > 1 else {}
+    cached = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
         try:
+            # Whether rounds are one CUDA graph is not known of programs from the cache.
+            jax.config.update("jax_enable_compilation_cache", False)
             bench.run(BenchOptions(**measured, repeats=3, json=path))
         except Exception as error:  # any failure on an untested machine belongs in the report
             return {"problem": f"{type(error).__name__}: {error}"[:2000], "options": measured}
+        finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {"options": measured, "lines": lines}
 

@@ -9,6 +9,8 @@ import loop_checks
 import pytest
 from compiled import Programs
 
+from jspec.bench import launches
+
 POOL = "bf16[2,2,256,64,2,128]"
 POOL_BYTES = 2 * 2 * 256 * 64 * 2 * 128 * 2
 LOOP = [
@@ -91,5 +93,5 @@ def test_a_check_fails_alone(change, check, message):
     ),
 )
 def test_a_loop_is_one_graph(thunks, message):
-    problem = loop_checks.launch_problem(thunks)
+    problem = launches.problem(thunks)
     assert message in problem and bool(message) == bool(problem)

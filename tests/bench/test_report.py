@@ -104,3 +104,19 @@ def test_the_command_of_a_measurement_names_no_file_of_the_machine():
     assert report.command("python x.py", given, {"--state": "FILE"}) == "python x.py --state FILE --k 3"
     given = ["--json=a", "--state=/a/b", "--k=3"]
     assert report.command("python x.py", given, {"--state": "FILE"}) == "python x.py --state=FILE --k=3"
+
+
+@pytest.mark.parametrize(
+    ("starts", "known", "text"),
+    (
+        ("", True, "all rounds of a call are one CUDA graph"),
+        ("the host starts ['kWhile']", False, "tree 8 x 512: not one CUDA graph: the host starts ['kWhile']"),
+        (None, None, None),
+    ),
+)
+def test_whether_rounds_are_one_graph(starts, known, text):
+    measured = report_of(result(starts=starts))
+    (line,) = (line for line in report.lines(measured) if line.metric == "round")
+    assert line.settings.get("one_graph") is known
+    shown = report.table(measured)
+    assert text in shown if text else "graph" not in shown
