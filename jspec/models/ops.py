@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jspec.core.sharding import from_devices, gather_last, sum_over_devices
+from jspec.core.sharding import gather_last, in_order, sum_over_devices
 from jspec.models import layers
 from jspec.models.adapted import Adapted
 from jspec.models.quantized import Quantized, Weight
@@ -166,7 +166,7 @@ class ExactOps(Ops):
             return self.projection(x, weight, bias)
         if self.devices == 2 or bias is not None:
             return super().branch(x, weight, bias)
-        return from_devices(self.linear(x, weight))
+        return in_order(self.linear(x, weight), self.devices)
 
     def mlp(
         self, x: Array, gate_up: Weight, down: Weight, activation: Callable[[Array], Array] = jax.nn.silu
@@ -211,7 +211,7 @@ class ExactOps(Ops):
 
     def sum(self, x: Array) -> Array:
         """As in `Ops`, in the order of the devices. Collectives choose one by the shape; two terms have none."""
-        return super().sum(x) if self.devices <= 2 else self.whole(from_devices(x), x)
+        return super().sum(x) if self.devices <= 2 else self.whole(in_order(x, self.devices), x)
 
     def softmax(self, x: Float[Array, "T X"]) -> Float[Array, "T X"]:
         """As in `Ops`."""

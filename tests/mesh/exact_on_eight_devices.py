@@ -14,6 +14,7 @@ import tiny_targets as tiny
 
 import jspec
 from jspec.core import sharding, tree
+from pallas_kernels import parts
 
 POINTS = [
     product.make_point(*names)
@@ -76,6 +77,27 @@ def test_no_collective_chooses_the_order_of_a_sum(exact, checkpoints):
     sums, gathers = text.count(" psum["), text.count(" all_gather[")
     branches = 2 * target.num_layers
     assert (sums, gathers) == ((1, 1 + branches) if exact else (1 + branches, 1))
+
+
+@pytest.mark.parametrize("devices", (4, 8))
+def test_large_terms_are_added_in_the_same_order(devices, monkeypatch):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), (sharding.TENSOR,))
+    terms = jnp.asarray(np.random.default_rng(0).normal(size=(devices, 2, 3, 32)), jnp.float32)
+
+    def add(x):
+        return parts.whole(sharding.in_order(x[0], devices), 3, x.dtype)
+
+    def run():
+        spec = jax.sharding.PartitionSpec(sharding.TENSOR)
+        over = jax.shard_map(add, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+        return str(jax.make_jaxpr(over)(terms)).count(" all_to_all["), np.asarray(over(terms))
+
+    few, small = run()
+    monkeypatch.setattr(sharding, "WORTH_A_STEP", 0)
+    more, large = run()
+    assert (few, more) == (0, 1)
+    np.testing.assert_array_equal(small, large)
+    np.testing.assert_array_equal(small, parts.add_parts(terms, terms.dtype))
 
 
 def test_data_alone_is_exact(checkpoints):
