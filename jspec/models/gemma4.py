@@ -320,7 +320,7 @@ class Gemma4(Decoder):
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
         logits = super().unembed(params, normed)
-        return logits if self.soft_cap is None else self.ops.apart(self.soft_cap * jnp.tanh(logits / self.soft_cap))
+        return logits if self.soft_cap is None else self.ops.rounded(self.soft_cap * jnp.tanh(logits / self.soft_cap))
 
     def _per_layer_inputs(self, params: Gemma4Params, tokens, x) -> Float[Array, "B N L P"] | None:
         """The per-layer inputs, from the token and from its embedding `x`."""

@@ -128,7 +128,7 @@ class LlamaVariant(Llama):
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
         logits = super().unembed(params, normed)
-        return logits if self.logit_divisor == 1 else self.ops.apart(logits / self.logit_divisor)
+        return logits if self.logit_divisor == 1 else self.ops.rounded(logits / self.logit_divisor)
 
     def add(
         self,

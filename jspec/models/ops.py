@@ -139,6 +139,10 @@ class Ops:
         """`x`, a product; a compiler does not merge it with a sum, as it would in some shapes."""
         return x
 
+    def rounded(self, x: Array) -> Array:
+        """`x`, a product or quotient of elements; rounded before a sum that follows, also in one kernel."""
+        return x
+
 
 @dataclasses.dataclass(frozen=True)
 class ExactOps(Ops):
@@ -231,9 +235,13 @@ class ExactOps(Ops):
         return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])])
 
     def apart(self, x: Array) -> Array:
-        """As in `Ops`: XLA for CPUs drops barriers before it merges operations, but keeps a clip of finite bounds."""
+        """As in `Ops`."""
+        return lax.optimization_barrier(self.rounded(x))
+
+    def rounded(self, x: Array) -> Array:
+        """As in `Ops`: XLA drops barriers for CPUs before LLVM makes one instruction of both, but not a clip."""
         most = jnp.finfo(x.dtype).max
-        return lax.optimization_barrier(jnp.clip(x, -most, most))
+        return jnp.clip(x, -most, most)
 
 
 def _wide(weight: Weight) -> Float[Array, "*stack in out"]:
