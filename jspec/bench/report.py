@@ -198,9 +198,9 @@ def _shallow_trees(report: Report) -> list[str]:
 
 def _graphs(report: Report) -> list[str]:
     """Whether the rounds of each case are one CUDA graph, where it is known."""
-    known = [result for result in report.results if result.starts is not None]
-    wrong = [f"{_case(result)}: not one CUDA graph: {result.starts}" for result in known if result.starts]
-    return wrong or (["all rounds of a call are one CUDA graph"] if known else [])
+    starts = [result.starts for result in report.results if result.round]
+    wrong = [f"{_case(result)}: not one CUDA graph: {result.starts}" for result in report.results if result.starts]
+    return wrong or (["all rounds of a call are one CUDA graph"] if starts and None not in starts else [])
 
 
 def _case(result: CaseResult) -> str:

@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory):
     return product.Checkpoints(tmp_path_factory.mktemp("models"))
 
 
-def load(checkpoints, point, **devices):
+def load(checkpoints, point):
     draft = checkpoints.draft(point.family, point.drafter) if point.drafter in product.OF_FILES else None
     options = {"dtype": "bfloat16", "exact": True, "draft_tensor": point.draft_tensor}
     return jspec.load(checkpoints.target(point.family), draft=draft, **product.PLACEMENTS[point.placement], **options)
